@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from fsdpctl.checkpoint.manifest import FileInfo
+from fsdpctl.checkpoint.manifest import FileInfo, checksum
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     TensorEntry,
@@ -62,9 +62,7 @@ class Checksums:
         for name, path in _files_in(folder):
             if name not in self._content.files:
                 content = path.read_bytes()
-                self._content.files[name] = FileInfo(
-                    len(content), xxhash.xxh3_128_hexdigest(content)
-                )
+                self._content.files[name] = FileInfo(len(content), checksum(content))
         write_synced(folder / CHECKSUMS, seal(asdict(self._content), CHECKSUMS_FORMAT).encode())
 
 

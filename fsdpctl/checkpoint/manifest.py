@@ -85,10 +85,7 @@ def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
     """Parse the text of the spans in a header; messages begin with `where`."""
     stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
     try:
-        return {
-            key: StoredSpan(Span(start, stop), bytes.fromhex(digests))
-            for key, (start, stop, digests) in stored.items()
-        }
+        return {key: StoredSpan(Span(a, b), bytes.fromhex(x)) for key, (a, b, x) in stored.items()}
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
 

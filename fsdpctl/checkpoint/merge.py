@@ -97,8 +97,7 @@ class MergedWeights:
         """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
-        self._transposed = transposed
-        self._dtype = dtype
+        self._transposed, self._dtype = transposed, dtype
         self._last: tuple[str, tuple[Matrix, Matrix]] | None = None  # (experts, …) each
         layers = adapted_layers(weights.names(PARAMETER))
         self._merged = {adapted_weight(layer): layer for layer in layers}

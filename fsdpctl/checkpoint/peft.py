@@ -147,9 +147,8 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
         content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
         content["ensure_weight_tying"] = bool(ties)
         if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
-            write_assets(
-                folder, {k: v for k, v in attached_files(reader).items() if k not in OF_THE_MODEL}
-            )
+            own = {k: v for k, v in attached_files(reader).items() if k not in OF_THE_MODEL}
+            write_assets(folder, own)
         write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
@@ -172,9 +171,10 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
     has_stacks = any(True for _ in stacked_experts(plain))
     renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
     stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or f"{x}." in renamed]
-    lora = model.lora
+    lora, alpha = model.lora, model.lora.used_alpha
     assert lora.rank is not None
-    alpha = lora.used_alpha
+    layers = [each for each in linear if f"{each}." not in renamed]
+    others = [each for each in names if not each.startswith(tuple(renamed))]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -184,10 +184,7 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
-        "target_modules": _targets(
-            [each for each in linear if f"{each}." not in renamed],
-            [each for each in names if not each.startswith(tuple(renamed))],
-        ),
+        "target_modules": _targets(layers, others),
         "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": not transposed_layers(plain).isdisjoint(linear),

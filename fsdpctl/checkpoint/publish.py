@@ -93,16 +93,9 @@ def write_manifest(
 ) -> None:
     """Write the attachments and the manifest of the tensor files in `folder`."""
     attached = {name: FileInfo(len(x), checksum(x)) for name, x in about.attachments.items()}
-    manifest = Manifest(
-        files=dict(files),
-        attachments=attached,
-        tensors=dict(sorted(tensors.items())),
-        progress=about.progress,
-        config=dict(about.config),
-        versions=versions(),
-        world_size=world_size,
-        base=about.base,
-    )
+    stored = dict(files), attached, dict(sorted(tensors.items())), about.progress
+    config, base = dict(about.config), about.base
+    manifest = Manifest(*stored, config, versions(), world_size, base)
     write_assets(folder, about.attachments)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
 

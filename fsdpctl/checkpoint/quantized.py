@@ -38,13 +38,13 @@ class QuantizedTensors:
         return self._source.names(kind)
 
     def info(self, key: str) -> TensorInfo:
-        stored, shape = self._source.info(key), self._shapes.get(parameter_name(key))
+        name, stored = parameter_name(key), self._source.info(key)
+        shape = self._shapes.get(name)
         if shape is None or stored.dtype == _BYTES:
             return stored
         if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{self}: {parameter_name(key)} has shape {stored.shape}, the model's is "
-                f"{list(shape)}"
+                f"{self}: {name} has shape {stored.shape}, the model's is {list(shape)}"
             )
         return TensorInfo([self._packing.packed_bytes(stored.numel)], _BYTES)
 

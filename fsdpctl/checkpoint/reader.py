@@ -173,12 +173,9 @@ class CheckpointReader:
 
     def _add(self, key: str, part: StoredPart) -> None:
         info, entry = self._stored_info(key), part.entry
-        chunks = -(-entry.nbytes // CHUNK_BYTES)
-        if (
-            entry.dtype != info.dtype
-            or entry.shape != (part.stored.span.numel,)
-            or part.stored.num_chunks != chunks
-        ):
+        stored, chunks = part.stored, -(-entry.nbytes // CHUNK_BYTES)
+        expected = info.dtype, (stored.span.numel,), stored.num_chunks
+        if (entry.dtype, entry.shape, chunks) != expected:
             raise CheckpointError(f"{part.file}: corrupted: {key} does not match {MANIFEST}")
         self._parts[key].append(part)
 

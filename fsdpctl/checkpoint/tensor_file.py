@@ -169,9 +169,8 @@ def open_tensor_file(path: Path) -> TensorFile:
     for name, each in header.items():
         if each["dtype"] not in ITEMSIZES:
             raise CheckpointError(f"{path}: {name}: dtype {each['dtype']} not supported")
-        entries[name] = TensorEntry(
-            name, each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
-        )
+        about = each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
+        entries[name] = TensorEntry(name, *about)
     checksum = xxhash.xxh3_128_hexdigest(prefix + text)
     return TensorFile(path, entries, metadata, checksum, HEADER_PREFIX + length, size)
 

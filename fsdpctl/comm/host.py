@@ -195,8 +195,7 @@ class HostSlots:
 
     def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
         """`count` inputs are sent in a forward; `allocate` returns a number of bytes."""
-        self._count = count
-        self._allocate = allocate
+        self._count, self._allocate = count, allocate
         self._free: list[Tensor] = []
         self.nbytes = 0  # allocated, used or not
 

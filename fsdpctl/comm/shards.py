@@ -79,8 +79,7 @@ class FlatShard:
         this rank reduces and counts in norms, like `num_owners` ranks. Replicas share the work to
         save it: this rank saves `written`.
         """
-        self.unit = unit
-        self.layout = layout
+        self.unit, self.layout = unit, layout
         self.held, self.owned, self.written = held, owned, written
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all master weights

@@ -174,9 +174,7 @@ class SharedMemory:
 
     def __init__(self, exchange: Exchange, rank: int, timeout: float) -> None:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
-        self.rank = rank
-        self._exchange = exchange
-        self._timeout = timeout
+        self.rank, self._exchange, self._timeout = rank, exchange, timeout
         found = exchange([_place(), str(os.getpid())])
         if len({place for place, _ in found}) > 1 or not found[0][0]:
             raise NotShared(

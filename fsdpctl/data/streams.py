@@ -48,13 +48,10 @@ class TokenStream:
 def stream_of(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
     sizes = [each.num_bytes for each in files]
     known = [each for each in sizes if each is not None]
-    return TokenStream(
-        ShardTokens([each.shard for each in files]),
-        sum(known) if len(known) == len(files) else None,
-        files[0].xxh3 if len(files) == 1 and files[0].xxh3 else _fingerprint(files),
-        origin,
-        isolates,
-    )
+    size = sum(known) if len(known) == len(files) else None
+    checksum = files[0].xxh3 if len(files) == 1 and files[0].xxh3 else _fingerprint(files)
+    tokens = ShardTokens([each.shard for each in files])
+    return TokenStream(tokens, size, checksum, origin, isolates)
 
 
 def _fingerprint(files: Sequence[TokenFile]) -> str:

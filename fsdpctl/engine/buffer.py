@@ -46,8 +46,7 @@ class UnitBuffer:
         """
         self.shard = shard
         self.params = tuple(params)
-        self.whole = whole
-        self.resting = resting
+        self.whole, self.resting = whole, resting
         self.reduce_dtype = reduce_dtype  # in which gradients are added
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
         self.present: set[int] = set()  # parameters with a gradient since gradients were dropped

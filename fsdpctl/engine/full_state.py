@@ -42,9 +42,8 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
             values = flat[span.start : span.stop].view(placement.param.shape)
             full[placement.param.name] = values.clone()
     first_names = {id(param): name for name, param in module.named_parameters()}
-    state = {
-        name: full[first_names[id(param)]] for name, _, _, param in all_named_parameters(module)
-    }
+    found = all_named_parameters(module)
+    state = {name: full[first_names[id(param)]] for name, _, _, param in found}
     state.update({name: each.cpu().clone() for name, each in persistent_buffers(module).items()})
     return state
 

@@ -23,12 +23,10 @@ class GradPresence:
         self._started: tuple[int, Handle] | None = None  # with this rank's fingerprint
         self._sums: Tensor | None = None  # counts, then the sum of the fingerprints
         self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
-        self._names = [
-            param.name for buffer in runtime.trained_buffers for param in buffer.layout.params
-        ]
-        self._all_present = torch.ones(
-            len(self._names) + 1, dtype=torch.float64, device=runtime.device
-        )
+        params = (x for buffer in runtime.trained_buffers for x in buffer.layout.params)
+        self._names = [param.name for param in params]
+        count = len(self._names) + 1
+        self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
         self._num_backwards = 0  # that reduced, since the last step of the optimizer
         self._usual_number = 1  # of these per step
         runtime.when_all_is_sent = self.backward_ends

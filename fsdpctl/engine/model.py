@@ -305,8 +305,7 @@ class GradAccumulator:
                 f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, "
                 "last"
             )
-        self.model = model
-        self.steps = steps
+        self.model, self.steps = model, steps
         self.ready = False  # the window is complete and its gradient is reduced
         self._reduce = reduce
         self._count = 0

@@ -53,8 +53,7 @@ class HostGradients:
 
     def __init__(self, copier: Copier, place: Callable[[UnitBuffer], Tensor]) -> None:
         """`place` returns the host memory for a buffer's gradient."""
-        self._copier = copier
-        self._place = place
+        self._copier, self._place = copier, place
         self._unit: ShardedUnit | None = None
 
     @torch.no_grad()

@@ -49,8 +49,7 @@ class ParamSync:
         self.overlaps = False  # otherwise `start` waits
         self.ledger = ledger
         self._units = {unit.name: unit for unit in units}
-        self._strategy = strategy
-        self._mesh = mesh
+        self._strategy, self._mesh = strategy, mesh
         self._arriving: dict[str, list[Handle]] = {}
         self._uncalled = set(self._units)
 

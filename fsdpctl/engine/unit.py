@@ -36,8 +36,7 @@ class Slot:
         self.name = name  # that of its first unit
         self.nbytes = memory.nbytes
         self.resident = resident  # its memory is never released
-        self._bytes = memory
-        self._sharers = sharers
+        self._bytes, self._sharers = memory, sharers
 
     @property
     def device(self) -> torch.device:

@@ -28,10 +28,7 @@ _SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
 _FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
 
 _CUDNN_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
-_BACKWARDS_OF_ROWS = (
-    _aten._scaled_dot_product_flash_attention_backward.default,
-    _CUDNN_BACKWARD,
-)
+_BACKWARDS_OF_ROWS = (_aten._scaled_dot_product_flash_attention_backward.default, _CUDNN_BACKWARD)
 
 Attention = Callable[..., Tensor]
 

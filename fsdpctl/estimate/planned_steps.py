@@ -55,13 +55,9 @@ def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: in
         shares_memory=shares,
         offloads_params=Offload.PARAMS in given.on_host,
     )
-    step = StepPlan(
-        division,
-        first_place(division, ranks, device, shares_memory=shares),
-        config.precision.planned,
-        config.prefetch.planned,
-        config.strategy.on_host,
-    )
+    place = first_place(division, ranks, device, shares_memory=shares)
+    about = config.precision.planned, config.prefetch.planned, config.strategy.on_host
+    step = StepPlan(division, place, *about)
     shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
     return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
 

@@ -135,12 +135,10 @@ class TracedModule:
         `make` makes it with all `units`, if all blocks must be run. `dtype` is that of the
         computation; None: that of its parameters.
         """
-        self._make = make
-        self._units = units
+        self._make, self._units = make, units
         self._names = [unit.name for unit in units[1:]]
         self._blocks = [unit.name for unit in units if unit.kind == "block"]
-        self._checkpointing = checkpointing
-        self._dtype = dtype
+        self._checkpointing, self._dtype = checkpointing, dtype
         self._device, self._kernel = device, kernel
         self._prepare(short)
 

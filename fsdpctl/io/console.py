@@ -3,6 +3,7 @@
 import re
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -51,8 +52,5 @@ def journal(log: Path, text: str) -> None:
     """Append lines with the time to a log. If the disk is full, they are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
-    try:
-        with open_own(log, "ab", folders=1) as file:
-            file.write(lines.encode())
-    except OSError:
-        pass
+    with suppress(OSError), open_own(log, "ab", folders=1) as file:
+        file.write(lines.encode())

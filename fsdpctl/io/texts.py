@@ -46,9 +46,7 @@ def one_line(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Replace what is not printable, except line feeds, by escapes of strings in YAML."""
-    return "".join(
-        each if each.isprintable() or each == "\n" else f"\\U{ord(each):08x}" for each in text
-    )
+    return "".join(x if x.isprintable() or x == "\n" else f"\\U{ord(x):08x}" for x in text)
 
 
 def refuse_secret(text: str, where: str) -> None:

@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 
 # States of a process: letters of the kernel, and our own.
 GONE, UNKNOWN = "", "?"
-_STOPPED, _UNINTERRUPTIBLE = "T", "D"
-_BLOCKED = {
-    GONE: ", has exited",
-    _STOPPED: ", stopped by a signal",
-    _UNINTERRUPTIBLE: ", blocked in a device",
-}
+_BLOCKED = {GONE: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"}
 _MOST = 4  # ranks that a report names
 
 

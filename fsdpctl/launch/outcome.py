@@ -88,9 +88,7 @@ class Ended:
     @property
     def has_failed(self) -> bool:
         """Whether other nodes must stop; workers that saved after a request exit anyway."""
-        return self.stopped_early or any(
-            each.exit_code != ExitCode.STOPPED for each in self.failures
-        )
+        return self.stopped_early or any(x.exit_code != ExitCode.STOPPED for x in self.failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +109,12 @@ class Outcome:
         cls, ended: Mapping[int, Ended], own: int, silent: Mapping[int, str] | None = None
     ) -> "Outcome":
         """Combine the reports of the launchers of all nodes; this one is number `own`."""
-        return cls(
-            tuple(failure for node in sorted(ended) for failure in ended[node].failures),
-            ended[own].stop_signal,
-            any(each.stop_signal is not None for each in ended.values()),
-            any(each.stopped_early for each in ended.values()),
-            silent or {},
-            next((each.hang for each in ended.values() if each.hang), ""),
-            ended[own].failed_at,
-            ended[own].were_ended,
-        )
+        mine, every = ended[own], ended.values()
+        failures = tuple(failure for node in sorted(ended) for failure in ended[node].failures)
+        was_asked = any(each.stop_signal is not None for each in every)
+        how = was_asked, any(each.stopped_early for each in every), silent or {}
+        hang = next((each.hang for each in every if each.hang), "")
+        return cls(failures, mine.stop_signal, *how, hang, mine.failed_at, mine.were_ended)
 
     @property
     def has_failed(self) -> bool:

@@ -68,9 +68,8 @@ class Watchdog:
         self.failed_at: float | None = None  # when the first worker was missing
         self.follows = False  # whether it killed ranks only because those of another node failed
         self._pids, self._say, self._exchange, self._number = pids, say, exchange, number
-        self._count, self._local_rank = launch.nproc_per_node, 0
-        if pids is None:
-            self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._count = launch.nproc_per_node
+        self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
         self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
         self._limit, self._timeout = launch.hang_limit, launch.timeout
         self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
@@ -114,9 +113,8 @@ class Watchdog:
     def _decides(self) -> bool:
         """Return whether it is for this process to judge the ranks of this host."""
         before = self._unwatched[: self._local_rank]
-        decides = all(each > _SUCCEED_SECONDS for each in before)
-        if any(each.is_asked for each in self._beats):  # another watchdog ends a hang
-            decides = False
+        is_asked = any(each.is_asked for each in self._beats)  # another watchdog ends a hang
+        decides = not is_asked and all(each > _SUCCEED_SECONDS for each in before)
         if self._exchange:
             self._exchange.speaks = decides
         return decides

@@ -32,27 +32,18 @@ def describe_module(module: nn.Module) -> ModuleSpec:
     names = {id(param): name for name, param in module.named_parameters()}
     roles = parameter_roles(module)
 
+    def spec(param: nn.Parameter) -> ParamSpec:
+        name, shape, dtype = names[id(param)], tuple(param.shape), dtype_name(param.dtype)
+        return ParamSpec(name, shape, dtype, param.requires_grad, known_role=roles[name])
+
     def describe(name: str, each: nn.Module) -> ModuleSpec:
-        own = tuple(
-            ParamSpec(
-                names[id(param)],
-                tuple(param.shape),
-                dtype_name(param.dtype),
-                param.requires_grad,
-                known_role=roles[names[id(param)]],
-            )
-            for param in each._parameters.values()
-            if param is not None
-        )
-        children = tuple(
-            describe(f"{name}.{key}" if name else key, child)
-            for key, child in each.named_children()
-        )
+        own = tuple(spec(x) for x in each._parameters.values() if x is not None)
+        above, inner = name and f"{name}.", each.named_children()
+        children = tuple(describe(f"{above}{key}", child) for key, child in inner)
         is_list = isinstance(each, nn.ModuleList | nn.Sequential)
         is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
-        return ModuleSpec(
-            name, type(each).__name__, is_list, is_called, own, children, _is_lookup(each)
-        )
+        about = name, type(each).__name__, is_list, is_called
+        return ModuleSpec(*about, own, children, _is_lookup(each))
 
     return describe("", module)
 

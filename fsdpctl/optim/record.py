@@ -73,16 +73,10 @@ class StepRecord:
         flags, own = rest[:num_flags], rest[num_flags : num_flags + 2 * self._num_ranks]
         sources = rest[num_flags + 2 * self._num_ranks :]
         sums, counts = sources[: self._num_sources], sources[self._num_sources :]
-        return StepFigures(
-            loss,
-            norm,
-            int(tokens),
-            found_inf == 0,
-            tuple(count > 0 for count in flags),
-            tuple(own[: self._num_ranks]),
-            tuple(own[self._num_ranks :]),
-            tuple(a / b if b else None for a, b in zip(sums, counts, strict=True)),
-        )
+        of_ranks = tuple(own[: self._num_ranks]), tuple(own[self._num_ranks :])
+        by_source = tuple(a / b if b else None for a, b in zip(sums, counts, strict=True))
+        asked = tuple(count > 0 for count in flags)
+        return StepFigures(loss, norm, int(tokens), found_inf == 0, asked, *of_ranks, by_source)
 
 
 def sum_of_squares(model: Sharded) -> Tensor:

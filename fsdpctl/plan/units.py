@@ -242,23 +242,13 @@ def divide_into_units(
     behind = _behind_what_is_trained(module.all_params())
     outside = _used_outside(module, set(kinds))
     shared = {name for name, count in uses.items() if count > 1} | outside
-    units = [
-        UnitSpec(
-            name,
-            kinds[name],
-            own,
-            name == embedding and modules[name].is_lookup,
-            any(param.name in behind for param in params),
-        )
-        for name, params in members.items()
-        if (
-            own := tuple(
-                replace(param, in_block=kinds[name] == "block")
-                for param in params
-                if param.name not in shared
-            )
-        )
-    ]
+    units = []
+    for name, params in members.items():
+        kind, is_lookup = kinds[name], name == embedding and modules[name].is_lookup
+        own = tuple(replace(x, in_block=kind == "block") for x in params if x.name not in shared)
+        if own:
+            has_backward = any(param.name in behind for param in params)
+            units.append(UnitSpec(name, kind, own, is_lookup, has_backward))
     taken = {param.name for unit in units for param in unit.params}
     rest = tuple(param for param in module.all_params() if param.name not in taken)
     return (UnitSpec(ROOT, "root", rest), *units)

@@ -16,12 +16,9 @@ from fsdpctl.predict.recorder import Category, Recorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
 CATEGORIES = (
-    Category.PARAMETERS,
-    Category.GRADIENTS,
-    Category.OPTIMIZER_STATES,
-    Category.GATHERED_UNITS,
-    Category.REDUCE_BUFFERS,
-)
+    Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES,
+    Category.GATHERED_UNITS, Category.REDUCE_BUFFERS,
+)  # fmt: skip
 
 
 class EngineBytes(Recorder):

@@ -41,8 +41,7 @@ class _EngineBuffers:
     """
 
     def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
-        self._plan = plan
-        self._recorder = recorder
+        self._plan, self._recorder = plan, recorder
         self._keys: dict[tuple[Buffer, str, int], int] = {}
         self._on_host: set[str] = set()  # units whose gradients went there
         self._leaving: dict[str, int] = {}  # bytes of new gradients, by unit

@@ -29,8 +29,7 @@ class HostSchedule:
     """
 
     def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
-        self._plan = plan
-        self._recorder = recorder
+        self._plan, self._recorder = plan, recorder
         step = plan.step
         owned = {
             unit: sum(step.held(each).numel for each in step.trained[unit]) * step.steps_on_host

@@ -45,9 +45,7 @@ class MemoryRecorder(Recorder):
     """The allocations and frees of one rank; the loss is computed after the unit `last`."""
 
     def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
-        self.program = program
-        self._last = last
-        self._last_is_head = last_is_head
+        self.program, self._last, self._last_is_head = program, last, last_is_head
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's

@@ -46,16 +46,10 @@ class Script:
     """All that a rank allocates: building the model, then steps."""
 
     def __init__(
-        self,
-        recorder: MemoryRecorder,
-        steps: Steps,
-        *,
-        draws: bool,
-        on_cuda: bool = False,
+        self, recorder: MemoryRecorder, steps: Steps, *, draws: bool, on_cuda: bool = False
     ) -> None:
         """Record the setup; workspaces of cuBLAS, and tables of the first pass, stay allocated."""
-        self._recorder = recorder
-        self._steps = steps
+        self._recorder, self._steps = recorder, steps
         recorder.begin()
         steps.setup(draws=draws)
         for _ in range(_CUBLAS if on_cuda else 0):
@@ -226,13 +220,8 @@ class StepEstimate:
             "breakdown": self.breakdown,
             "peak_at": str(self.peak.when),
             "largest": [
-                {
-                    "category": each.category.value,
-                    "what": each.what,
-                    "count": each.count,
-                    "bytes": each.nbytes,
-                }
-                for each in self.peak.largest
+                {"category": x.category.value, "what": x.what, "count": x.count, "bytes": x.nbytes}
+                for x in self.peak.largest
             ],
             "counts_activations": True,
         }

@@ -36,8 +36,7 @@ class RunProgress:
     ) -> None:
         """Also write permanent lines to `log`, even if standard output is closed."""
         self._log = log if shows else None
-        self._total = total_steps
-        self._log_every = log_every
+        self._total, self._log_every = total_steps, log_every
         self._live: Progress | None = None
         self._done_here = 0
         self._figures = ""  # of the newest step, in the bar

@@ -209,11 +209,9 @@ class PeakMemory:
 def peak_memory(device: torch.device) -> PeakMemory:
     if device.type == "cuda":
         found = torch.cuda.memory_stats(device)
-        return PeakMemory(
-            found.get("allocated_bytes.all.peak", 0),
-            found.get("reserved_bytes.all.peak", 0),
-            torch.cuda.get_device_properties(device).total_memory,
-            found.get("num_alloc_retries", 0),
-        )
+        names = "allocated", "reserved"
+        allocated, reserved = (found.get(f"{name}_bytes.all.peak", 0) for name in names)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return PeakMemory(allocated, reserved, total, found.get("num_alloc_retries", 0))
     unit = 1 if sys.platform == "darwin" else 1024
     return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -252,12 +252,9 @@ def _load(
     check_same_data(run_dir, data, known_fingerprint(run_dir))  # a restart may be days later
     share_samples(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    model = make_trained_model(
-        config,
-        world.device,
-        empty=newest is not None or config.model.is_pretrained,
-        own=None if task is None else task.module,
-    )
+    is_filled = newest is not None or config.model.is_pretrained
+    own = None if task is None else task.module
+    model = make_trained_model(config, world.device, empty=is_filled, own=own)
     optimizer = make_optimizer(config, model)
     done, bases = _fill(config, model, optimizer, newest)
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.

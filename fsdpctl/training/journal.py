@@ -37,19 +37,15 @@ class Journal:
 
         With `shows`, rank 0 (`is_main`) shows the progress and writes to experiment loggers.
         """
-        assert config.train.steps is not None
+        steps, every = config.train.steps, config.train.log_every
+        assert steps is not None
         self.run_dir, self._step, self._recording = run_dir, step, Lock()
         self._record: dict[str, Any] = {"warnings": []}
         self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run took so far
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
-        self.progress = RunProgress(
-            config.train.steps,
-            step,
-            log_every=config.train.log_every,
-            shows=is_main and shows,
-            log=run_dir / LOG,
-        )
-        self.loggers = Loggers(config, run_dir, step, self.warn, is_on=is_main and shows)
+        is_shown, log = is_main and shows, run_dir / LOG
+        self.progress = RunProgress(steps, step, log_every=every, shows=is_shown, log=log)
+        self.loggers = Loggers(config, run_dir, step, self.warn, is_on=is_shown)
         if is_main:
             with suppress(UsageError):  # a file that others refuse to read
                 known = [each.longest_save_seconds for each in read_records(run_dir)]

@@ -104,16 +104,10 @@ class RejectionRule:
         reason, on_nonfinite = _reason(figures, limits), self._config.on_nonfinite
         self.number += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
-        return RejectedStep(
-            step,
-            reason,
-            _rank_of(reason, figures),
-            figures.loss,
-            figures.grad_norm,
-            thresholds.get(reason),
-            "stop" if self.number > self._config.max_skips else cast("Action", on_nonfinite),
-            self.number,
-        )
+        is_over = self.number > self._config.max_skips
+        action: Action = "stop" if is_over else cast("Action", on_nonfinite)
+        about = figures.loss, figures.grad_norm, thresholds.get(reason), action
+        return RejectedStep(step, reason, _rank_of(reason, figures), *about, self.number)
 
     def _accept(self, step: int, figures: StepFigures) -> None:
         if self._config.spike_factor is None:

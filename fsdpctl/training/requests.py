@@ -108,13 +108,8 @@ class RequestCollector:
         if not self._is_main:
             return RequestFlags(by_signal=by_signal)
         new = self._new_files()
-        return RequestFlags(
-            by_signal=by_signal,
-            by_file=STOP in new,
-            by_clock=self.limit.is_near(seconds),
-            save=SAVE in new,
-            profile=PROFILE in new,
-        )
+        by_clock = self.limit.is_near(seconds)
+        return RequestFlags(by_signal, STOP in new, by_clock, SAVE in new, PROFILE in new)
 
     def _new_files(self) -> Sequence[str]:
         if time.monotonic() - self._looked < _INTERVAL:

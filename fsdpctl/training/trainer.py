@@ -124,8 +124,7 @@ class Trainer:
         self.is_traced = False  # a profile is being recorded
         # On CUDA the host launches one step ahead instead of waiting for the device.
         self.lag = int(parts.device.type == "cuda")
-        self._callbacks = callbacks
-        self._context = context
+        self._callbacks, self._context = callbacks, context
         self._queue: deque[LaunchedStep] = deque()
         self._acted = done.step  # the step after which everything due has been done
         self._handles_requests = False
@@ -199,15 +198,9 @@ class Trainer:
         return done.best is not None and done.best.step == self.step
 
     def progress(self) -> Progress:
-        return Progress(
-            self.step,
-            self.samples,
-            self.parts.data.fingerprint,
-            owes_validation=self.owes_validation,
-            best=self.best,
-            num_skips=self._rule.number,
-            accepted=list(self._rule.accepted),
-        )
+        data, validated = self.parts.data.fingerprint, (self.owes_validation, self.best)
+        rejected = self._rule.number, list(self._rule.accepted)
+        return Progress(self.step, self.samples, data, *validated, *rejected)
 
     def request_sync(self, lag: int = 0) -> RequestSync:
         return RequestSync(self.requests.look, self.ranks, self.parts.device, lag)
