@@ -65,8 +65,7 @@ def open_text(
         path, validates = str(config.path), config.takes_validation
         found = found or find_data(path, key, TEXT)
         files = (*found.train, *(found.validation if validates else ()))
-        state = _ENCODING, tokenizer.checksum, config.held_out, validates
-        name = name_of("texts", state, files)
+        name = _name_of(files, tokenizer, config)
         if (opened := _mapped(name)) is None:
             opened = _read(found, tokenizer, config, key)
             if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
@@ -78,6 +77,12 @@ def open_text(
         train, val, tokenizer, tokenizer.vocab_size, about, files=files, notes=(*index.notes,),
         has_val_files=index.has_val_files,
     )  # fmt: skip
+
+
+def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
+    """Return the index's name in the cache, by the sizes and times of the files."""
+    about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
+    return name_of("texts", about, files)
 
 
 def has_read_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
