@@ -30,7 +30,6 @@ from fsdpctl.io.untrusted import MIB, parse_json
 
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
-_GZIP = b"\x1f\x8b"
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
@@ -112,37 +111,18 @@ def objects_in(path: str, raw: BufferedReader, after: str = "") -> Places:
     if path.endswith((".csv", ".tsv")):
         yield from rows_of_csv(path, raw)
         return
-    read = _Reader(path, unpacked(path, raw), after)
+    file: IO[bytes] = raw
+    if start.startswith(b"\x1f\x8b"):
+        file = BufferedReader(gzip.GzipFile(fileobj=raw))
+    elif _ZSTD.match(start):
+        file = BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
+    read = _Reader(path, file, after)
     start = read.call("peek", 64)
     if start.startswith(_WIDE):
         raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
-    for place, content in _elements(read) if is_array(start) else _text_lines(read):
-        yield place, object_in(content, f"{path}, {place}")
-
-
-def is_array(start: bytes) -> bool:
-    """Return whether a file of JSON that begins with these bytes has an array."""
-    return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-def is_packed(start: bytes) -> bool:
-    """Return whether a file that begins with these bytes is compressed."""
-    return start.startswith(_GZIP) or _ZSTD.match(start) is not None
-
-
-def is_table(path: str, start: bytes) -> bool:
-    """Return whether a file that begins with these bytes is a table."""
-    return start.startswith(_TABLES) or path.endswith((".csv", ".tsv"))
-
-
-def unpacked(path: str, raw: BufferedReader) -> BufferedReader:
-    """Return the content of a file that may be compressed."""
-    start = raw.peek(8)[:8]
-    if start.startswith(_GZIP):
-        return BufferedReader(gzip.GzipFile(fileobj=raw))
-    if _ZSTD.match(start):
-        return BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
-    return raw
+    is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    for place, content in _elements(read) if is_array else _text_lines(read):
+        yield place, _object(content, f"{path}, {place}")
 
 
 class _Reader:
@@ -196,8 +176,7 @@ def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
         raise read.error(f"not JSON: {error}") from None
 
 
-def object_in(text: str, where: str) -> dict[str, Any]:
-    """Return the object that a text has; UsageError, at `where`, if it has none."""
+def _object(text: str, where: str) -> dict[str, Any]:
     try:
         return parse_json(text, dict[str, Any], "")
     except UsageError as error:
@@ -254,10 +233,8 @@ def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any
     """Return the names of all columns, and batches of those that are used."""
     from pyarrow.parquet import ParquetFile
 
-    # Of a row group, its first pages are read, and not all of a column.
-    groups, buffered = (None, 0) if group is None else ([group], MIB)
-    file = ParquetFile(raw, buffer_size=buffered)
-    names = file.schema_arrow.names
+    file = ParquetFile(raw, buffer_size=MIB)  # else all of a column would be read at once
+    names, groups = file.schema_arrow.names, None if group is None else [group]
     return names, file.iter_batches(_BATCH, groups, [name for name in names if is_used(name)])
 
 

@@ -9,7 +9,7 @@ from fsdpctl.data.streams import TokenStream
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """Data whose tokens are estimated. Its rows can be counted, but not read."""
+    """Data whose tokens are estimated. It can be counted, but not trained on."""
 
     sample: TokenStream | DocumentSet
     scale: float = 1.0  # times the tokens of the sample
@@ -25,28 +25,28 @@ class Estimated:
         return round(self.sample.num_tokens * self.scale)
 
     def rows(self, seq_len: int) -> "EstimatedRows":
-        return EstimatedRows(self, seq_len)
+        if isinstance(self.sample, TokenStream):
+            return EstimatedRows(seq_len, (self.num_tokens - 1) // seq_len)
+        rows, shares = self.sample.rows(seq_len), self.sample.packing.shares_rows
+        # Of packed rows, the last ones of a sample are shorter than those of all data.
+        most = max(rows.num_tokens / seq_len, len(rows) - shares)
+        return EstimatedRows(seq_len, round(self.scale * most))
 
 
+@dataclass(frozen=True)
 class EstimatedRows(Rows):
-    """The number of sequences of estimated data."""
+    """A number of sequences, which are not read."""
 
-    def __init__(self, data: Estimated, seq_len: int) -> None:
-        self.seq_len, self.origin = seq_len, data.sample.origin
-        rows = data.sample.rows(seq_len)
-        self.holds_documents, self._count = rows.holds_documents, (data.num_tokens - 1) // seq_len
-        if isinstance(
-            data.sample, DocumentSet
-        ):  # of packed rows, the last one of a sample is short
-            most = max(rows.num_tokens / seq_len, len(rows) - data.sample.packing.shares_rows)
-            self._count = round(data.scale * most)
+    seq_len: int
+    count: int
+    origin = "the data"
 
     @property
     def emptiness(self) -> str:
         return f"train.seq_len={self.seq_len}: longer than the data"
 
     def __len__(self) -> int:
-        return max(0, self._count)
+        return self.count
 
     def __getitem__(self, number: int) -> Sample:
         raise AssertionError("an estimate has no data to train on")

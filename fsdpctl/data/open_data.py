@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
 from fsdpctl.config.sources import sources_in
@@ -21,26 +20,25 @@ from fsdpctl.errors import UsageError
 _PATH, _VAL_PATH = "data.path", "data.val_path"
 
 
-class Readers(NamedTuple):
-    """The functions that read one source of a kind, whose path the key names."""
-
-    chats: Callable[[Rendering, DataConfig, str], DataSet] = open_chats
-    text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text
-
-
-def open_data(config: DataConfig, seed: int = 0, readers: Readers = Readers()) -> DataSet:
+def open_data(
+    config: DataConfig,
+    seed: int = 0,
+    chats: Callable[[Rendering, DataConfig, str], DataSet] = open_chats,
+    text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
+) -> DataSet:
     """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
 
-    UsageError if the data is missing, empty or corrupted, or if a key doesn't apply to it.
+    `chats` and `text` read one source, whose path the key names. UsageError if the data is missing,
+    empty or corrupted, or if a key doesn't apply to it.
     """
     check_chat_keys(config)
     if config.path is None and config.name != OWN:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
     if config.name == CHAT:
-        open_one = partial(readers.chats, rendering_of(config, seed))
+        open_one = partial(chats, rendering_of(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(readers.text, tokenizer_of(config))
+        open_one = partial(text, tokenizer_of(config))
     if config.name == OWN:
         return open_one(config, _PATH)
     if config.val_path is None:
