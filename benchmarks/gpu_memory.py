@@ -32,8 +32,9 @@ from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step import Prefetch
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.training.assemble import make_module, make_optimizer
 from tests.train_step import train_step
 
@@ -69,7 +70,7 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
 
 def resolved(words: list[str]) -> RunPlan:
     """Return the configuration as it is placed on H200s."""
-    return plan_on_cluster(compose_config([*words, "cluster=h200"]))
+    return settle(prepare(compose_config([*words, "cluster=h200"]), CLUSTER).config)
 
 
 def measure(words: list[str]) -> dict[str, int]:

@@ -28,7 +28,9 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import estimate, timeline
 from fsdpctl.predict.recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import settle
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
@@ -119,7 +121,7 @@ def replicas_table() -> str:
     estimator = Estimator()
     for settings in REPLICAS:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
-        found = estimator.estimate(plan_on_cluster(composed))
+        found = estimator.estimate(settle(prepare(composed, CLUSTER).config))
         placed = found.config
         sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
@@ -193,7 +195,7 @@ def estimated_recipe(file: Path) -> str:
 
 def planned(name: str) -> TrainingPlan:
     """Return the training plan of the page's model under a strategy."""
-    config = plan_on_cluster(compose_config([*MODEL, f"strategy={name}"])).config
+    config = settle(prepare(compose_config([*MODEL, f"strategy={name}"]), CLUSTER).config).config
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
 
@@ -226,7 +228,7 @@ def draw(file: Path) -> None:
 def draw_simulation(file: Path) -> None:
     """Draw the time of a run on several clusters, as `fsdpctl compare --simulate` does."""
     matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
-    found = variants(SIMULATED, None, steps=None)
+    found = variants(SIMULATED, None, simulates=True)
     list(predict(found))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
     figure = draw_rows(ordered([each.row for each in found]), title, "time")

@@ -21,7 +21,7 @@ from docs.generate import (
 )
 from fsdpctl.config.compose import compose_config
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from tests.commands.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.training.chats import make_chat_model, make_chats
@@ -165,5 +165,5 @@ def test_the_readme_is_short_and_the_index_names_every_page():
 
 def test_the_run_directory_in_the_readme_is_current():
     """A different name would mean that existing runs no longer resume."""
-    run = open_run(compose_config(["launch.device=cpu"]))
+    run = prepare(compose_config(["launch.device=cpu"]))
     assert f"{run.config.train.run_dir} (new)" in (ROOT / "README.md").read_text()

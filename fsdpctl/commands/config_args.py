@@ -21,7 +21,7 @@ def completions(incomplete: str) -> list[str]:
     values = list(choices_of(name)) if name in GROUPS else []
     if (key := KEYS.get(name)) is not None:
         values += [*key.choices, *(["true", "false"] if key.type == "true or false" else [])]
-        values += ["auto"] if key.auto or key.is_chosen else []
+        values += ["auto"] if key.auto or key.is_selected else []
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
 
 

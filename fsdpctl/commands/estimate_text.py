@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.commands.console import fail, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates
-from fsdpctl.config.auto import STRATEGY, left_open
+from fsdpctl.config.auto import STRATEGY, left_open, unset
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
@@ -48,7 +48,8 @@ def show_estimates(
     found = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in found]
     (note if as_json else say)(*notes_on_cores(estimates[0].config))
-    names = [*composed.unset, *(x for x in left_open(composed.config) if x != STRATEGY)]
+    asked = composed.config
+    names = [*unset(asked), *(x for x in left_open(asked) if x != STRATEGY)]
     fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
     if plot is not None:
         note(f"written: {draw_estimates(estimates, plot)}")

@@ -24,7 +24,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.open import Opened, open_run
+from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.settle import settle
 from fsdpctl.training.assemble import make_model, strategy_alone
 from fsdpctl.training.loss import ValidationLoss, bits_per_byte, validation_loss
@@ -49,7 +49,7 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
         for name, text in _own_settings(place).items()
         if name not in named and not (other_data and name.startswith("data"))
     ]
-    opened = open_run(compose_config([*known, *given]))
+    opened = prepare(compose_config([*known, *given]))
     found = _evaluated(opened)
     loss, perplexity = found.mean, math.exp(min(found.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
@@ -80,7 +80,7 @@ def _own_settings(source: Path) -> dict[str, str]:
     return own
 
 
-def _evaluated(opened: Opened) -> ValidationLoss:
+def _evaluated(opened: Prepared) -> ValidationLoss:
     """Compute the loss of a model on one rank on the validation data, or on all without any."""
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]

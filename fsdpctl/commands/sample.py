@@ -111,9 +111,10 @@ class TextGenerator:
         changed = {"train.compile": False, "model.attention": attention_of(config.model)}
         self.config = as_kept(config.changed(changed))
         self.source, self._count = source, count
-        model, self._context = config.model, config.train.seq_len
+        model, usual = config.model, usual_length(config.model.name, config.model.max_seq_len)
+        self._context = config.train.seq_len or usual
         if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
-            self._context = max(self._context, usual_length(model.name, model.max_seq_len))
+            self._context = max(self._context, usual)
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
         self.tokenizer: Tokenizer = (

@@ -20,7 +20,7 @@ from fsdpctl.commands.config_args import (
 )
 from fsdpctl.commands.console import emit, fail, note, out, plan, say, show_panel
 from fsdpctl.commands.convert import converted, lines_about, words_beside
-from fsdpctl.config.auto import Selection, left_open, selected
+from fsdpctl.config.auto import Selection, left_open, selected, unset
 from fsdpctl.config.compose import Composed, First, compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_to_type, words_to_yaml
@@ -43,7 +43,7 @@ from fsdpctl.launch.run import run
 from fsdpctl.run.heartbeat import record_cause
 
 if TYPE_CHECKING:
-    from fsdpctl.resolve.open import Opened
+    from fsdpctl.resolve.prepare import Prepared
     from fsdpctl.run.directory import Look
 
 TOO_EARLY = "stopped before there was anything to save"
@@ -135,22 +135,23 @@ def _print_config(composed: Composed, resume: str) -> None:
         from fsdpctl.estimate.estimator import Estimator
         from fsdpctl.launch.begin import decide_run
 
-        plan, _, decision = decide_run(*_opened(composed, resume), Estimator(), note)
+        plan, _, decision = decide_run(_opened(composed, resume)[1], Estimator(), note)
         note(*decision.lines)
         config = selected(config, Selection.of(plan.config))
-    words, unset = words_to_type(config), {*composed.unset}
-    kept = {name: text for name, text in words.items() if not {name, name.split(".")[0]} & unset}
+    words, left_out = words_to_type(config), {*unset(composed.config)}
+    kept = {name: text for name, text in words.items() if not {name, name.split(".")[0]} & left_out}
     emit(words_to_yaml(kept).rstrip())
 
 
-def _opened(composed: Composed, resume: str) -> "tuple[Opened, Look]":
+def _opened(composed: Composed, resume: str) -> "tuple[Prepared, Look]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
-    from fsdpctl.resolve.open import open_run
+    from fsdpctl.resolve.launchers import Role
     from fsdpctl.resolve.place import on_this_machine
+    from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import look
 
     composed = on_this_machine(composed)
-    opened = open_run(composed, (composed.config.launch, None), resume, dry=True)
+    opened = prepare(composed, Role(composed.config.launch, is_dry=True), resume=resume)
     return opened, look(opened.config, resume)
 
 
@@ -161,7 +162,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
     from fsdpctl.launch.run_lines import describe_run
 
     estimator = Estimator()
-    plan, estimate, decision = decide_run(opened, seen, estimator, note)
+    plan, estimate, decision = decide_run(seen, estimator, note)
     say(*decision.lines, *describe_run(opened, plan, seen, estimate))
     _show_samples(opened)
     _check_large_token_files(opened)
@@ -175,7 +176,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
     say(f"{would}; {unread}nothing was trained")
 
 
-def _show_samples(opened: "Opened") -> None:
+def _show_samples(opened: "Prepared") -> None:
     """Print the first conversations as they are trained, and the lengths of all."""
     from fsdpctl.data.chat_preview import histogram, preview
     from fsdpctl.data.data_set import contents_of
@@ -195,7 +196,7 @@ def _show_samples(opened: "Opened") -> None:
     say(*histogram(chats))
 
 
-def _check_large_token_files(opened: "Opened") -> None:
+def _check_large_token_files(opened: "Prepared") -> None:
     """Check files with a checksum that are too large to be read before every run."""
     from fsdpctl.data.token_formats import check_tokens
     from fsdpctl.resolve.data import is_quick

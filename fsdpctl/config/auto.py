@@ -8,8 +8,8 @@ these fit into memory, else they are `auto` too, except for the strategy. The de
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.keys import AUTO, CHOSEN
-from fsdpctl.config.schema import C, Config, PrefetchConfig
+from fsdpctl.config.keys import AUTO
+from fsdpctl.config.schema import KEYS, C, Config, Origin, PrefetchConfig
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
 MICRO_BATCH = "train.micro_batch_size"
@@ -63,28 +63,37 @@ class Selection:
         return " ".join(self.words(names))
 
 
-def unset(given: Collection[str]) -> tuple[str, ...]:
+def unset(config: Config) -> tuple[str, ...]:
     """Return the names of settings that are selected if their defaults do not fit.
 
-    Those are without any of the `given` settings.
+    They are neither `auto` nor selected, and none of their keys is set.
     """
-    sections = {*given, *(name.partition(".")[0] for name in given)}
-    names = [name for name in _HAS_DEFAULT if name not in sections]
-    is_fixed = "accumulation.steps" in given  # and the micro-batch by it
-    return tuple(name for name in names if not (name == MICRO_BATCH and is_fixed))
+    keys = {name: [x for x in KEYS if x.startswith(f"{name}.")] for name in _HAS_DEFAULT}
+    keys[MICRO_BATCH] = ["accumulation.steps"]  # which fixes it
+    return tuple(
+        name
+        for name, inner in keys.items()
+        if config.origin(name) is Origin.DEFAULT and not config.is_set(*inner)
+    )
 
 
-def kept_names(config: Config, kept: Config, unset: Collection[str]) -> tuple[str, ...]:
+def with_fixed_defaults(config: C) -> C:
+    """Return a configuration in which nothing is selected if defaults do not fit."""
+    fixed = dict.fromkeys(unset(config), Origin.DERIVED)
+    return replace(config, origins={**config.origins, **fixed})
+
+
+def kept_names(config: Config, kept: Config) -> tuple[str, ...]:
     """Return the names that a run selects again as it was kept: `auto`, or without defaults."""
-    words = Selection.of(kept).words(tuple(unset), Selection.usual(kept))
+    words = Selection.of(kept).words(unset(config), Selection.usual(kept))
     return (*left_open(config), *(word.partition("=")[0] for word in words))
 
 
 def opened(config: C, names: Collection[str]) -> C:
     """Return a configuration in which these settings are `auto`."""
-    values = {name: CHOSEN if name == MICRO_BATCH else AUTO for name in names}
+    values = {name: None if name == MICRO_BATCH else AUTO for name in names}
     usual = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
-    return usual.changed(values)
+    return usual.changed(values, Origin.AUTO)
 
 
 def plain(config: C, names: Collection[str]) -> C:
@@ -94,9 +103,7 @@ def plain(config: C, names: Collection[str]) -> C:
 
 def left_open(config: Config) -> tuple[str, ...]:
     """Return the names of the settings that are `auto`."""
-    groups = (STRATEGY, RECOMPUTATION, PREFETCH)
-    names = [name for name in groups if getattr(config, name).name == AUTO]
-    return (*names, *([MICRO_BATCH] if config.train.micro_batch_size == CHOSEN else []))
+    return tuple(name for name in (STRATEGY, *_HAS_DEFAULT) if config.is_auto(name))
 
 
 def selected(config: C, selection: Selection) -> C:
@@ -106,7 +113,11 @@ def selected(config: C, selection: Selection) -> C:
         RECOMPUTATION: selection.activation_checkpointing,
         MICRO_BATCH: selection.micro_batch_size,
     }
-    config = config.changed({name: value for name, value in values.items() if name in names})
+    values = {name: value for name, value in values.items() if name in names}
+    config = config.changed(values, Origin.SELECTED)
     if STRATEGY in names:
-        config = replace(config, strategy=config.strategy.under(selection.strategy))
-    return replace(config, prefetch=selection.prefetch) if PREFETCH in names else config
+        config = config.under(selection.strategy, Origin.SELECTED)
+    if PREFETCH in names:
+        config = replace(config, prefetch=selection.prefetch)
+        config = config.changed({PREFETCH: selection.prefetch.name}, Origin.SELECTED)
+    return config

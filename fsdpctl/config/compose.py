@@ -5,16 +5,15 @@ Hydra composes the options. Values never pass through its grammar, so any file n
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdpctl.config.auto import unset
 from fsdpctl.config.hub import hub_models
-from fsdpctl.config.keys import Value
+from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.model_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.overrides import gathered
@@ -28,7 +27,7 @@ from fsdpctl.config.recipe import (
     recipe_names,
     without_missing,
 )
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config, Origin
 from fsdpctl.config.serialize import to_config
 from fsdpctl.config.short_words import RANKS, expanded, is_hub_name, names_model, with_own_strategy
 from fsdpctl.config.source_config import NO_TOML
@@ -49,18 +48,18 @@ First = Callable[[Config, str | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A configuration, and where its values come from."""
+    """A configuration as it was asked for, and facts about its composition."""
 
     config: Config
-    recipe: str | None  # its name, without directory and suffix
-    dropped: tuple[str, ...]  # recipe keys overridden by an option, or by `model.lora.path`
-    automatic: frozenset[str]  # keys without a value
-    unset: tuple[str, ...] = ()  # settings that are selected if their defaults do not fit
+    recipe: str | None = None  # its name, without directory and suffix
+    dropped: tuple[str, ...] = ()  # recipe keys overridden by an option, or by `model.lora.path`
     renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
     cluster: str | None = None  # as it is given
-    of_recipe: frozenset[str] = frozenset()  # keys by the recipe's cluster; empty: it is typed
-    from_recipe: frozenset[str] = frozenset()  # settings of the recipe that are in use
-    typed: frozenset[str] = frozenset()  # settings of the command line
+
+    @property
+    def has_recipes_cluster(self) -> bool:
+        """Whether the recipe describes the machine that it is for."""
+        return self.config.origins.get("cluster") is Origin.RECIPE
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -97,16 +96,14 @@ def compose_config(
     with _named(path):
         _refuse_doubles(base)
         before, base = base, expanded(base, [], _ranks_per_node)
+    written = {*dict(before), *(_split(word)[0] for word in words)}
     typed = expanded(typed, base, _ranks_per_node)
     given = {*dict(typed)}
-    ranks = dict(base).keys() - dict(before) & {*RANKS}
-    by_cluster = {*ranks, *(x for x in KEYS if x.startswith("cluster."))} - given
-    of_recipe = frozenset(() if cluster is None or "cluster" in given else by_cluster)
     kept, dropped = _below(base, given)
     kept = without_missing(path, kept, given) if path else kept
     pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
-    from_recipe = frozenset(dict(kept))
     with _named(path):
+        from_recipe = {*dict(kept)}
         _each(_check_one, [pair for pair in pairs if pair[0] in from_recipe])
     values = _values_of_choices(choices := {x: text for x, text in pairs if x in GROUPS})
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
@@ -119,14 +116,23 @@ def compose_config(
     dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
     values |= of_model | parsed | of_adapters
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
-    for what, names in (("the length", LENGTHS), ("the size of a step", SIZES)):
-        _resolve_alternatives(what, names, values, given, from_recipe)
-    automatic = frozenset(name for name, value in values.items() if value is None)
-    about = (dropped, automatic, unset(dict(pairs)), renamed, cluster, of_recipe, from_recipe)
-    config = to_config(values, choices)
-    if "data" not in {*dict(before), *(_split(word)[0] for word in words)}:
-        config = replace(config, data=replace(config.data, is_inferred=True))
-    return Composed(config, path.stem if path else None, *about, frozenset(given))
+    origins = dict.fromkeys(of_model | of_adapters, Origin.DERIVED)
+    origins |= {x: Origin.RECIPE if x in from_recipe - given else Origin.TYPED for x, _ in pairs}
+    # Ranks by the cluster of a recipe are those of its option.
+    origins |= dict.fromkeys({*RANKS} & from_recipe - written - given, Origin.OPTION)
+    _resolve_alternatives(values, origins)
+    origins |= dict.fromkeys(_autos(values, pairs), Origin.AUTO)
+    of_options = dict.fromkeys((x for x, _ in _texts(_composed_by_hydra(choices))), Origin.OPTION)
+    config = replace(to_config(values, choices), origins=of_options | origins)
+    if "data" not in written:
+        config = config.changed({"data.is_inferred": True})
+    return Composed(config, path.stem if path else None, dropped, renamed, cluster)
+
+
+def _autos(values: Mapping[str, Value], pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield the keys whose value is `auto`."""
+    yield from (name for name, value in values.items() if value is None and KEYS[name].auto)
+    yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].is_selected)
 
 
 def default_config() -> Config:
@@ -342,16 +348,15 @@ def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     return {group: _contents[group, option] for group, option in options}
 
 
-def _resolve_alternatives(
-    subject: str, names: Sequence[str], values: dict[str, Value], *given: Collection[str]
-) -> None:
-    """Unset the alternatives of the setting that the first of `given` has among `names`."""
-    for number, source in enumerate(given):
-        found = [name for name in names if name in source and values[name] is not None]
+def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) -> None:
+    """Unset the alternatives to a length or a size that is typed, or else in the recipe."""
+    subjects = {"the length": LENGTHS, "the size of a step": SIZES}
+    for source, (subject, names) in product((Origin.TYPED, Origin.RECIPE), subjects.items()):
+        found = [x for x in names if origins.get(x) is source and values[x] is not None]
         # In a file, these two mean the shorter length, as in other tools; typed, a mistake.
-        if len(found) > 1 and (number == 0 or found != ["train.steps", "train.epochs"]):
+        is_both = source is Origin.RECIPE and found == ["train.steps", "train.epochs"]
+        if len(found) > 1 and not is_both:
             raise UsageError(f"{' and '.join(found)}: conflict; set {subject} with one of them")
-        if found:
-            unset = (name for name in names if name not in found and KEYS[name].optional)
-            values.update(dict.fromkeys(unset))
-            return
+        for name in (each for each in names if found and each not in found):
+            values[name] = None if KEYS[name].optional else values[name]
+            origins.pop(name, None)

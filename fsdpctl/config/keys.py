@@ -12,7 +12,6 @@ from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.texts import refuse_secret
 
 AUTO, NONE = "auto", "none"
-CHOSEN = 0  # `auto`, for keys whose None means something else
 _LARGEST_WHOLE = 2**53  # up to here, a float such as 1e3 is exact
 Value = str | int | float | bool | None  # None: `auto`, or not set if optional
 
@@ -29,7 +28,7 @@ class Key:
     minimum: float | None = None
     within: tuple[float, float] | None = None  # both limits, in place of a minimum
     auto: bool = False  # allows `auto`, stored as None
-    is_chosen: bool = False  # allows `auto`, stored as CHOSEN, below the minimum
+    is_selected: bool = False  # allows `auto`, stored as None, which alone means something else
     optional: bool = False  # may be left unset
     is_path: bool = False
     is_names: bool = False  # may be a list in a file
@@ -53,7 +52,7 @@ class Key:
             words += f" ({self.unit}), or a size such as 80GB"
         if self.auto:
             return f"{words}, or auto"
-        if self.is_chosen:
+        if self.is_selected:
             return f"{words}, {AUTO}, or {NONE}"
         return f"{words}, or {NONE}" if self._may_be_none else words
 
@@ -71,16 +70,13 @@ class Key:
         """Return `value` as it is given on the command line."""
         if value is None:
             return AUTO if self.auto else ""
-        if self.is_chosen and value == CHOSEN:
-            return AUTO
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
         """Return the value that `text` means; UsageError if it isn't allowed."""
-        if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
+        has_auto = self.auto or self.is_selected
+        if (has_auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
-        if self.is_chosen and text == AUTO:
-            return CHOSEN
         if self.type == "text":
             return self._parse_text(text)
         if self.type == "true or false":

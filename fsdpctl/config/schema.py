@@ -5,13 +5,14 @@ for `auto` until a run resolves it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from operator import attrgetter
 from typing import Any, NewType, Self, TypeVar
 
 from fsdpctl.config.any_decoder import NAMES, with_sizes
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.keys import Key, auto_key, key, keys_of, optional_key
+from fsdpctl.config.keys import AUTO, Key, auto_key, key, keys_of, optional_key
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
@@ -22,7 +23,18 @@ from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
 DTYPES = ("float32", "bfloat16")
-USUAL_WARMUP = 50  # steps: the value of auto
+
+
+class Origin(Enum):
+    """The source of a value."""
+
+    DEFAULT = "default"
+    OPTION = "option"  # the file of the selected option of a group
+    RECIPE = "recipe"
+    TYPED = "typed"
+    AUTO = "auto"  # what follows from other values, once these are known
+    SELECTED = "selected"  # by an estimate
+    DERIVED = "derived"  # from the files of the model or the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,8 @@ class Config:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    # Of keys and groups, without those that have their defaults.
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -221,9 +235,23 @@ class Config:
         """The value of a key, or the selected option of a group."""
         return attrgetter(key if "." in key else f"{key}.name")(self)
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
-        """The configuration with other values by key; None: auto, or not set."""
-        changed = self
+    def origin(self, key: str) -> Origin:
+        """The source of the value of a key or group; `auto` also if it has been filled in."""
+        is_auto = key in GROUPS and self.value(key) == AUTO
+        return Origin.AUTO if is_auto else self.origins.get(key, Origin.DEFAULT)
+
+    def is_auto(self, key: str) -> bool:
+        """Whether no value is set: it follows from others, or is selected."""
+        return self.origin(key) is Origin.AUTO
+
+    def is_set(self, *keys: str) -> bool:
+        """Whether the command line or the recipe has one of these, even if it has the default."""
+        return any(self.origins.get(key) in (Origin.TYPED, Origin.RECIPE) for key in keys)
+
+    def changed(self, values: Mapping[str, Any], origin: Origin | None = None) -> Self:
+        """The configuration with other values by key, and their origin; None: not set."""
+        about = {} if origin is None else dict.fromkeys(values, origin)
+        changed = replace(self, origins={**self.origins, **about}) if about else self
         for name, value in values.items():
             section, _, word = name.partition(".")
             if section == "model" and word in NAMES:  # its config.json has them too
@@ -231,6 +259,11 @@ class Config:
             else:
                 changed = _set(changed, [section, *(word or "name").split(".")], value)
         return changed
+
+    def under(self, strategy: str, origin: Origin | None = None) -> Self:
+        """The configuration with another strategy, without keys that this doesn't use."""
+        changed = replace(self, strategy=self.strategy.under(strategy))
+        return changed if origin is None else changed.changed({"strategy": strategy}, origin)
 
 
 def _set(part: Any, path: list[str], value: Any) -> Any:
@@ -246,7 +279,7 @@ Settled = NewType(
     "Settled", Filled
 )  # for a number of ranks, checked; nothing that is selected is `auto`
 SECTIONS: dict[str, type] = {
-    each.name: type(getattr(Config(), each.name)) for each in fields(Config)
+    each.name: type(getattr(Config(), each.name)) for each in fields(Config) if each.compare
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 import yaml
 
-from fsdpctl.config.keys import Key, Value, section_from
+from fsdpctl.config.keys import AUTO, Key, Value, section_from
 from fsdpctl.config.model import NO_DECODER, OWN
-from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, USUAL_WARMUP, Config
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
-from fsdpctl.config.training import USUAL_SAMPLES, usual_length
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.texts import escaped
 
@@ -23,15 +22,6 @@ def known_key(name: str) -> Key:
 
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
     """Create the configuration from values by key, and the selected options of groups."""
-    warmup = values["lr_scheduler.warmup_steps"]
-    is_usual = warmup is None and values["lr_scheduler.warmup_ratio"] is None
-    length = usual_length(choices.get("model"), int(str(values["model.max_seq_len"])))
-    values = {
-        **values,
-        "train.seq_len": values["train.seq_len"] or length,
-        "train.global_batch_size": values["train.global_batch_size"] or USUAL_SAMPLES,
-        "lr_scheduler.warmup_steps": USUAL_WARMUP if is_usual else warmup,
-    }
     sections = {}
     for section, schema in SECTIONS.items():
         name = {"name": choices[section]} if section in choices else {}
@@ -81,7 +71,10 @@ def config_words(config: Config) -> dict[str, str]:
             continue
         for name, each in KEYS.items():
             is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
-            if is_of_this and (text := each.text(config.value(name))):
+            text = each.text(value := config.value(name)) if is_of_this else ""
+            if is_of_this and value is None and config.is_auto(name):
+                text = AUTO
+            if text:
                 words[name] = text
     return words
 

@@ -1,6 +1,6 @@
 """The combinations that `auto` selects from."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from fsdpctl.config.auto import (
@@ -19,9 +19,9 @@ from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, ranks_per_replica
+from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import strategy_that_runs, supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
-from fsdpctl.resolve.usual import OF_STRATEGY, filled
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -116,8 +116,8 @@ def _strategies(placed: Filled) -> tuple[str, ...]:
 
 
 def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
-    under = replace(placed, strategy=placed.strategy.under(name))
-    size = filled(under, OF_STRATEGY).strategy.dp_shard_size
+    under = placed.under(name)
+    size = filled(under, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
     return strategy_that_runs(under, row, ranks_per_replica(row, placed.num_ranks, size))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import GROUPS, KEYS, Config
@@ -64,7 +64,7 @@ class Knob:
 def changed(plan: RunPlan, values: Values) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.asked.changed(values)
-    return settle(replace(config, strategy=config.strategy.under(config.strategy.name)))
+    return settle(config.under(config.strategy.name))
 
 
 def _unless_set(config: Config, key: str, *values: object) -> list[Values]:

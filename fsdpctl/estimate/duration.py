@@ -1,11 +1,11 @@
 """How long a run takes and what it costs, by the predicted time of its steps."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdpctl.config.schema import LENGTHS, Config, Settled
-from fsdpctl.data.find_data import HUB
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
@@ -13,8 +13,8 @@ from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import figure
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
-from fsdpctl.resolve.data import is_here, notes_on_epochs
-from fsdpctl.resolve.usual import total_steps
+from fsdpctl.resolve.auto_values import total_steps
+from fsdpctl.resolve.data import notes_on_epochs
 
 _HOUR = 3600
 _TEXTS = {"hours": "{} hours", "gpu_hours": "{} GPU hours", "cost": "cost {}"}
@@ -82,7 +82,7 @@ class RunTime:
 
 def has_length(config: Config) -> bool:
     """Return whether the length of a run is set."""
-    return any(config.value(name) is not None for name in LENGTHS)
+    return config.is_set(*LENGTHS)
 
 
 def run_time(
@@ -111,8 +111,11 @@ def _notes(config: Settled, steps: int | None, estimator: Estimator) -> Iterator
             f"samples of {length:,} tokens are assumed to hold documents of {tokens}, which do not "
             "see one another: less attention than in a whole text"
         )
-    if steps is not None and (data := estimator.known_data(config)) is not None:
-        yield from notes_on_epochs(config, data, steps)
+    if steps is not None:
+        with suppress(UsageError):  # of data that is not here
+            data = estimator.data_of(config)
+            yield from notes_on_epochs(config, data, steps)
+            yield from data.notes[-1:] if data.spread else ()
 
 
 def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | None, str]:
@@ -120,11 +123,10 @@ def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | No
     train = config.train
     if not has_length(config):
         return None, ""
+    steps = None if config.is_auto("train.steps") else train.steps
     if train.epochs is None:
-        return train.steps or -(-(train.tokens or 0) // tokens), ""
+        return steps or -(-(train.tokens or 0) // tokens), ""
     try:
-        if HUB in str(config.data.path) and not is_here(config.data):
-            raise UsageError(f"data.path={config.data.path}: not fetched")
         return total_steps(config, estimator.data_of(config)), ""
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, Settled
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.errors import UsageError
@@ -28,8 +29,10 @@ from fsdpctl.predict.peak import StepEstimate, UnevenStepError, estimate_steps
 from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.open import data_of
+from fsdpctl.resolve.data import estimated_data
+from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import on_cluster
+from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.rules import check_trained
 from fsdpctl.resolve.settle import RunPlan
 
@@ -65,18 +68,26 @@ class Estimator:
 
     def __init__(self) -> None:
         self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
-        self._data: dict[object, DataSet] = {}
+        self._data: dict[object, DataSet | UsageError] = {}
 
-    def data_of(self, config: Config) -> DataSet:
-        """Open the data of a configuration once, as `data_of`."""
-        found = self.known_data(config)
-        if found is None:
-            found = self._data[_source(config)] = data_of(config)
+    def prepare(self, composed: Composed, *, every: bool = False) -> Prepared:
+        """Prepare a configuration for its cluster, as `prepare`; opens data once."""
+        found = prepare(composed, CLUSTER, read=self._read, every=every)
+        if found.read is not None:
+            self._data[_source(found.config)] = found.read
         return found
 
-    def known_data(self, config: Config) -> DataSet | None:
-        """Return the data of a configuration if it was opened."""
-        return self._data.get(_source(config))
+    def _read(self, config: Config) -> DataSet:
+        if (source := _source(config)) not in self._data:
+            self._data[source] = estimated_data(config)
+        return self.data_of(config)
+
+    def data_of(self, config: Config) -> DataSet:
+        """Return the data of a prepared configuration; UsageError if it could not be read."""
+        found = self._data.get(_source(config), UsageError("not read"))
+        if isinstance(found, UsageError):
+            raise found
+        return found
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
         """Estimate a run.

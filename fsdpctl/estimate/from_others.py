@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fsdpctl.config.auto import with_fixed_defaults
 from fsdpctl.config.compose import Composed, compose_config, with_short_forms
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
@@ -93,7 +94,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
             got = f": requires engine={FSDPCTL}, got engine="
             own_engine = str(error).replace(got, " requires it instead of ")
             found = composed({name: text for name, text in words.items() if name != "engine"})
-        found = replace(found, unset=())  # as the other tool runs it
+        found = replace(found, config=with_fixed_defaults(found.config))  # as the other tool runs
     shown = (row for row in rows if row.key not in translation.source.seen and _is_shown(row))
     return ImportedConfig(found, translation, tuple(shown), typed, own_engine)
 

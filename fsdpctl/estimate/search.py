@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, opened, plain
+from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, opened, plain, unset
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Filled
@@ -26,7 +26,6 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import doing
-from fsdpctl.resolve.open import fill_on_cluster
 from fsdpctl.resolve.place import supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
 
@@ -43,14 +42,13 @@ def estimates_of(
     differs from others on these nodes, without keys that it does not use; with its defaults if
     nothing fits. UsageError if the configuration is invalid.
     """
-    placed = fill_on_cluster(composed, estimator.data_of, every=every)
+    placed = estimator.prepare(composed, every=every).config
     if not every:
-        return [decide(estimator, placed, composed.unset)]
+        return [decide(estimator, placed)]
     found, errors = [], []
     for name in (each for each in supported_strategies(placed) if differs_here(placed, each)):
         try:
-            each = replace(placed, strategy=placed.strategy.under(name))
-            estimate, ranking = decide(estimator, each, composed.unset)
+            estimate, ranking = decide(estimator, placed.under(name))
             if ranking is not None and ranking.defaults and not ranking.ranked:
                 estimate, ranking = ranking.defaults, None  # comparable with others
             found.append((estimate, ranking))
@@ -61,25 +59,24 @@ def estimates_of(
     return found
 
 
-def decide(
-    estimator: Estimator, placed: Filled, unset: Collection[str]
-) -> tuple[RunEstimate, Ranking | None]:
-    """Select what is `auto`, and if the defaults of `unset` settings do not fit, these too.
+def decide(estimator: Estimator, placed: Filled) -> tuple[RunEstimate, Ranking | None]:
+    """Select what is `auto`, and what is not set if its defaults do not fit.
 
     This is the decision of every command. Returns the estimate with what is selected, and the
     ranking if there is one. If nothing fits, the estimate is that of the closest combination.
     UsageError if no combination is valid.
     """
+    names = unset(placed)
     if left_open(placed):
         ranking = choose(estimator, placed)
-        if ranking.ranked or not unset:
+        if ranking.ranked or not names:
             return ranking.estimate, ranking
         usual = ranking.estimate
     else:
         ranking, usual = None, estimator.estimate(settle(placed))
-        if usual.fits or not unset:
+        if usual.fits or not names:
             return usual, None
-    more = replace(choose(estimator, opened(placed, unset), complete=False), defaults=usual)
+    more = replace(choose(estimator, opened(placed, names), complete=False), defaults=usual)
     if not more.ranked and more.estimate.margin <= usual.margin:
         return usual, ranking
     return more.estimate, more

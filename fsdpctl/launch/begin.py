@@ -26,10 +26,10 @@ from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.launch.run_lines import describe_run
-from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.open import Opened, open_run, open_task
+from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import LOCAL
+from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.data_record import check_same_data, write_record
@@ -63,7 +63,7 @@ def begin(
     settings: Sequence[str],
     resume: str,
     talk: Talk,
-    where: Place | None = None,
+    role: Role | None = None,
     *,
     task: Task | None = None,
 ) -> Begun | None:
@@ -73,10 +73,7 @@ def begin(
     has no estimate. UsageError if the run is invalid; nothing remains of a directory that was
     created here. DoesNotFitError if its memory does not suffice; likewise.
     """
-    if task is None:
-        found = open_run(composed, where, resume)
-    else:
-        found = open_task(composed, where, resume, task)
+    found = prepare(composed, role, task=task, resume=resume)
     seen = look(found.config, resume)
     may_lack = seen.source is None and remote_of(seen.config) is not None
     if not may_lack and is_finished(seen, talk.say):
@@ -93,7 +90,7 @@ def begin(
         estimator = Estimator()
         estimate, decision = None, Decision(found.config)
         if task is None:
-            plan, estimate, decision = decide_run(found, seen, estimator, talk.note)
+            plan, estimate, decision = decide_run(seen, estimator, talk.note)
         else:
             plan = settle(seen.config)
         described = describe_run(found, plan, seen, estimate)
@@ -109,7 +106,7 @@ def begin(
     return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
 
 
-def check_start(found: Opened, seen: Look) -> dict[str, bytes]:
+def check_start(found: Prepared, seen: Look) -> dict[str, bytes]:
     """Check what a start needs besides memory; return the files next to its weights."""
     check_same_data(seen.run_dir, found.data, seen.data_fingerprint)
     if (remote := remote_of(seen.config)) is not None:
@@ -117,7 +114,7 @@ def check_start(found: Opened, seen: Look) -> dict[str, bytes]:
     return collect_assets(seen.config, found.data)
 
 
-def check_dry(found: Opened, seen: Look) -> str:
+def check_dry(found: Prepared, seen: Look) -> str:
     """Check what a start and its ranks check before the first step; return what it left out."""
     check_start(found, seen)
     check_unused(seen.run_dir)
@@ -201,32 +198,30 @@ class Decision(NamedTuple):
 
 
 def decide_run(
-    found: Opened, seen: Look, estimator: Estimator, note: Callable[[str], None]
+    seen: Look, estimator: Estimator, note: Callable[[str], None]
 ) -> tuple[RunPlan, RunEstimate, Decision]:
-    """Select for the ranks of an opened run, as `decide`; one that resumes keeps its selection."""
-    made = _kept(found, seen) or _decided(found, seen.config, estimator, note)
+    """Select for the ranks of a run, as `decide`; one that resumes keeps its selection."""
+    made = _kept(seen) or _decided(seen.config, estimator, note)
     plan = settle(made.base, made.selection)
     return plan, estimator.estimate(plan), made
 
 
-def _kept(found: Opened, seen: Look) -> Decision | None:
+def _kept(seen: Look) -> Decision | None:
     """Return what the last start had selected, or was set to, on the same ranks and memory."""
     config, kept = seen.config, seen.kept
     if kept is None or any(kept.value(key) != config.value(key) for key in _SELECTED_FOR):
         return None
-    if not (names := kept_names(config, kept, found.unset)):
+    if not (names := kept_names(config, kept)):
         return None
     selection, source = Selection.of(kept), seen.source or seen.run_dir / RUN_CONFIG
     line = f"{'auto':<8}{selection.text(names)}, as in {source}"
     return Decision(opened(config, names), selection, (line,))
 
 
-def _decided(
-    found: Opened, config: Filled, estimator: Estimator, note: Callable[[str], None]
-) -> Decision:
+def _decided(config: Filled, estimator: Estimator, note: Callable[[str], None]) -> Decision:
     if left_open(config):
         note("selecting the fastest configuration that fits")
-    _, ranking = decide(estimator, config, found.unset)
+    _, ranking = decide(estimator, config)
     if ranking is None:
         return Decision(config)
     base = opened(config, ranking.names)

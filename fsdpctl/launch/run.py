@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.resources import is_bound
-from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of, rank_of
+from fsdpctl.resolve.launchers import LauncherRank, Role, endpoint_of, rank_of, role_of
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -39,23 +39,24 @@ def run(
     Returns the outcome and the run directory; None if the run was finished before.
     """
     os.environ.setdefault(_STARTED, str(time.time()))
-    if composed.of_recipe and composed.config.launch.name == "local":  # before its ranks count
+    launch = composed.config.launch
+    if composed.has_recipes_cluster and launch.name == "local":  # before its ranks count
         from fsdpctl.resolve.place import on_this_machine
 
         composed = on_this_machine(composed)
-    launch, rank = where = place_of(composed.config.launch)
-    alone = rank is None and launch.nnodes == 1
+    role = role_of(composed.config.launch)
+    rank, alone = role.rank, role.is_alone
     model = composed.config.model
     if not alone and model.path is not None:  # each node needs it, but one process opens the run
         from fsdpctl.config.hub import local_model, part_of_run
 
         local_model(model.path, part_of_run(model))
-    begun = partial(_begin, composed, settings, resume, talk, where)
+    begun = partial(_begin, composed, settings, resume, talk, role)
     if rank is not None:
-        _as_rank(composed.config, where, rank, begun, talk)
+        _as_rank(composed.config, role, rank, begun, talk)
         return None
     if not alone:
-        return _as_node(composed.config, where, begun, talk)
+        return _as_node(composed.config, role, begun, talk)
     found = begun()
     if found is None:
         return None
@@ -71,10 +72,10 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
     _tasks.append(task)
     before = dict(os.environ)
     os.environ[_STARTED] = str(time.time())
-    _, rank = where = rank_of(composed.config.launch)
-    assert rank is not None
-    begun = partial(_begin, composed, settings, "auto", talk, where, task=task)
-    done = _as_rank(composed.config, where, rank, begun, talk, task)
+    role = rank_of(composed.config.launch)
+    assert role.rank is not None
+    begun = partial(_begin, composed, settings, "auto", talk, role, task=task)
+    done = _as_rank(composed.config, role, role.rank, begun, talk, task)
     from fsdpctl.launch.begin import Begun
 
     if isinstance(done, Begun):
@@ -91,13 +92,13 @@ def _begin(*args: Any, **kwargs: Any) -> "Begun | None":
 
 
 def _as_node(
-    config: "Config", where: Place, begin: "Begin", talk: Talk
+    config: "Config", role: Role, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
     from fsdpctl.resolve.place import place
 
-    launch = place(config, where).launch
+    launch = place(config, role).launch
     talk.plan(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
     with doing("connecting"):
         nodes = Nodes(launch)
@@ -157,7 +158,7 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
 
 def _as_rank(
     config: "Config",
-    where: Place,
+    role: Role,
     rank: LauncherRank,
     begin: "Begin",
     talk: Talk,
@@ -174,7 +175,7 @@ def _as_rank(
     from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint
     from fsdpctl.resolve.place import place
 
-    launch = place(config, where).launch
+    launch = place(config, role).launch
     nodes = rank.world_size // rank.local_world_size
     address, port = loopback(), 0
     if rank.address:

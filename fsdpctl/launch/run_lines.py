@@ -8,7 +8,7 @@ from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import OWN
-from fsdpctl.config.schema import LENGTHS, Config
+from fsdpctl.config.schema import LENGTHS, Config, Origin
 from fsdpctl.config.training import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
@@ -21,8 +21,8 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
-from fsdpctl.resolve.open import Opened
 from fsdpctl.resolve.place import note_on_products, shares_memory, strategy_that_runs
+from fsdpctl.resolve.prepare import Prepared
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.environment import newest_versions
@@ -39,7 +39,7 @@ def _count(number: float) -> str:
 
 
 def describe_run(
-    opened: Opened, plan: RunPlan, seen: Look, estimate: RunEstimate | None
+    opened: Prepared, plan: RunPlan, seen: Look, estimate: RunEstimate | None
 ) -> Iterator[str]:
     """Yield the first lines of a run: every setting that matters, marked if it was not set.
 
@@ -64,13 +64,13 @@ def describe_run(
     yield from (by_name(f"{name:<8}{text}") for name, text in rows if text)
 
 
-def _origin(opened: Opened, name: str, plan: RunPlan | None = None) -> str:
-    if plan is not None and plan.asked.value(name) != opened.config.value(name):
-        return " (auto)"  # selected
-    return " (default)" if name in opened.automatic else ""
+def _origin(opened: Prepared, name: str, plan: RunPlan | None = None) -> str:
+    if plan is not None and plan.config.origin(name) is Origin.SELECTED:
+        return " (auto)"
+    return " (default)" if opened.config.is_auto(name) else ""
 
 
-def _model(opened: Opened) -> str:
+def _model(opened: Prepared) -> str:
     config, count = opened.config, sum(count_weights(opened.module).values())
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
@@ -95,7 +95,7 @@ def _model(opened: Opened) -> str:
     )
 
 
-def _dtypes(opened: Opened) -> str:
+def _dtypes(opened: Prepared) -> str:
     precision = opened.config.precision
     param, reduce, master = precision.param_dtype, precision.reduce_dtype, precision.master_dtype
     others = {reduce: f"{reduce} reduction", master: f"{master} master weights"}
@@ -108,7 +108,7 @@ def _dtypes(opened: Opened) -> str:
     )
 
 
-def _experts(opened: Opened) -> str:
+def _experts(opened: Prepared) -> str:
     if not idle_parameters(opened.module.transformers_model):
         return ""
     on = "depends on how a step is divided into micro-batches"
@@ -118,7 +118,7 @@ def _experts(opened: Opened) -> str:
     return f"auxiliary loss {f'on: {on}' if opened.module.balances_experts else off}"
 
 
-def _in_float32(opened: Opened) -> str:
+def _in_float32(opened: Prepared) -> str:
     module, dtype = opened.module, opened.config.precision.param_dtype
     parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
     names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]
@@ -130,7 +130,7 @@ def _in_float32(opened: Opened) -> str:
     )
 
 
-def _ranks(opened: Opened, plan: RunPlan) -> str:
+def _ranks(opened: Prepared, plan: RunPlan) -> str:
     config, ranks = plan.config, plan.batches.world_size
     each, nodes = config.launch.nproc_per_node, config.launch.nnodes
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
@@ -178,7 +178,7 @@ def _data(data: DataSet) -> str:
     return f"{text}, {_count(data.val.num_tokens)} for validation"
 
 
-def _batch(opened: Opened, plan: RunPlan) -> str:
+def _batch(opened: Prepared, plan: RunPlan) -> str:
     batches, train, model = plan.batches, plan.config.train, plan.config.model
     length = _origin(opened, "train.seq_len")
     if length and train.seq_len < usual_length(model.name, model.max_seq_len):
@@ -199,7 +199,7 @@ def _batch(opened: Opened, plan: RunPlan) -> str:
     )
 
 
-def _length(opened: Opened) -> str:
+def _length(opened: Prepared) -> str:
     config, train = opened.config, opened.config.train
     assert train.steps is not None
     steps = train.steps
@@ -209,9 +209,9 @@ def _length(opened: Opened) -> str:
     warmup = warmup_steps(config.lr_scheduler, steps)
     reached = f" at step {warmup}" if warmup >= steps > 0 else ""
     few = ""
-    if steps < _FEW_STEPS and "train.steps" in opened.automatic:
+    if steps < _FEW_STEPS and config.is_auto("train.steps"):
         few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
-    chosen = " (default)" if opened.automatic.issuperset(LENGTHS) else ""
+    chosen = " (default)" if not config.is_set(*LENGTHS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
         f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} {unit}, {passes} "

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from fsdpctl.config.schema import C, Config, Placed
+from fsdpctl.config.schema import Config, Placed
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import (
     CUDNN,
@@ -19,8 +19,12 @@ from fsdpctl.plan.attention_kernels import (
     THEIRS,
     TWO_BYTES,
 )
-from fsdpctl.resolve.place import architecture_here
 
+# By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
+_ARCHITECTURES = {
+    (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
+    (10, 0): "blackwell", (10, 3): "blackwell", (12, 0): "ada", (12, 1): "ada",
+}  # fmt: skip
 _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
 
 
@@ -40,16 +44,9 @@ def kernel_of(config: Config, *, here: bool = False) -> str | None:
     return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
 
 
-def with_run_kernel(config: C, kept: str | None = None) -> C:
-    """`config`, placed here, with the kernel that its run has kept, or a new one if it cannot run.
-
-    Losses depend on the kernel in their last digits.
-    """
-    if config.model.attention is not None or config.launch.device == "cpu":
-        return config
-    if kept is None or _problem(config, kept, here=True):
-        kept = kernel_of(config, here=True)
-    return config.changed({"model.attention": kept})
+def can_run(config: Config, kernel: str | None) -> bool:
+    """Return whether a kernel can run a configuration that is placed on this machine."""
+    return not _problem(config, kernel, here=True)
 
 
 def notes_on_kernel(config: Placed) -> tuple[str, ...]:
@@ -70,6 +67,11 @@ def check_attention(config: Config, *, here: bool = False) -> None:
         known = [name for name in KERNELS if not _problem(config, name, here=here)]
         expected = ", ".join(["auto", *known])
         raise UsageError(f"model.attention={given}: {problem}; expected {expected}")
+
+
+def architecture_here() -> str | None:
+    """Return the generation of this machine's first GPU, if its attention kernels are known."""
+    return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
 
 
 def _architecture(config: Config, *, here: bool) -> str | None:

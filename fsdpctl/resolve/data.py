@@ -80,9 +80,11 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
 
 
 def with_data(config: C, data: DataSet) -> C:
-    """Fill in what follows from the data, and make its paths absolute."""
-    vocab_size = vocabulary_of(config, data)
-    if vocab_size < data.vocab_size:
+    """Name the tokenizer of the data, and make its paths absolute.
+
+    UsageError if the model has too few rows for its tokens.
+    """
+    if (vocab_size := vocabulary_of(config, data)) < data.vocab_size:
         raise UsageError(
             f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
             f"{data.vocab_size}"
@@ -97,9 +99,7 @@ def with_data(config: C, data: DataSet) -> C:
         values["data.template"] = os.path.abspath(given.template)
     if data.has_text:  # the tokens of a file may be of one that is unknown
         values["data.tokenizer"] = name if name == "bytes" else os.path.abspath(name)
-    if data.date:
-        values["data.date"] = data.date
-    return config.changed({"model.vocab_size": vocab_size, **values})
+    return config.changed(values)
 
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:

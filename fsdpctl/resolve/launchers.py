@@ -1,4 +1,4 @@
-"""The place of this process among those that a launcher has started, from its variables.
+"""The rank of this process among those that a launcher has started, from its variables.
 
 Nothing is guessed: if the variables and `launch` contradict each other, nothing starts. A process
 that took itself for the only one would train a second model next to the others.
@@ -43,40 +43,54 @@ class LauncherRank:
     store_is_there: bool = False  # the launcher's; else rank 0 creates one
 
 
-Place = tuple[LaunchConfig, LauncherRank | None]
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The ranks that a configuration is prepared for, here or on a described cluster."""
+
+    launch: LaunchConfig | None  # with the nodes of the launcher; None: a described cluster
+    rank: LauncherRank | None = None  # that this process is, if another launcher has started it
+    is_dry: bool = False  # nothing runs: no weights are fetched
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process starts all ranks."""
+        return self.rank is None and self.launch is not None and self.launch.nnodes == 1
 
 
-def place_of(
+CLUSTER = Role(None)
+
+
+def role_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
-) -> Place:
-    """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
+) -> Role:
+    """Return the role of this process, with the nodes of its launcher.
 
     `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
     are missing, contradict `launch`, or are another launcher's.
     """
-    place: LauncherRank | None = None
+    rank: LauncherRank | None = None
     if launch.name == "env":
-        place = _of_env(launch, environ)
+        rank = _of_env(launch, environ)
     elif launch.name == "slurm":
-        launch, place = _of_slurm(launch, environ, are_ranks=are_ranks)
+        launch, rank = _of_slurm(launch, environ, are_ranks=are_ranks)
     else:
         _check_alone(launch, environ)
-    if place is None:
+    if rank is None:
         _check_nodes(launch)
-        return launch, None
-    ranks = place.local_world_size
+        return Role(launch)
+    ranks = rank.local_world_size
     if launch.nproc_per_node not in (None, ranks):
         raise UsageError(
             f"launch.nproc_per_node={launch.nproc_per_node}: the launcher has started {ranks} "
             f"rank{'s' * (ranks > 1)} on this node"
         )
-    nodes = place.world_size // ranks
+    nodes = rank.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")
-    return replace(launch, nproc_per_node=ranks, nnodes=nodes), place
+    return Role(replace(launch, nproc_per_node=ranks, nnodes=nodes), rank)
 
 
-def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return the place of a script: a rank of torchrun or srun, or else the only one.
+def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Role:
+    """Return the role of a script: a rank of torchrun or srun, or else the only one.
 
     UsageError if the variables are missing, contradict `launch`, or are another launcher's.
     """
@@ -86,7 +100,7 @@ def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Pl
     elif name == "local" and _above_one("SLURM_STEP_NUM_TASKS", environ):
         name = "slurm"
     if name != "local":
-        return place_of(replace(launch, name=name), environ, are_ranks=True)
+        return role_of(replace(launch, name=name), environ, are_ranks=True)
     _check_alone(launch, environ)
     count = (launch.nproc_per_node or 1) * launch.nnodes
     if count > 1 or launch.node_rank or launch.rdzv_endpoint:
@@ -95,7 +109,8 @@ def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Pl
             f"script is one rank; start one process per rank, such as with torchrun "
             f"--nproc-per-node {launch.nproc_per_node or 2} SCRIPT"
         )
-    return replace(launch, nproc_per_node=1), LauncherRank(0, 1, 0, 1, address="", port=0)
+    alone = LauncherRank(0, 1, 0, 1, address="", port=0)
+    return Role(replace(launch, nproc_per_node=1), alone)
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
@@ -197,7 +212,9 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
         )
 
 
-def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool) -> Place:
+def _of_slurm(
+    launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool
+) -> tuple[LaunchConfig, LauncherRank | None]:
     if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
@@ -214,8 +231,8 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bo
             f"SLURM_STEP_TASKS_PER_NODE={each}: expected the same number of tasks on every "
             "node; set srun --ntasks-per-node="
         )
-    place = tuple(_number(f"SLURM_{name}", environ) for name in ("PROCID", "NODEID", "LOCALID"))
-    task, node, local = place
+    names = ("PROCID", "NODEID", "LOCALID")
+    task, node, local = (_number(f"SLURM_{name}", environ) for name in names)
     if task != node * (tasks // nodes) + local:
         raise UsageError(
             f"SLURM_PROCID={task}: expected consecutive tasks on every node; set srun -m block"

@@ -16,6 +16,7 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed, checked_settings, compose_config
 from fsdpctl.config.model import OWN
 from fsdpctl.config.recipe import find_recipe, read_recipe
+from fsdpctl.config.schema import Origin
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.data.tokenizer import ByteTokenizer
@@ -135,5 +136,5 @@ def compose_task(
         "train.sample_tokens": 0, "train.loss_chunk_tokens": 0, "train.mlp_chunk_tokens": 0,
     }  # fmt: skip
     of_recipe = [] if recipe is None else [f"--recipe {recipe}"]
-    config, automatic = composed.config.changed(values), composed.automatic - values.keys()
-    return replace(composed, config=config, automatic=automatic), [*of_recipe, *settings]
+    config = composed.config.changed(values, Origin.DERIVED)
+    return replace(composed, config=config), [*of_recipe, *settings]

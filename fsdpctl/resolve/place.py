@@ -8,8 +8,10 @@ import torch
 
 from fsdpctl.chats.values import counted
 from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import KEYS, C, Config, Placed
+from fsdpctl.config.schema import KEYS, C, Config, Origin, Placed
+from fsdpctl.config.short_words import RANKS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.resources import host_memory, num_cores, threads_of_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
@@ -22,33 +24,28 @@ from fsdpctl.plan.strategy import (
     effective_strategy,
     strategies_of,
 )
-from fsdpctl.resolve.launchers import Place
-from fsdpctl.resolve.usual import OF_PLACE, filled, has_bf16
+from fsdpctl.resolve.attention_kernel import architecture_here
+from fsdpctl.resolve.auto_values import Facts, Stage, filled, has_bf16
+from fsdpctl.resolve.launchers import CLUSTER, Role
 
 LOCAL = "local"
 _GIB = 1 << 30
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _CPU_RANKS = 2  # that share memory; the cores between them are for their threads
-# By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
-_ARCHITECTURES = {
-    (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
-    (10, 0): "blackwell", (10, 3): "blackwell", (12, 0): "ada", (12, 1): "ada",
-}  # fmt: skip
 
 
-def place(config: Config, where: Place | None = None) -> Placed:
+def place(config: Config, role: Role = CLUSTER, facts: Facts = Facts()) -> Placed:
     """Return a configuration with its device, ranks and dtypes.
 
-    The ranks are on this machine, as `where` has them, or else on `cluster`, which need not exist:
+    The ranks are on this machine, as `role` has them, or else on `cluster`, which need not exist:
     then it has its memory too. The host memory of another machine is unknown unless it is set.
     UsageError if this machine does not have the devices, or a rank could open too few files.
     """
-    placed = on_cluster(config) if where is None else _here(config, where)
-    return Placed(filled(placed, OF_PLACE))
+    placed = on_cluster(config) if role.launch is None else _here(config, role.launch, role)
+    return Placed(filled(placed, Stage.PLACE, facts))
 
 
-def _here(config: Config, where: Place) -> Config:
-    launch, place = where
+def _here(config: Config, launch: LaunchConfig, role: Role) -> Config:
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         has_support = torch.version.cuda or torch.version.hip
@@ -60,7 +57,7 @@ def _here(config: Config, where: Place) -> Config:
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or ranks_here(device)
     # A launcher of ranks may make only its own device visible to each.
-    if available is not None and ranks > available and not (place and available == 1):
+    if available is not None and ranks > available and not (role.rank and available == 1):
         raise UsageError(
             f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
         )
@@ -114,15 +111,20 @@ def on_this_machine(composed: Composed) -> Composed:
     gpu = known_gpu(_machine(config)) if device == "cuda" else None
     if given is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
         return composed
-    if not composed.of_recipe:
+    if not composed.has_recipes_cluster:
         raise UsageError(
             f"cluster={given}: this machine is {_machine(config)}; leave cluster out, or size the "
             f"run for that machine with fsdpctl estimate-memory cluster={given}"
         )
-    values = {name: KEYS[name].default for name in composed.of_recipe}
-    automatic = composed.automatic | {name for name, value in values.items() if value is None}
-    config = config.changed({"cluster": LOCAL, **values})
-    return replace(composed, config=config, automatic=automatic)
+    described = [
+        x for x in KEYS if x.startswith("cluster.") and config.origin(x) is not Origin.TYPED
+    ]
+    described += [name for name in RANKS if config.origin(name) is Origin.OPTION]
+    config = config.changed({"cluster": LOCAL}, Origin.DEFAULT)
+    for name in described:
+        origin = Origin.AUTO if KEYS[name].auto else Origin.DEFAULT
+        config = config.changed({name: KEYS[name].default}, origin)
+    return replace(composed, config=config)
 
 
 def notes_on_cluster(composed: Composed) -> tuple[str, ...]:
@@ -139,7 +141,8 @@ def _machine(config: Config) -> str:
 
 def assumes_gpu(config: Config) -> bool:
     """Return whether an estimate is of a GPU that is described by its memory alone."""
-    is_described = config.cluster.name == LOCAL and config.cluster.memory is not None
+    is_open = config.cluster.name == LOCAL and not config.is_set("cluster")
+    is_described = is_open and config.cluster.memory is not None
     return is_described and config.launch.device is None and not torch.cuda.is_available()
 
 
@@ -184,11 +187,6 @@ def notes_on_memory(config: Config) -> tuple[str, ...]:
         return ()
     size = f"{config.cluster.memory:g} GiB"
     return (f"cluster.memory: a GPU of {size}, in bf16; for CPU ranks, set launch.device=cpu",)
-
-
-def architecture_here() -> str | None:
-    """Return the generation of this machine's first GPU, if its attention kernels are known."""
-    return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
 
 
 def shares_memory(config: Config) -> bool:

@@ -5,13 +5,13 @@ condition can return the part of the message that differs, `{found}`. A setting 
 breaks no rule.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.placement import OURS
-from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
+from fsdpctl.config.schema import KEYS, SECTIONS, C, Config, Origin
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import lacking
 from fsdpctl.io.stores import is_remote
@@ -36,8 +36,8 @@ from fsdpctl.plan.strategy import (
 )
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.resolve.attention_kernel import check_attention
+from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import may_share_memory, strategy_that_runs
-from fsdpctl.resolve.usual import OF_STRATEGY, filled
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
@@ -49,26 +49,25 @@ class Rule(NamedTuple):
     is_broken: Callable[[Config], bool | str]
 
 
-def checked(config: C, typed: Collection[str] = ()) -> C:
+def checked(config: C) -> C:
     """Check the settings of a placed configuration against one another.
 
-    Those that are `typed` count even if they have their default. Returns the configuration with
-    the sizes of its strategy, unless that is `auto`.
+    Returns the configuration with the sizes of its strategy, unless that is `auto`.
     """
     if config.strategy.name != AUTO:
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
-        config = filled(config, OF_STRATEGY)
+        config = filled(config, Stage.STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
-    for message in _broken(config, typed):
+    for message in _broken(config):
         raise UsageError(message)
     check_attention(config)
     check_shared_rows(config)
     return config
 
 
-def _broken(config: Config, typed: Collection[str]) -> Iterator[str]:
-    yield from _keys_of_others(config, typed)
+def _broken(config: Config) -> Iterator[str]:
+    yield from _keys_of_others(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
     about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
     for rule in RULES:
@@ -76,12 +75,14 @@ def _broken(config: Config, typed: Collection[str]) -> Iterator[str]:
             yield rule.message.replace("{found}", str(found)).format(**sections, **about)
 
 
-def _keys_of_others(config: Config, typed: Collection[str]) -> Iterator[str]:
+def _keys_of_others(config: Config) -> Iterator[str]:
     usual = Config()
 
     def set_ones(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
         for key in sorted(keys):
-            if (value := config.value(key)) != usual.value(key) or key in typed:
+            # A recipe may be a run's config.yaml, which has every key.
+            is_typed = config.origins.get(key) is Origin.TYPED
+            if (value := config.value(key)) != usual.value(key) or is_typed:
                 yield key, f"{key}={KEYS[key].text(value)}"
 
     names = {name for each in OPTIMIZERS.values() for name in each.keys}

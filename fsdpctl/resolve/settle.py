@@ -6,8 +6,8 @@ from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, selected
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, Filled, Placed, Settled
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.auto_values import Facts, Stage, check_chunks, filled
 from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.usual import OF_BATCHES, Facts, check_chunks, filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,7 @@ def settle(
         config = config.changed({MICRO_BATCH: size})
     batches = _batches(config)
     check_chunks(config, batches)
-    values = {
-        MICRO_BATCH: batches.micro_batch_size,
-        "accumulation.steps": batches.num_micro_batches,
-    }
-    config = filled(config, OF_BATCHES, Facts(batches=batches)).changed(values)
+    config = filled(config, Stage.BATCHES, Facts(batches=batches))
     return RunPlan(asked, Settled(config), batches)
 
 

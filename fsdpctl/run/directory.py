@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
@@ -56,8 +56,7 @@ from fsdpctl.io.run_files import (
 )
 from fsdpctl.io.stores import is_remote
 from fsdpctl.plan.optimizers import get_optimizer
-from fsdpctl.resolve.attention_kernel import with_run_kernel
-from fsdpctl.resolve.open import decides_losses
+from fsdpctl.resolve.auto_values import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.data_record import known_fingerprint
 from fsdpctl.run.metrics import validation_at
@@ -84,7 +83,7 @@ class Standing(Enum):
 class Look:
     """A run directory as it is: what a start of a run would do there."""
 
-    config: Filled  # with the run directory and the attention kernel
+    config: Filled  # with the run directory
     standing: Standing
     step: int  # of the checkpoint to start from
     before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start by hand
@@ -126,9 +125,8 @@ def look(
     """
     if resume == "auto":
         return _look_for_resume(config, None if only_here else remote_of(config))
-    config = with_run_kernel(config)
     fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)), remote_of(config))
-    config = replace(config, train=replace(config.train, run_dir=str(fresh)))
+    config = config.changed({"train.run_dir": str(fresh)})
     if resume == "never":
         return Look(config, Standing.NEW, 0)
     source = open_checkpoint(resume)
@@ -183,8 +181,7 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
         kept = config_of_checkpoint(stored.manifest.config, stored.url, is_decoder=False)
     else:
         notes = _note_on_latest(run_dir, config)
-        return Look(with_run_kernel(config), Standing.NEW, 0, notes=notes)
-    config = with_run_kernel(config, kept.model.attention)
+        return Look(config, Standing.NEW, 0, notes=notes)
     before = config_words(kept)
     now = config_words(config)
     if is_here:

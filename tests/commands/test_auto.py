@@ -9,7 +9,7 @@ import yaml
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
 
@@ -82,7 +82,7 @@ def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
     given = words(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
     more = ["launch.share_memory=false", "train.micro_batch_size=1"]
-    kept = settle(open_run(compose_config([*given, *chosen, *more])).config)
+    kept = settle(prepare(compose_config([*given, *chosen, *more])).config)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
     code, text = invoke("train", "--dry-run", *given, *OPEN)

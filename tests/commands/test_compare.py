@@ -21,7 +21,7 @@ from tests.run.runs import step_line, write_lines
 
 
 def labels(*words: str) -> list[str]:
-    return [each.row.label for each in variants(list(words), None, steps=4)]
+    return [each.row.label for each in variants(list(words), None, simulates=False)]
 
 
 def test_commas_separate_alternatives_of_choices_and_numbers():
@@ -33,7 +33,7 @@ def test_commas_separate_alternatives_of_choices_and_numbers():
 
 
 def test_commas_in_paths_are_commas():
-    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, steps=4)
+    (only,) = variants(["strategy=no_shard", "data.path=a,b"], None, simulates=False)
     assert only.composed.config.data.path == "a,b"
 
 
@@ -43,7 +43,7 @@ def test_without_alternatives_all_strategies_are_compared():
 
 
 def test_values_are_ignored_for_strategies_that_do_not_use_them():
-    found = variants(["strategy.owner_map=balanced"], None, steps=4)
+    found = variants(["strategy.owner_map=balanced"], None, simulates=False)
     maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
     assert (maps["shard_optimizer"].owner_map, maps["full_shard"].owner_map) == ("balanced", None)
 
@@ -67,7 +67,7 @@ def test_mistakes_are_reported_before_anything_runs(word, part):
 
 def test_prices_are_those_of_the_clusters_in_their_order():
     words = ["cluster=h100,a10", "cluster.price=3,1", "launch.nnodes=1,2", "train.tokens=1e9"]
-    found = variants(words, None, steps=None)
+    found = variants(words, None, simulates=True)
     assert [each.row.varied["cluster.price"] for each in found] == ["3", "3", "1", "1"]
     assert {each.composed.config.train.tokens for each in found} == {10**9}
     code, said = invoke("compare", "--simulate", *words[:3], "--by", "cost")
@@ -109,22 +109,19 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
 
     monkeypatch.setattr(figures, "run_briefly", run)
     monkeypatch.setattr(figures, "note", lambda *lines: said.extend(lines))
-    monkeypatch.setattr(
-        "fsdpctl.run.directory.with_run_kernel",
-        lambda config, kept=None: config.changed({"model.attention": "math"}),
-    )
+    monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, here: "math")
     # As for a family that keeps the attention of transformers.
-    monkeypatch.setattr("fsdpctl.resolve.open.with_decoder", lambda config: (config, noted))
+    monkeypatch.setattr("fsdpctl.resolve.prepare.with_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
-    found = variants(words, str(tmp_path / "r.yaml"), steps=4)
-    figures.measure(found, tmp_path, is_kept=True)
+    found = variants(words, str(tmp_path / "r.yaml"), simulates=False)
+    figures.measure(found, tmp_path, 4, is_kept=True)
     assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
     assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
-    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, steps=4))
+    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False))
     pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
     assert {("fsdpctl", name) for name in STRATEGIES} < pairs
     assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
@@ -135,10 +132,10 @@ def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
 
 
 def test_an_engine_without_any_of_the_strategies_is_an_error():
-    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, steps=4)
+    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
     with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
         possible(found)
-    alone = variants(["engine=ddp", "strategy=full_shard"], None, steps=4)
+    alone = variants(["engine=ddp", "strategy=full_shard"], None, simulates=False)
     assert possible(alone) == (alone, [])
 
 

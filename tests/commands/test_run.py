@@ -22,6 +22,7 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.io.run_files import RUN_CONFIG
 from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.launch.run_lines import _strategy
+from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.place import place
 from fsdpctl.run.environment import read_records
 from tests.commands.run import command, environment, figures, fsdpctl, words
@@ -190,7 +191,7 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     assert (smaller.returncode, "model.num_layers 2 -> 1" in smaller.stderr) == (2, True)
 
 
-HERE = LaunchConfig(), None
+HERE = Role(LaunchConfig())
 LACKING = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
 REFUSES = """
 import os

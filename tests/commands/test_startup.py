@@ -23,8 +23,9 @@ from fsdpctl.io.activity import Talk
 from fsdpctl.launch import restarts
 from fsdpctl.launch.begin import Begun, begin
 from fsdpctl.launch.outcome import Outcome
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.run.directory import read_config
 from tests.commands.run import environment, make_text
 from tests.hostile import make_checkpoint
@@ -77,9 +78,9 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 @pytest.mark.slow
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
-    plan = plan_on_cluster(compose_config(
+    plan = settle(prepare(compose_config(
         ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
-    ))  # fmt: skip
+    ), CLUSTER).config)  # fmt: skip
     estimator = Estimator()
     estimated: list[Config] = []
     assert estimator.estimate(plan).verdict == "too_large"
@@ -136,7 +137,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert begun is not None
     begun.lock.release()
     assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
-    assert calls["place_of"] == 1  # the launcher's variables
+    assert calls["role_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
         lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))

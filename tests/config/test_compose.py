@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import choices_of, read_recipe, recipe_names
-from fsdpctl.config.schema import GROUPS, KEYS, SIZES
+from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.usual import OF_STEP, filled
+from fsdpctl.resolve.auto_values import Stage, filled
+from fsdpctl.resolve.place import place
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
 
@@ -136,10 +137,10 @@ def test_only_one_key_sets_the_batch_size():
     with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
-    assert filled(config, OF_STEP, automatic=SIZES).value(SIZES[0]) == 3
+    assert filled(place(config), Stage.DATA).train.global_batch_size == 3
     short = compose_config(["train.global_batch_tokens=299", "train.seq_len=300"]).config
     with pytest.raises(UsageError, match=r"fewer than the train.seq_len=300 of one sample"):
-        filled(short, OF_STEP, automatic=SIZES)
+        filled(place(short), Stage.DATA)
 
 
 @pytest.fixture

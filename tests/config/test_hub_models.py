@@ -6,7 +6,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import hub_models
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_plain
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from tests.commands.run import invoke
 
 MODELS = hub_models()
@@ -49,7 +49,7 @@ def test_training_needs_the_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     words = ["model=hf", "model.path=Qwen/Qwen3-0.6B", "launch.device=cpu"]
     with pytest.raises(UsageError, match="run `hf download Qwen/Qwen3-0.6B`"):
-        open_run(compose_config(words))
+        prepare(compose_config(words))
 
 
 @pytest.mark.slow

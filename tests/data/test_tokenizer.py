@@ -15,7 +15,7 @@ from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run.directory import Standing, look
 from tests.chats.families import write_lines
 from tests.commands.run import TINY, make_text
@@ -232,10 +232,10 @@ def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
     folder = write_layout(tmp_path / "t", Layout("own", config={"eos_token": "</s>"}))
     files = [f"data.path={make_text(tmp_path)}", f"data.tokenizer={folder}"]
     typed = [*TINY, *files, "launch.device=cpu", *more]
-    found = open_run(compose_config(typed))
+    found = prepare(compose_config(typed))
     (said,) = (note for note in found.notes if note.startswith("cache: "))
     assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", said)
     assert look(found.config, "auto").standing is Standing.NEW
     monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
-    open_run(compose_config(typed))
+    prepare(compose_config(typed))
     assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-", "texts"}

@@ -28,7 +28,7 @@ _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.commands.estimate_text.estimates_of",
     "fsdpctl.commands.compare.command.measure", "fsdpctl.commands.compare.command.predict",
-    "fsdpctl.resolve.open.open_run", "fsdpctl.commands.evaluate.open_run",
+    "fsdpctl.resolve.prepare.prepare", "fsdpctl.commands.evaluate.prepare",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
     "fsdpctl.commands.checkpoint.consolidate",
     "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.checkpoint.write_gguf",

@@ -18,7 +18,8 @@ from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.launch.begin import describe_ranking
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.open import fill_on_cluster, open_run
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
 from tests.matrix import fast
 
@@ -42,7 +43,7 @@ def composed(*words: str) -> Composed:
 
 
 def placed(*words: str) -> Filled:
-    return fill_on_cluster(composed(*words))
+    return prepare(composed(*words), CLUSTER).config
 
 
 @cache
@@ -210,17 +211,17 @@ def test_there_is_a_runner_up_if_anything_else_fits():
 
 
 def test_a_run_selects_for_the_ranks_that_it_has_here():
-    config = open_run(composed(*OPEN)).config
+    config = prepare(composed(*OPEN)).config
     assert choose(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
 
 
 def test_the_name_of_a_run_does_not_depend_on_the_selection():
-    runs = [open_run(each) for each in (composed(*OPEN), composed())]
+    runs = [prepare(each) for each in (composed(*OPEN), composed())]
     assert runs[0].config.train.run_dir == runs[1].config.train.run_dir
 
 
 def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
-    base = open_run(composed("train.micro_batch_size=auto")).config
+    base = prepare(composed("train.micro_batch_size=auto")).config
     kept = Selection.of(base)
     assert settle(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
     assert settle(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
@@ -246,7 +247,7 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
 ])  # fmt: skip
 def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
-        fill_on_cluster(compose_config(words))
+        prepare(compose_config(words), CLUSTER)
 
 
 def test_candidates_are_the_options_of_conf():

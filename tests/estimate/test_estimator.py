@@ -20,8 +20,9 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
 from fsdpctl.predict.peak import UnevenStepError
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 from tests.matrix import fast, matrix
 from tests.models.decoders import save_decoder
 
@@ -29,7 +30,7 @@ H100 = ["model=llama3_8b", "cluster=h100"]
 
 
 def resolved(*words: str) -> RunPlan:
-    return plan_on_cluster(compose_config(list(words)))
+    return settle(prepare(compose_config(list(words)), CLUSTER).config)
 
 
 def estimated(*words: str) -> RunEstimate:

@@ -15,7 +15,9 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose, largest_that_fits
 from fsdpctl.launch.begin import check_fits
-from fsdpctl.resolve.open import fill_on_cluster, plan_on_cluster
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import settle
 from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
@@ -31,7 +33,7 @@ SHORTAGES = [
 
 
 def estimated(*words: str) -> RunEstimate:
-    return Estimator().estimate(plan_on_cluster(compose_config([*SMALL, *words])))
+    return Estimator().estimate(settle(prepare(compose_config([*SMALL, *words]), CLUSTER).config))
 
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
@@ -47,15 +49,15 @@ def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short
 
 
 def simulated(words: Sequence[str]) -> list[str]:
-    found = variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, steps=4)
+    found = variants([*SMALL, *words, "strategy=full_shard,no_shard"], None, simulates=True)
     list(predict(found))
     return [each.row.status for each in found]
 
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
-    ranking = choose(Estimator(), fill_on_cluster(compose_config(
-        [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"])))  # fmt: skip
+    given = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
+    ranking = choose(Estimator(), prepare(compose_config(given), CLUSTER).config)
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
     sharded, replicated = simulated(words)
@@ -76,7 +78,9 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
              "launch.allocator=native"]  # fmt: skip
 
     def with_memory(*more: str) -> RunEstimate:
-        return Estimator().estimate(plan_on_cluster(compose_config([*words, *more])))
+        return Estimator().estimate(
+            settle(prepare(compose_config([*words, *more]), CLUSTER).config)
+        )
 
     found = with_memory()
     needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
@@ -110,7 +114,7 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
     given += [word for word in sizes if word.partition("=")[0] not in typed]
 
     def chosen(memory: float) -> RunEstimate:
-        config = fill_on_cluster(compose_config([*given, f"cluster.memory={memory:.9f}"]))
+        config = prepare(compose_config([*given, f"cluster.memory={memory:.9f}"]), CLUSTER).config
         return choose(Estimator(), config).estimate
 
     def filled_to(found: RunEstimate, share: float) -> float:

@@ -6,8 +6,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.changes import FEED_FORWARD_IN_CHUNKS, SHARED_SAMPLES
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 
 SMALL = [
     "model=llama3_1b", "model.num_layers=6", "cluster=h100", "cluster.memory=9GiB",
@@ -17,7 +18,7 @@ SMALL = [
 
 
 def planned(*more: str) -> RunPlan:
-    return plan_on_cluster(compose_config([*SMALL, *more]))
+    return settle(prepare(compose_config([*SMALL, *more]), CLUSTER).config)
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():

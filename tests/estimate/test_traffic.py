@@ -10,7 +10,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.planned_steps import SentBytes, sent_in_step
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
-from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import settle
 from tests.commands.run import TINY, command, environment, make_text
 
 FP32 = 4
@@ -19,7 +21,7 @@ FP32 = 4
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256", *words]
-    config = plan_on_cluster(compose_config(given)).config
+    config = settle(prepare(compose_config(given), CLUSTER).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_in_step(config, divide_module(module, None), micro_batches), num_params

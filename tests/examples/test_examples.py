@@ -12,7 +12,7 @@ import yaml
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, NonFiniteError, SelfCheckError, StoppedError, UsageError
-from fsdpctl.resolve.launchers import place_of
+from fsdpctl.resolve.launchers import role_of
 from tests.commands.run import invoke
 
 _FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
@@ -114,8 +114,10 @@ def _arguments(example: str, folder: Path) -> list[str]:
 def test_the_commands_get_their_node_from_the_cluster(example: str, tmp_path: Path) -> None:
     command, *words = _arguments(example, tmp_path)
     assert (command, words[:2]) == ("train", ["--recipe", "llama3_8b_8xh100"])
-    launch, place = place_of(compose_config(words[2:]).config.launch, _VARIABLES[example])
-    assert (launch.nnodes, launch.node_rank, place) == (2, 1, None)
+    role = role_of(compose_config(words[2:]).config.launch, _VARIABLES[example])
+    launch, rank = role.launch, role.rank
+    assert launch is not None
+    assert (launch.nnodes, launch.node_rank, rank) == (2, 1, None)
     host, _, port = str(launch.rdzv_endpoint).rpartition(":")
     assert host in ("10.0.0.1", "fsdpctl-0.fsdpctl")
     assert port.isdigit()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdpctl.config.auto import unset
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.from_others import ImportedConfig, completed
@@ -45,7 +46,7 @@ def check_recipe(file: Path, *typed: str) -> None:
     recipe = [(name, text) for name, text in known.items() if name not in given]
     alone = asked(file, *typed, "engine.program=fsdpctl").composed
     expected = compose_config(words, converted=recipe)
-    assert (alone.config, alone.unset) == (expected.config, expected.unset)
+    assert (alone.config, unset(alone.config)) == (expected.config, unset(expected.config))
     whole = asked(file, *typed)
     pairs = settings_of(whole.rows).items()
     added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - given.keys()]

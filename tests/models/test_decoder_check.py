@@ -11,7 +11,8 @@ from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.models import decoder_check
 from fsdpctl.models.decoder_check import check_decoder, check_shared_rows, with_decoder
 from fsdpctl.models.small_copy import meta_copy
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.settle import as_kept, settle
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 
@@ -37,7 +38,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     problem, packs, refusal = DOES[family]
     save_decoder(family, tmp_path)
     words = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
-    config = compose(tmp_path, *words)
+    config = as_kept(place(compose(tmp_path, *words)))
     found = check_decoder(config.model)
     assert (problem in found.problem, bool(found.problem)) == (True, bool(problem))
     assert (found.isolates, found.ignores_padding) == (packs, True)

@@ -165,7 +165,7 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
     save_decoder("qwen3_moe", tmp_path, hidden_size=64)
     plain = build_model(compose(tmp_path).model)
     words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
-    config = compose(tmp_path, *words)
+    config = compose(tmp_path, *words, "train.seq_len=16")
     module = build_model(config.model)
     assert packing_of(module) is NF4
     adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -21,8 +21,9 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet
 from fsdpctl.predict.simulator import Transfer
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.predict.test_properties import Free, Instant, Plain, on
@@ -42,7 +43,7 @@ PREDICTOR = Estimator()
 
 def planned(words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
-    return plan_on_cluster(compose_config(list(named.values())))
+    return settle(prepare(compose_config(list(named.values())), CLUSTER).config)
 
 
 def predicted(words: str) -> StepPrediction:

@@ -12,8 +12,9 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 
 TINY = (
     "model.num_layers=6 model.hidden_size=512 model.intermediate_size=1536 model.num_heads=8 "
@@ -25,7 +26,7 @@ PREDICTOR = Estimator()
 
 def planned(*words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
-    return plan_on_cluster(compose_config(list(named.values())))
+    return settle(prepare(compose_config(list(named.values())), CLUSTER).config)
 
 
 def step(*words: str) -> StepPrediction:

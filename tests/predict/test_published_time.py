@@ -10,8 +10,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.accuracy import ACCURACY, Band, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
-from fsdpctl.resolve.open import plan_on_cluster
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import RunPlan, settle
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED, Step
 
@@ -20,7 +21,7 @@ PREDICTOR = Estimator()
 
 def planned(words: str) -> RunPlan:
     """Return the plan of a configuration."""
-    return plan_on_cluster(compose_config(words.split()))
+    return settle(prepare(compose_config(words.split()), CLUSTER).config)
 
 
 def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:

@@ -10,21 +10,17 @@ from fsdpctl.config.model_path import model_words
 from fsdpctl.config.schema import Filled
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.io.run_files import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.resolve.attention_kernel import (
-    check_attention,
-    kernel_of,
-    notes_on_kernel,
-    with_run_kernel,
-)
-from fsdpctl.resolve.open import decides_losses, fill_on_cluster, run_identity
-from fsdpctl.run.directory import changes, look
+from fsdpctl.io.run_files import CHECKPOINTS, OVERRIDES, RUN_CONFIG
+from fsdpctl.resolve.attention_kernel import can_run, check_attention, kernel_of, notes_on_kernel
+from fsdpctl.resolve.auto_values import Facts, Stage, decides_losses, filled, run_identity
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import _kept, prepare
 
 KERNEL = "model.attention"
 
 
 def placed(*words: str) -> Filled:
-    return fill_on_cluster(compose_config(["model.vocab_size=64", *words]))
+    return prepare(compose_config(["model.vocab_size=64", *words]), CLUSTER).config
 
 
 def test_the_kernel_does_not_change_the_name_of_a_run():
@@ -86,27 +82,34 @@ def hopper(monkeypatch):
 
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
-    config = placed("cluster=a100_80")
-    assert with_run_kernel(config).model.attention == "cudnn"  # by the GPU here
-    assert with_run_kernel(config, "flash").model.attention == "flash"
-    assert with_run_kernel(config, "flash3").model.attention == "cudnn"  # no longer installed
-    assert with_run_kernel(config.changed({KERNEL: "flash"}), "cudnn").model.attention == "flash"
-    assert with_run_kernel(placed("launch.device=cpu"), "flash").model.attention is None
+    config = placed("cluster=a100_80").changed({KERNEL: None})
+
+    def kernel(config: Filled, kept: str = "flash3") -> str | None:
+        about = {KERNEL: kept} if can_run(config, kept) else {}
+        return filled(config, Stage.DECODER, Facts(is_here=True, kept=about)).model.attention
+
+    assert kernel(config) == "cudnn"  # by the GPU here
+    assert kernel(config, kept="flash") == "flash"
+    assert kernel(config, kept="flash3") == "cudnn"  # no longer installed
+    assert kernel(config.changed({KERNEL: "flash"}), kept="cudnn") == "flash"
+    assert not can_run(placed("launch.device=cpu"), "cudnn")
 
 
 def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     run = tmp_path / "run"
     config = placed("cluster=h100", f"train.run_dir={run}")
-    for resume in ("auto", "never"):
-        assert look(config, resume).config.model.attention == kernel_of(config) == "cudnn"
+    assert config.model.attention == kernel_of(config) == "cudnn"
+    assert _kept(config) == {}
     run.mkdir()
     (run / RUN_CONFIG).write_text(config_to_yaml(config.changed({KERNEL: "flash"})))
-    seen = look(config, "auto")
-    assert (seen.config.model.attention, changes(seen, seen.config)) == ("flash", [])
+    (run / OVERRIDES).write_text("")
+    assert _kept(config)[KERNEL] == "flash"
+    (run / OVERRIDES).write_text("model.attention=flash\n")
+    assert _kept(config) == {}  # which the run was asked for
 
 
 def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):
-    config = placed("cluster=h100")
+    config = placed("cluster=h100").changed({KERNEL: None})
     monkeypatch.setattr("fsdpctl.resolve.attention_kernel._is_installed", lambda name: False)
     assert notes_on_kernel(config) == ()
     monkeypatch.setattr("fsdpctl.resolve.attention_kernel._is_installed", lambda name: True)

@@ -17,7 +17,8 @@ from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.launchers import Role
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
 from fsdpctl.run.directory import look
 from tests.commands.run import TINY, invoke, make_text
@@ -81,7 +82,7 @@ def refusal(words: list[str], *, trains: bool) -> str:
         if not trains:
             estimates_of(Estimator(), composed, every=False)
         else:
-            opened = open_run(composed, (composed.config.launch, None))
+            opened = prepare(composed, Role(composed.config.launch))
             if not left_open(opened.config):
                 settle(opened.config)
     except UsageError as error:
@@ -151,9 +152,9 @@ def test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection(
         compared += 1
         composed, estimator = compose_config(list(given.values())), Estimator()
         ((found, ranking),) = estimates_of(Estimator(), composed, every=False)
-        opened = open_run(composed, (composed.config.launch, None))
+        opened = prepare(composed, Role(composed.config.launch))
         seen = look(opened.config, "auto")
-        plan, estimate, made = decide_run(opened, seen, estimator, lambda line: None)
+        plan, estimate, made = decide_run(seen, estimator, lambda line: None)
         assert (estimate.fits, estimate.peak_reserved) == (found.fits, found.peak_reserved), words
         assert (codes == (0, 0)) == found.fits
         assert plan.batches == found.batches, words

@@ -6,7 +6,7 @@ import pytest
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.launchers import LauncherRank, first_host, place_of, rank_of
+from fsdpctl.resolve.launchers import LauncherRank, Role, first_host, rank_of, role_of
 
 LOCAL, ENV, SLURM = LaunchConfig(), LaunchConfig("env"), LaunchConfig("slurm")
 
@@ -31,13 +31,18 @@ def of_slurm(task: int, tasks: int, nodes: int, **more: str) -> dict[str, str]:
 
 def refused(launch: LaunchConfig, environ: dict[str, str]) -> str:
     with pytest.raises(UsageError) as caught:
-        place_of(launch, environ)
+        role_of(launch, environ)
     return str(caught.value)
 
 
+def node_of(role: Role) -> LaunchConfig:
+    assert role.launch is not None
+    return role.launch
+
+
 def test_a_process_alone_starts_its_ranks_itself():
-    assert place_of(LOCAL, {}) == (LOCAL, None)
-    assert place_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == (LOCAL, None)
+    assert role_of(LOCAL, {}) == Role(LOCAL)
+    assert role_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Role(LOCAL)
 
 
 @pytest.mark.parametrize(("environ", "named"), [
@@ -51,8 +56,9 @@ def test_launch_local_is_rejected_under_another_launcher(environ, named):
 
 
 def test_torchruns_variables_determine_the_rank():
-    launch, place = place_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
-    assert place == LauncherRank(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
+    role = role_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
+    launch, rank = node_of(role), role.rank
+    assert rank == LauncherRank(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
     assert (launch.nproc_per_node, launch.nnodes) == (4, 2)
 
 
@@ -92,32 +98,36 @@ def test_a_wrong_number_of_nodes_or_ranks_is_rejected():
 
 
 def test_one_task_per_node_is_a_launcher():
-    launch, place = place_of(SLURM, of_slurm(1, 2, 2))
-    assert (place, (launch.nnodes, launch.node_rank)) == (None, (2, 1))
+    role = role_of(SLURM, of_slurm(1, 2, 2))
+    launch, rank = node_of(role), role.rank
+    assert (rank, (launch.nnodes, launch.node_rank)) == (None, (2, 1))
     assert launch.rdzv_endpoint == f"gpu-a003:{20000 + 7 * 1234}"
     given = LaunchConfig("slurm", rdzv_endpoint="10.0.0.9:29500")
-    assert place_of(given, of_slurm(1, 2, 2))[0].rdzv_endpoint == "10.0.0.9:29500"
+    assert node_of(role_of(given, of_slurm(1, 2, 2))).rdzv_endpoint == "10.0.0.9:29500"
 
 
 def test_one_task_per_rank_is_a_rank():
-    launch, place = place_of(SLURM, of_slurm(3, 4, 2))
-    assert place == LauncherRank(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
+    role = role_of(SLURM, of_slurm(3, 4, 2))
+    launch, rank = node_of(role), role.rank
+    assert rank == LauncherRank(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
     assert (launch.nnodes, launch.nproc_per_node) == (2, 2)
 
 
 def test_a_script_is_a_rank_of_any_launcher_or_the_only_one():
-    assert rank_of(LOCAL, of_torchrun(5, 8, 4)) == place_of(ENV, of_torchrun(5, 8, 4))
-    launch, place = rank_of(LOCAL, of_slurm(1, 2, 2))  # one task per node
-    assert place == LauncherRank(1, 2, 0, 1, "gpu-a003", 20000 + 7 * 1234)
+    assert rank_of(LOCAL, of_torchrun(5, 8, 4)) == role_of(ENV, of_torchrun(5, 8, 4))
+    role = rank_of(LOCAL, of_slurm(1, 2, 2))  # one task per node
+    launch, rank = node_of(role), role.rank
+    assert rank == LauncherRank(1, 2, 0, 1, "gpu-a003", 20000 + 7 * 1234)
     assert (launch.nnodes, launch.nproc_per_node) == (2, 1)
-    assert rank_of(LOCAL, {})[1] == LauncherRank(0, 1, 0, 1, "", 0)
+    assert rank_of(LOCAL, {}).rank == LauncherRank(0, 1, 0, 1, "", 0)
     with pytest.raises(UsageError, match="torchrun --nproc-per-node 4 SCRIPT"):
         rank_of(LaunchConfig(nproc_per_node=4), {})
 
 
 def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
-    launch, place = place_of(SLURM, of_slurm(0, 1, 1))
-    assert (place, (launch.nnodes, launch.node_rank)) == (None, (1, None))
+    role = role_of(SLURM, of_slurm(0, 1, 1))
+    launch, rank = node_of(role), role.rank
+    assert (rank, (launch.nnodes, launch.node_rank)) == (None, (1, None))
 
 
 def test_unsupported_job_steps_are_rejected():

@@ -10,8 +10,9 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.run_lines import _dtypes
-from fsdpctl.resolve.open import Opened
+from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.place import note_on_products, notes_on_cluster, on_this_machine, place
+from fsdpctl.resolve.prepare import Prepared
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.training.worker import _run
 
@@ -28,7 +29,7 @@ def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr("fsdpctl.resolve.place._memory_here", lambda device, ranks: 1e9)
     config = compose_config(["launch.device=cuda"]).config
-    placed = place(config, (config.launch, None))
+    placed = place(config, Role(config.launch))
     assert placed.precision.param_dtype == ("bfloat16" if native else "float32")
 
 
@@ -48,7 +49,7 @@ def test_float32_names_tf32_and_a_card_without_it_is_named(words, native, noted,
     note = note_on_products(config)
     assert bool(note) == bool(noted)
     assert all(text in note for text in noted)
-    dtypes = _dtypes(cast("Opened", SimpleNamespace(config=config, automatic=())))
+    dtypes = _dtypes(cast("Prepared", SimpleNamespace(config=config)))
     is_tf32 = "precision=tf32" in words and "cpu" not in words
     assert dtypes.startswith("float32 with TF32 products") == is_tf32
 

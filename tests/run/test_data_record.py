@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, DATA
 from fsdpctl.launch.begin import begin
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run import data_record
 from fsdpctl.run.directory import look
 from tests.commands.run import TINY, invoke
@@ -48,7 +48,7 @@ def run(request, tmp_path, monkeypatch):
         (tmp_path / "d" / f"{name}.txt").write_text(f"{name} line {name * 7}\n" * 400)
         np.full(4000, ord(name), "<u2").tofile(tmp_path / "t" / f"{name}.bin")
     words = typed(request.param, "train.steps=4", "train.run_dir=R")
-    config, opened = started(words).config, open_run(compose_config(words))
+    config, opened = started(words).config, prepare(compose_config(words))
     folder = make_checkpoint(step_folder(tmp_path / "R" / CHECKPOINTS, 2))
     about = {"step": 2, "samples": 16, "data_fingerprint": opened.data.fingerprint}
     reseal(folder, lambda content: content["progress"].update(about))
@@ -71,7 +71,7 @@ def test_a_dry_run_and_a_start_name_the_file_that_has_changed_and_the_way_on_wor
     assert "it would run" in invoke("train", *new, "--dry-run", "--resume", "R")[1]
     assert started(new, "R").step == 2
     assert started(new).step == 2  # before it has a checkpoint of its own
-    data = open_run(compose_config(new)).data
+    data = prepare(compose_config(new)).data
     assert data_record.known_fingerprint(tmp_path / "NEW") == data.fingerprint
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-160])
     with pytest.raises(UsageError, match="train.run_dir=NEW: the data has changed"):
@@ -93,7 +93,7 @@ def test_files_that_come_and_go_are_named_and_of_many_the_number(run, tmp_path, 
 def test_the_record_stays_small_whatever_the_number_of_files(tmp_path, monkeypatch):
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"line {number}\n" * 40)
-    data = open_run(compose_config([*TINY, f"data.path={tmp_path}"])).data
+    data = prepare(compose_config([*TINY, f"data.path={tmp_path}"])).data
     monkeypatch.setattr(data_record, "_MOST_FILES", 29)
     data_record.write_record(tmp_path, data)
     record = json.loads((tmp_path / DATA).read_text())
@@ -120,6 +120,6 @@ def test_the_state_of_another_optimizer_is_refused_before_the_start(run, tmp_pat
     folder = step_folder(tmp_path / "R" / CHECKPOINTS, 2)
     states = {"exp_avg/x": {"shape": [0], "dtype": "F32"}}
     reseal(folder, lambda content: content["tensors"].update(states))
-    config = open_run(compose_config([*words[:-1], "train.run_dir=NEW", "optimizer=muon"])).config
+    config = prepare(compose_config([*words[:-1], "train.run_dir=NEW", "optimizer=muon"])).config
     with pytest.raises(UsageError, match=r"expected optimizer=adamw.*model.path=R$"):
         look(config, "R")

@@ -19,7 +19,7 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
@@ -75,14 +75,14 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def resolved(typed: list[str]) -> Settled:
-    return settle(open_run(compose_config(typed)).config).config
+    return settle(prepare(compose_config(typed)).config).config
 
 
 def made(
     typed: list[str], stop_requested: Callable[[], bool] = lambda: False, device: torch.device = CPU
 ) -> Trainer:
     """Return the trainer of this rank, and make the run directory. Collective."""
-    opened = open_run(compose_config(typed))
+    opened = prepare(compose_config(typed))
     config = settle(opened.config).config
     seen = look(config, "auto")
     dist.barrier()

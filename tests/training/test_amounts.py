@@ -9,17 +9,17 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
+from fsdpctl.resolve.auto_values import total_steps
+from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.settle import settle
-from fsdpctl.resolve.usual import total_steps
 from fsdpctl.run.directory import look
 from tests.chats.families import write_lines, write_tokenizer
 
 USUAL = 16
 
 
-def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Opened:
-    return open_run(composed(tmp_path, count, *words, ranks=ranks))
+def opened(tmp_path, count: int, *words: str, ranks: int = 2) -> Prepared:
+    return prepare(composed(tmp_path, count, *words, ranks=ranks))
 
 
 def composed(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
@@ -75,9 +75,9 @@ def test_a_run_on_conversations_is_the_same_on_other_ranks(tmp_path, count):
 def test_text_keeps_the_usual_numbers(tmp_path):
     (tmp_path / "a.txt").write_text("some words " * 5000)
     words = ["data=text", f"data.path={tmp_path / 'a.txt'}", "launch.device=cpu"]
-    found = open_run(compose_config([*words, "launch.nproc_per_node=2"]))
+    found = prepare(compose_config([*words, "launch.nproc_per_node=2"]))
     assert (found.config.train.steps, found.config.train.global_batch_size) == (500, USUAL)
-    many = open_run(compose_config([*words, "launch.nproc_per_node=20"])).config.train
+    many = prepare(compose_config([*words, "launch.nproc_per_node=20"])).config.train
     assert many.global_batch_size == 20
 
 
@@ -102,8 +102,8 @@ def of_text(tmp_path, count: int, *words: str, ranks: int = 2) -> Composed:
 ])  # fmt: skip
 def test_an_estimate_counts_the_samples_and_steps_of_the_run(tmp_path, made, count, words):
     config = made(tmp_path, count, *words)
-    found, estimator = open_run(config).config.train, Estimator()
-    placed = fill_on_cluster(config, estimator.data_of)
+    found, estimator = prepare(config).config.train, Estimator()
+    placed = estimator.prepare(config).config
     known = placed.train.seq_len, placed.train.global_batch_size
     assert known == (found.seq_len, found.global_batch_size)
     assert total_steps(placed, estimator.data_of(placed)) == found.steps
@@ -121,20 +121,20 @@ def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
 ):
     monkeypatch.chdir(tmp_path)
     first, longer, *more = words
-    begun = settle(open_run(made(tmp_path, count, first, *more, ranks=begun_on)).config).config
+    begun = settle(prepare(made(tmp_path, count, first, *more, ranks=begun_on)).config).config
     run_dir = tmp_path / str(begun.train.run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(config_to_yaml(begun))
     (run_dir / "overrides.txt").write_text(first)
     wanted = made(tmp_path, count, longer, *more, ranks=to)
-    plan = settle(look(open_run(wanted).config, "auto").config)
+    plan = settle(look(prepare(wanted).config, "auto").config)
     kept = ("train.run_dir", "train.seq_len", "train.global_batch_size",
             "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip
     assert [plan.config.value(key) for key in kept] == [begun.value(key) for key in kept]
     assert plan.config.train.steps != begun.train.steps
     assert plan.batches.micro_batch_size == -(-begun.train.global_batch_size // to)
-    fresh = open_run(wanted, resume="never").config
+    fresh = prepare(wanted, resume="never").config
     assert any(fresh.value(key) != begun.value(key) for key in kept)
     (run_dir / "overrides.txt").write_text("\n".join(f"{key}={begun.value(key)}" for key in kept))
     with pytest.raises(UsageError, match="contains a run with a different configuration"):
-        look(open_run(wanted).config, "auto")
+        look(prepare(wanted).config, "auto")

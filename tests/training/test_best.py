@@ -15,7 +15,7 @@ from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import StoppedError, UsageError
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run.directory import Standing, look, open_best
 from fsdpctl.run.environment import read_records
 from tests.commands.test_interruptions import wait_for
@@ -67,9 +67,9 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         found = read_status(folder / "run")
         why = "no lower validation loss since step 8 (train.patience=3)"
         assert (found.state, found.message) == ("finished", why)
-        assert look(open_run(compose_config(typed)).config, "auto").standing is Standing.FINISHED
+        assert look(prepare(compose_config(typed)).config, "auto").standing is Standing.FINISHED
         longer = [each.replace("patience=3", "patience=9") for each in typed]
-        assert look(open_run(compose_config(longer)).config, "auto").standing is Standing.RESUMES
+        assert look(prepare(compose_config(longer)).config, "auto").standing is Standing.RESUMES
         ends[name] = torch.load(folder / "end")
     for key, values in ends["whole"].items():
         assert torch.equal(values, ends["stopped"][key])
@@ -118,4 +118,4 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
 ])  # fmt: skip
 def test_losses_that_cannot_be_compared_are_refused(tmp_path, more, message):
     with pytest.raises(UsageError, match=message):
-        open_run(compose_config(words(tmp_path, 1, *RISES, *more), None if more else "quick"))
+        prepare(compose_config(words(tmp_path, 1, *RISES, *more), None if more else "quick"))

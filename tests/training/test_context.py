@@ -11,7 +11,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.open import open_run
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
 from fsdpctl.training import loss as losses
 from tests.commands.run import TINY, invoke
@@ -156,7 +156,7 @@ def test_a_run_resumes_with_another_number(tmp_path):
 ])  # fmt: skip
 def test_what_conflicts_is_rejected(tmp_path, more, said):
     with pytest.raises(UsageError, match=said):
-        settle(open_run(compose_config(words(tmp_path, 4, *more))).config)
+        settle(prepare(compose_config(words(tmp_path, 4, *more))).config)
 
 
 def test_ranks_that_share_samples_are_on_one_node():

@@ -16,7 +16,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.registry import build_model
-from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import settle
 from tests.commands.run import invoke
 from tests.matrix import fast
 from tests.training.chats import make_chat_model, make_chats
@@ -92,7 +94,9 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
     resumed = run([*typed, "train.steps=4"], 2, tmp_path / "resumed")
     assert losses(tmp_path) == expected
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    estimate = Estimator().estimate(plan_on_cluster(compose_config([*typed, "train.steps=4"])))
+    estimate = Estimator().estimate(
+        settle(prepare(compose_config([*typed, "train.steps=4"]), CLUSTER).config)
+    )
     stored = newest(tmp_path)
     assert sum(stored.info(x).nbytes for x in stored.manifest.tensors) == estimate.checkpoint_bytes
     source, merge = str(tmp_path / "run"), ["--merge"] if more else []

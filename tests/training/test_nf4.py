@@ -15,9 +15,10 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.open import plan_on_cluster
+from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.training.assemble import make_model
 from tests.commands.run import invoke
 from tests.distributed import distributed
@@ -133,7 +134,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     run(typed, 2, tmp_path / "state")
     reader = newest(tmp_path)
     assert {reader.info(key).dtype for key in reader.manifest.tensors} == {"F32", "U8"}
-    estimate = Estimator().estimate(plan_on_cluster(compose_config(typed)))
+    estimate = Estimator().estimate(settle(prepare(compose_config(typed), CLUSTER).config))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]

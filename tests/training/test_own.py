@@ -29,9 +29,9 @@ from fsdpctl.data.order import samples_at
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import ExitCode, FsdpctlError, StoppedError, UsageError
 from fsdpctl.models.transformers_decoder import evaluating
-from fsdpctl.resolve.launchers import rank_of
-from fsdpctl.resolve.open import open_task
+from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.own import compose_task, make_task
+from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.training.assemble import make_trainer
@@ -85,8 +85,8 @@ def trained(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = make_task(module, loss, data, type(data)(23, seed=2), None)
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
-    launch, _ = rank_of(composed.config.launch, {})
-    opened = open_task(composed, (replace(launch, nproc_per_node=world_size), None), "auto", task)
+    launch = composed.config.launch
+    opened = prepare(composed, Role(replace(launch, nproc_per_node=world_size)), task=task)
     seen = look(opened.config, "auto")
     dist.barrier()
     if rank == 0:

@@ -67,7 +67,7 @@ def compare(
     check_choice("--by", by, BY)
     length = int(str(_STEPS.parse(steps)))
     asked = normalized(settings, recipe)
-    found = _variants(asked, length, simulates=simulate)
+    found = _variants(asked, simulates=simulate)
     configs = [each.composed.config for each in found]
     if by == "cost" and not all(x.cluster.price is not None and has_length(x) for x in configs):
         raise UsageError(
@@ -79,7 +79,7 @@ def compare(
         notes: list[str] | None = [] if simulate else None
         try:
             if notes is None:
-                measure(found, runs, is_kept=folder == runs)
+                measure(found, runs, length, is_kept=folder == runs)
             else:
                 notes.extend(predict(found))
         finally:  # the results so far, even if it is stopped
@@ -116,9 +116,9 @@ def _report(
     note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
 
 
-def _variants(asked: ConfigArguments, steps: int, *, simulates: bool) -> list[Variant]:
+def _variants(asked: ConfigArguments, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    made = partial(variants, recipe=asked.recipe, steps=None if simulates else steps)
+    made = partial(variants, recipe=asked.recipe, simulates=simulates)
     found = made(asked.settings)
     if share_alike(found, simulates=simulates):
         found = made([*asked.settings, OVER_GLOO])

@@ -12,7 +12,7 @@ from statistics import median
 from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant
 from fsdpctl.commands.console import note
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Origin, Settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.accuracy import SHORT
 from fsdpctl.estimate.advice import advice
@@ -28,8 +28,9 @@ from fsdpctl.launch.begin import change_lines, decide_run
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Dtype
-from fsdpctl.resolve.open import Opened, fill_on_cluster, open_run
+from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import notes_on_memory
+from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, look, prepare_run_dir
 from fsdpctl.run.heartbeat import lock_run_dir
@@ -44,14 +45,14 @@ _SHORT_STEPS = (
 )
 
 
-def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None:
-    """Run every variant below `folder`; results so far remain if this is interrupted."""
+def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: bool) -> None:
+    """Run `steps` of every variant below `folder`; results remain if this is interrupted."""
     estimator, starts = Estimator(), list[tuple[Variant, Look, Mapping[str, bytes]]]()
     noted = dict[str, None]()
     for number, each in enumerate(variants, start=1):
         run_dir = folder / "runs" / f"{number:02d}"
         try:
-            opened, seen = _prepare(estimator, each, run_dir)
+            opened, seen = _prepare(estimator, each, run_dir, steps)
         except UsageError as error:
             each.row.status = f"{REFUSED}{error}"
             continue
@@ -67,12 +68,18 @@ def measure(variants: Sequence[Variant], folder: Path, *, is_kept: bool) -> None
             each.row.run_dir = str(seen.run_dir.relative_to(folder))
 
 
-def _prepare(estimator: Estimator, each: Variant, run_dir: Path) -> tuple[Opened, Look]:
-    """Open a variant and decide what is `auto` as `train` does, and estimate it."""
+def _prepare(
+    estimator: Estimator, each: Variant, run_dir: Path, steps: int
+) -> tuple[Prepared, Look]:
+    """Open a variant and decide what is `auto` as `train` does, and estimate it.
+
+    Only then, its length is another: sizes may follow from that of the run.
+    """
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
-    opened = open_run(replace(each.composed, config=each.composed.config.changed(values)))
-    seen = look(opened.config, "auto")
-    each.plan, estimate, _ = decide_run(opened, seen, estimator, note)
+    opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
+    config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
+    seen = look(filled(config, Stage.LENGTH), "auto")
+    each.plan, estimate, _ = decide_run(seen, estimator, note)
     units, config = divide_module(opened.module, None), each.plan.config
     sent = sent_in_step(config, units, each.plan.batches.num_micro_batches)
     each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
@@ -174,13 +181,13 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
-    placed = fill_on_cluster(each.composed, estimator.data_of)
+    placed = estimator.prepare(each.composed).config
     if placed.launch.device == "cpu":
         raise UsageError(
             "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
             "runs without --simulate"
         )
-    estimate, ranking = decide(estimator, placed, each.composed.unset)
+    estimate, ranking = decide(estimator, placed)
     if ranking is not None and ranking.defaults and ranking.ranked:
         yield f"{each.row.label}: {ranking.summary}"
     each.plan = plan = estimate.plan

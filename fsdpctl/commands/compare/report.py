@@ -14,7 +14,7 @@ from fsdpctl.commands.drawing import BLUE, SKY, bar_axes, bars
 from fsdpctl.config.schema import Config
 from fsdpctl.io.texts import figure as short
 from fsdpctl.io.texts import format_bytes
-from fsdpctl.resolve.open import decides_losses
+from fsdpctl.resolve.auto_values import decides_losses
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.accuracy import Band

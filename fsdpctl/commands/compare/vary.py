@@ -12,7 +12,7 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
-from fsdpctl.resolve.launchers import place_of
+from fsdpctl.resolve.launchers import CLUSTER, role_of
 from fsdpctl.resolve.place import on_this_machine, place, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 
@@ -34,11 +34,11 @@ class Variant:
         return self.plan.config if self.plan else self.composed.config
 
 
-def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> list[Variant]:
+def variants(words: Sequence[str], recipe: str | None, *, simulates: bool) -> list[Variant]:
     """Return every combination of the alternatives in `words`; without any, all strategies.
 
-    Runs have `steps`; None: they are simulated, for the length in `words`. Prices are those of the
-    clusters in their order; a single price is that of all.
+    Only those that it `simulates` have a length. Prices are those of the clusters in their order; a
+    single price is that of all.
     Commas separate alternatives of group options and numbers; in texts, such as paths, and within
     brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
     does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
@@ -49,7 +49,7 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> 
     for name in names:
         if name == "train.run_dir":
             raise UsageError(f"{name}: not supported by compare; pass --out to keep the runs")
-        if name in LENGTHS and steps is not None:
+        if name in LENGTHS and not simulates:
             raise UsageError(
                 f"{name}: only valid with --simulate; pass --steps to set the length of each run"
             )
@@ -68,8 +68,6 @@ def variants(words: Sequence[str], recipe: str | None, *, steps: int | None) -> 
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for name, word in zip(names, words, strict=True) if name not in alternatives]
-    if steps is not None:
-        fixed.append(f"train.steps={steps}")
     prices = _prices(alternatives)
     found = []
     for values in product(*alternatives.values()):
@@ -102,7 +100,7 @@ def share_alike(found: Sequence[Variant], *, simulates: bool) -> bool:
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
-        and shares_memory(place(each, None if simulates else place_of(each.launch)))
+        and shares_memory(place(each, CLUSTER if simulates else role_of(each.launch)))
         for each in configs
     )
 
@@ -156,8 +154,7 @@ def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -
     composed = compose_config(words, recipe)
     config = composed.config
     if "strategy" in varied:
-        given = config.strategy
-        config = replace(config, strategy=given.under(given.name))
+        config = config.under(config.strategy.name)
     row = Row(varied, config.strategy.name, config.engine.name)
     return Variant(replace(composed, config=config), row)
 

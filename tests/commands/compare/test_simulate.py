@@ -13,7 +13,7 @@ HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_siz
 
 def simulated(*words: str) -> tuple[list[Row], list[str]]:
     """Return the rows and the notes."""
-    found = variants(words, None, steps=20)
+    found = variants([*words, "train.steps=20"], None, simulates=True)
     notes = list(dict.fromkeys(predict(found)))  # which sets what the rows have
     return [each.row for each in found], notes
 

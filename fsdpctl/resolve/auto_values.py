@@ -1,0 +1,372 @@
+"""Values of `auto` that follow from others: a row per key, in the order in which they are known.
+
+Note: a key is filled in at the stage at which all that its row reads is known. Except for the least
+samples of a step, the number of ranks has no influence on values that decide the losses: a run
+resumes on another number. Keys without a row, such as `launch.share_memory`, are read where they
+have a meaning.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.config.data import CHAT, TOKENS
+from fsdpctl.config.model import OWN
+from fsdpctl.config.schema import SIZES, C, Config
+from fsdpctl.config.serialize import config_words
+from fsdpctl.config.training import usual_length
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.data_set import DataSet, contents_of
+from fsdpctl.data.packing import DocumentSet
+from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import RUNS
+from fsdpctl.models.quantized import count_weights
+from fsdpctl.plan.batch import BatchPlan, plan_batches, tokens_per_rank
+from fsdpctl.plan.optimizers import MATRICES, MUON
+from fsdpctl.plan.precision import SPLIT
+from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.resolve.attention_kernel import kernel_of
+from fsdpctl.resolve.data import DATE, check_amount, vocabulary_of
+
+# Samples of a step, and steps of warmup, if the data and the length of a run are no less.
+_SAMPLES, _WARMUP = 16, 50
+_STEPS, _EPOCHS = 500, 3  # of a run whose length is not set: on text, and on conversations
+# If the size of a step is not set: steps of a run on conversations, and the fewest samples in one.
+_WANTED, _FEWEST = 50, 4
+_NOMINAL = 8  # samples per step, for the length of packed sequences
+_CHUNK_BYTES = 128 << 20  # of float32 logits
+_LEAST_CHUNK_TOKENS = 1024
+_MULTIPLE = 64  # of tokens in a chunk
+_MOST_CHUNKS = 128  # each costs kernels, and time in every estimate
+_CHUNKED = ("train.loss_chunk_tokens", "train.mlp_chunk_tokens")
+# Settings that decide the losses; the others may change from one start of a run to the next.
+_DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
+_DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
+
+
+class Stage(Enum):
+    """The point at which enough is known for a value."""
+
+    PLACE = auto()  # the device and the ranks, of this machine or a cluster
+    MODEL = auto()  # the files of the model
+    DECODER = auto()  # what its decoder supports
+    DATA = auto()
+    LENGTH = auto()  # the module
+    STRATEGY = auto()
+    BATCHES = auto()  # the distribution of a step to ranks
+
+
+class Facts(NamedTuple):
+    """The facts that rows read besides the settings."""
+
+    is_here: bool = False  # on this machine, rather than on a cluster
+    data: DataSet | None = None
+    module: nn.Module | None = None
+    batches: BatchPlan | None = None
+    recipe: str | None = None
+    kept: Mapping[str, Any] = {}  # values of rows as the run was begun with them
+
+
+class AutoValue(NamedTuple):
+    """The value of a key whose value is `auto`: filled in at a stage."""
+
+    key: str
+    stage: Stage
+    value: Callable[[Config, Facts], Any]
+    # Whether it also replaces a value, such as the `auto` of an earlier row.
+    replaces: Callable[[Config, str], bool] = lambda c, key: False
+    is_kept: bool = False  # a run that resumes keeps it: losses depend on it
+
+
+def filled(config: C, stage: Stage, facts: Facts = Facts()) -> C:
+    """Return the configuration with the value of each row of a stage whose key has none."""
+    for row in AUTO_VALUES:
+        if row.stage is stage and (config.value(row.key) is None or row.replaces(config, row.key)):
+            value = facts.kept[row.key] if row.key in facts.kept else row.value(config, facts)
+            config = config.changed({row.key: value})
+    return config
+
+
+# ---- on a machine or cluster -------------------------------------------------------------------
+
+
+def has_bf16() -> bool:
+    """Return whether GPUs, those of this machine if it has any, compute in bf16 in hardware."""
+    is_here = torch.cuda.is_available()
+    return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _compute_dtype(c: Config, f: Facts) -> str:
+    """bfloat16 on GPUs, except those that only emulate it and are many times slower with it."""
+    on_gpu = c.launch.device == "cuda" and has_bf16()
+    is_split = c.precision.master_dtype == SPLIT  # of which the bf16 half is gathered
+    return "bfloat16" if on_gpu or is_split else "float32"
+
+
+def _last_validation(c: Config, f: Facts) -> int:
+    """All data, unless its loss is compared with those before."""
+    return c.train.eval_batches if c.compares_losses else 0
+
+
+def _usual_warmup(c: Config, f: Facts) -> int | None:
+    return None if c.lr_scheduler.warmup_ratio is not None else _WARMUP
+
+
+# ---- with the files of the model ---------------------------------------------------------------
+
+
+def _tokenizer(c: Config, f: Facts) -> str | None:
+    path = Path(str(c.model.path))
+    reads_text = c.data.name != TOKENS or c.model.is_pretrained
+    return tokenizer_beside(path) if c.model.path and reads_text and path.exists() else None
+
+
+# ---- with the data -----------------------------------------------------------------------------
+
+
+def _length(c: Config, f: Facts) -> int:
+    """Samples of at most the usual length.
+
+    Text is as long as its shortest part. Conversations get sequences for the longest of them, and
+    packed ones longer sequences, as far as enough steps are left.
+    """
+    usual = c.train.seq_len
+    if f.data is None:  # of an estimate, which then is of the most
+        return usual
+    parts = [f.data.train] if f.data.val is None else [f.data.train, f.data.val]
+    contents = [each for part in parts for each in contents_of(part)]
+    if chats := [each for each in contents if isinstance(each, DocumentSet)]:
+        longest = max(int(part.lengths.max(initial=2)) for part in chats) - 1
+        length = 1 << max(6, (longest - 1).bit_length())
+        if chats[0].packing.shares_rows:
+            tokens = _epochs(c) * f.data.train.num_tokens / (_WANTED * _NOMINAL)
+            length = max(length, _rounded_down(tokens))
+        return min(usual, length)
+    check_amount(c, f.data)
+    most = min(part.num_tokens for part in parts) - 1
+    return usual if usual <= most or most < 1 else _rounded_down(most)
+
+
+def _samples(c: Config, f: Facts) -> int:
+    """The usual number, or what the tokens of a step hold; at least what the ranks need.
+
+    Of conversations, fewer if the run would otherwise have too few steps.
+    """
+    if (tokens := c.train.global_batch_tokens) is not None:
+        if tokens < c.train.seq_len:
+            raise UsageError(
+                f"train.global_batch_tokens={tokens}: fewer than the "
+                f"train.seq_len={c.train.seq_len} of one sample"
+            )
+        return tokens // c.train.seq_len
+    size = c.train.global_batch_size
+    if c.data.name == CHAT and f.data is not None:
+        wanted = _rounded_down(_epochs(c) * len(f.data.train.rows(c.train.seq_len)) / _WANTED)
+        size = min(size, max(wanted, _FEWEST))
+    micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
+    return max(size, c.num_groups * micro * passes)
+
+
+def _epochs(c: Config) -> float:
+    return c.train.epochs or _EPOCHS
+
+
+def _rounded_down(count: float) -> int:
+    """Return the power of two below, at least 1."""
+    return 1 << max(0, int(count).bit_length() - 1)
+
+
+def _vocabulary(c: Config, f: Facts) -> int | None:
+    return None if f.data is None else vocabulary_of(c, f.data)
+
+
+# ---- with the model ----------------------------------------------------------------------------
+
+
+def _peak_rate(c: Config, f: Facts) -> float | None:
+    """By the model's size, as the values published for Llama 3: 3e-4 at 8 B, 1.5e-4 at 70 B.
+
+    Pretrained weights are usually trained with a tenth of it, and LoRA adapters with the full rate.
+    """
+    if f.module is None:  # of an estimate
+        return None
+    millions = sum(count_weights(f.module).values()) / 1e6
+    tunes_all_weights = c.model.is_pretrained and c.model.lora.rank is None
+    rate = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
+    return float(f"{rate:.2g}")
+
+
+def _warmup(c: Config, f: Facts) -> int | None:
+    """The usual steps, or a tenth of all if that is less."""
+    usual, steps = c.lr_scheduler.warmup_steps, c.train.steps
+    if usual is None or steps is None:  # a share
+        return usual
+    return min(usual, -(-steps // 10))
+
+
+def total_steps(c: Config, data: DataSet | None) -> int | None:
+    """Return the steps of a run; None if they follow from data that is unknown.
+
+    UsageError if there is too little data for one.
+    """
+    train, asked = c.train, None if c.is_auto("train.steps") else c.train.steps
+    epochs = None if data is None else _steps_of_epochs(c, data)
+    if train.epochs is not None:
+        return epochs if asked is None or epochs is None else min(asked, epochs)
+    if asked is not None:
+        return asked
+    if train.tokens is not None:
+        return math.ceil(train.tokens / (train.global_batch_size * train.seq_len))
+    return epochs if c.data.name == CHAT else _STEPS
+
+
+def _steps_of_epochs(c: Config, data: DataSet) -> int:
+    train = c.train
+    plan = plan_batches(
+        train.global_batch_size, c.num_ranks, context_parallel=train.context_parallel
+    )
+    batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
+    if data.val is not None and not len(data.val.rows(train.seq_len)):
+        raise UsageError(
+            f"train.seq_len={train.seq_len}: longer than the validation data, which has "
+            f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "
+            "validation"
+        )
+    return max(1, math.ceil(_epochs(c) * batches.num_samples / plan.global_batch_size))
+
+
+def decides_losses(name: str) -> bool:
+    """Return whether a key decides the losses of a run, up to rounding."""
+    if name == "model.attention":
+        return False
+    return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
+
+
+def run_identity(config: Config) -> str:
+    """Return six hexadecimal digits of the hash of the settings that decide the losses.
+
+    Without those that have their default, so that a new key changes no name of a run, and with the
+    usual values of those that follow from the data, the length or the ranks.
+    """
+    keys = {
+        row.key for row in AUTO_VALUES if row.replaces is _is_auto and _is_auto(config, row.key)
+    }
+    if config.train.global_batch_tokens is not None:
+        keys.discard(SIZES[0])
+    same = filled(config.changed(dict.fromkeys(keys)), Stage.PLACE)
+    usual = config_words(Config())
+    words = {
+        name: text
+        for name, text in config_words(same).items()
+        if decides_losses(name) and name != DATE and usual.get(name) != text
+    }
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def _run_dir(c: Config, f: Facts) -> str | None:
+    if f.module is None:  # of an estimate
+        return None
+    return str(Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(OWN)}-{run_identity(c)}")
+
+
+# ---- for a number of ranks ---------------------------------------------------------------------
+
+
+def _owners(c: Config, f: Facts) -> str:
+    has_map = get_strategy(c.strategy.name).has_owner_map
+    return MATRICES if has_map and c.optimizer.name == MUON else "even"
+
+
+def _replica(c: Config, f: Facts) -> int | None:
+    return c.launch.nproc_per_node if get_strategy(c.strategy.name).replicates else None
+
+
+def _logits(c: Config, f: Facts) -> int:
+    """Tokens whose logits exist at a time; never so few that matrix products become slow."""
+    assert c.model.vocab_size is not None
+    few = _CHUNK_BYTES // (4 * c.model.vocab_size)
+    return 0 if c.engine.facts.keeps_logits else _chunk(_tokens(c, f), few)
+
+
+def _feed_forward(c: Config, f: Facts) -> int:
+    """Tokens whose activations need about as much memory as a hidden state of all."""
+    tokens = _tokens(c, f)
+    alike = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
+    return _chunk(tokens, -(-alike // _MULTIPLE) * _MULTIPLE)
+
+
+def _tokens(c: Config, f: Facts) -> int:
+    assert f.batches is not None
+    shared = tokens_per_rank(c.train.seq_len, c.train.context_parallel)
+    return f.batches.micro_batch_size * shared
+
+
+def _chunk(tokens: int, few: int) -> int:
+    """Return `few` tokens within limits; 0 if that would be nearly all."""
+    chunk = max(_LEAST_CHUNK_TOKENS, few, -(-tokens // _MOST_CHUNKS))
+    return chunk if tokens >= 2 * chunk else 0
+
+
+def check_chunks(c: Config, batches: BatchPlan) -> None:
+    """Check that chunks that are set are not too many."""
+    tokens = _tokens(c, Facts(batches=batches))
+    least = -(-tokens // _MOST_CHUNKS)
+    for key in _CHUNKED:
+        if 0 < (asked := c.value(key) or 0) < least:
+            raise UsageError(
+                f"{key}={asked}: {tokens:,} tokens of a micro-batch would be more than "
+                f"{_MOST_CHUNKS} chunks; expected at least {least}"
+            )
+
+
+def _of_batches(name: str) -> Callable[[Config, Facts], int]:
+    return lambda c, f: int(getattr(f.batches, name))
+
+
+def _is_auto(c: Config, key: str) -> bool:
+    return c.is_auto(key)
+
+
+def _is_limited(c: Config, key: str) -> bool:
+    return c.is_auto(key) or c.train.epochs is not None
+
+
+_WARMUP_STEPS, _LENGTH = "lr_scheduler.warmup_steps", "train.seq_len"
+AUTO_VALUES = (
+    AutoValue("precision.param_dtype", Stage.PLACE, _compute_dtype, is_kept=True),
+    AutoValue("precision.reduce_dtype", Stage.PLACE, lambda c, f: "float32"),
+    AutoValue("precision.master_dtype", Stage.PLACE, lambda c, f: "float32"),
+    AutoValue("train.final_eval_batches", Stage.PLACE, _last_validation),
+    AutoValue(
+        "model.lora.alpha", Stage.PLACE, lambda c, f: c.model.lora.rank and c.model.lora.used_alpha
+    ),
+    AutoValue(_LENGTH, Stage.PLACE, lambda c, f: usual_length(c.model.name, c.model.max_seq_len)),
+    AutoValue(SIZES[0], Stage.PLACE, lambda c, f: _SAMPLES),
+    AutoValue(_WARMUP_STEPS, Stage.PLACE, _usual_warmup),
+    AutoValue("data.tokenizer", Stage.MODEL, _tokenizer),
+    AutoValue(
+        "model.attention", Stage.DECODER, lambda c, f: kernel_of(c, here=f.is_here), is_kept=True
+    ),
+    AutoValue(_LENGTH, Stage.DATA, _length, _is_auto, is_kept=True),
+    AutoValue("model.vocab_size", Stage.DATA, _vocabulary),
+    AutoValue(DATE, Stage.DATA, lambda c, f: f.data and f.data.date, is_kept=True),
+    AutoValue(SIZES[0], Stage.DATA, _samples, _is_auto, is_kept=True),
+    AutoValue("train.steps", Stage.LENGTH, lambda c, f: total_steps(c, f.data), _is_limited),
+    AutoValue("optimizer.lr", Stage.LENGTH, _peak_rate),
+    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, _is_auto, is_kept=True),
+    AutoValue("train.run_dir", Stage.LENGTH, _run_dir),
+    AutoValue("strategy.owner_map", Stage.STRATEGY, _owners),
+    AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _replica),
+    AutoValue("train.micro_batch_size", Stage.BATCHES, _of_batches("micro_batch_size")),
+    AutoValue("accumulation.steps", Stage.BATCHES, _of_batches("num_micro_batches")),
+    AutoValue(_CHUNKED[0], Stage.BATCHES, _logits),
+    AutoValue(_CHUNKED[1], Stage.BATCHES, _feed_forward),
+)

@@ -1,0 +1,270 @@
+"""The one way from settings to a configuration that runs: on this machine, or on a cluster."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.load import check_weights
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.data import CHAT
+from fsdpctl.config.gguf_model import notes_on_gguf
+from fsdpctl.config.hub import Part, announce_weights, local_model, part_of_run
+from fsdpctl.config.keys import AUTO
+from fsdpctl.config.overrides import read_run_config
+from fsdpctl.config.peft import notes_on_adapters
+from fsdpctl.config.schema import SIZES, C, Config, Filled, Origin, Placed
+from fsdpctl.config.serialize import config_from_words
+from fsdpctl.data.data_set import DataSet
+from fsdpctl.engine.blocks import missing_compiler
+from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import doing
+from fsdpctl.io.files import keep_cache, read_text_file
+from fsdpctl.io.gguf_header import is_gguf
+from fsdpctl.io.run_files import CACHE, OVERRIDES, RUN_CONFIG, RUNS
+from fsdpctl.models.decoder_check import with_decoder
+from fsdpctl.models.describe import divide_module
+from fsdpctl.models.registry import build_model
+from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
+from fsdpctl.resolve.auto_values import AUTO_VALUES, Facts, Stage, filled
+from fsdpctl.resolve.data import (
+    check_validation,
+    checked_data,
+    estimated_data,
+    is_here,
+    notes_on_data,
+    notes_on_epochs,
+    with_data,
+)
+from fsdpctl.resolve.launchers import CLUSTER, Role, role_of
+from fsdpctl.resolve.own import Task
+from fsdpctl.resolve.place import notes_on_cluster, notes_on_cores, on_this_machine, place
+from fsdpctl.resolve.rules import check_preflight, check_trained, checked
+from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
+
+_OF_CONTENT = ("train.seq_len", SIZES[0])  # whose `auto` follows from the data
+_REPLACED = ("train.epochs", "train.tokens", "train.global_batch_tokens")  # by steps and samples
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A configuration, its data and its module; what depends on its ranks is as asked for."""
+
+    config: Filled  # of a run, every setting that decides the losses is final, and its directory
+    notes: tuple[str, ...]  # settings that cannot be honored, and facts about the data
+    read: DataSet | UsageError | None  # the data, or why an estimate has not read it
+    meta: nn.Module | None  # on the meta device, unless it is a script's; None: on a cluster
+
+    @property
+    def data(self) -> DataSet:
+        """The data; UsageError if an estimate could not read it."""
+        if not isinstance(self.read, DataSet):
+            raise self.read or UsageError(f"data.path={self.config.data.path}: not read")
+        return self.read
+
+    @property
+    def module(self) -> Any:
+        assert self.meta is not None
+        return self.meta
+
+
+Read = Callable[[Config], DataSet]
+
+
+def prepare(
+    asked: Composed,
+    role: Role | None = None,
+    *,
+    task: Task | None = None,
+    resume: str = AUTO,
+    read: Read = estimated_data,
+    every: bool = False,
+) -> Prepared:
+    """Prepare a configuration for a role; by default, that of this process.
+
+    On a cluster, `read` opens the data if something follows from it. A run that its directory has
+    begun keeps its values of `auto`, unless `resume` is another than `auto`. A `task` has a module
+    and data in place of those of the settings. With `every`, the strategy is not the one that
+    counts. UsageError if the configuration is invalid; the message names the key.
+    """
+    asked = asked if role is CLUSTER else on_this_machine(asked)
+    role = role or role_of(asked.config.launch)
+    preparation = _Preparation(asked, role, task, read, every)
+    if role is CLUSTER:
+        return preparation.prepared({})
+    with doing("opening the model and the data"):
+        found = preparation.prepared({})
+        kept = _kept(found.config) if resume == AUTO else {}
+        return preparation.prepared(kept) if kept else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """The steps of `prepare`, in their order."""
+
+    asked: Composed
+    role: Role
+    task: Task | None
+    read: Read
+    every: bool
+
+    @property
+    def is_here(self) -> bool:
+        return self.role is not CLUSTER
+
+    def prepared(self, kept: Mapping[str, Any]) -> Prepared:
+        facts = Facts(self.is_here, recipe=self.asked.recipe, kept=kept)
+        config, notes = self._placed(facts)
+        if self.task is None:
+            config, more = self._with_model(config, facts)
+            notes += more
+        found, on_cache = self._data(config)
+        facts = facts._replace(data=found if isinstance(found, DataSet) else None)
+        config = filled(config, Stage.DATA, facts)
+        if facts.data is not None and self.task is None:
+            config = with_data(config, facts.data)
+        module, more = self._module(config, facts)
+        config = filled(config, Stage.LENGTH, facts._replace(module=module))
+        notes = (*notes, *on_cache, *more)
+        if facts.data is not None and self.is_here:
+            steps = config.train.steps or 0
+            notes += () if self.task else notes_on_epochs(config, facts.data, steps)
+            config = config.changed(dict.fromkeys(_REPLACED))
+        run_dir = config.train.run_dir
+        if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
+            run_dir = os.path.relpath(os.path.realpath(run_dir))
+            config = config.changed({"train.run_dir": run_dir})
+        return Prepared(Filled(config), notes, found, module)
+
+    def _placed(self, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
+        """Return the configuration with its ranks, after the rules of settings, and notes."""
+        if self.is_here:
+            check_preflight(self.asked.config)
+        config = place(self.asked.config, self.role, facts)
+        try:  # an error does not wait for the data
+            checked(config.under(AUTO) if self.every else config)
+        except UsageError as error:
+            key = str(error).partition("=")[0]
+            is_of_recipe = config.origins.get(key) is Origin.RECIPE
+            sets = f" (recipe {self.asked.recipe} sets {key})" if is_of_recipe else ""
+            raise UsageError(f"{error}{sets}") from None
+        if not self.is_here:
+            return config, ()
+        check_attention(config, here=True)
+        notes = notes_on_cluster(self.asked)
+        missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
+        if missing is None:
+            return config, notes
+        note = f"train.compile=true: {missing}; blocks run uncompiled"
+        return config.changed({"train.compile": False}), (note, *notes)
+
+    def _with_model(self, config: Placed, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
+        """Return the configuration with what follows from the files of its model, and notes."""
+        notes = tuple[str, ...]()
+        if self.is_here:
+            notes = notes_on_cores(config) + notes_on_kernel(config)
+            config = _with_path(config, "tokenizer" if self.role.is_dry else None)
+        elif is_gguf(Path(str(config.model.path))):
+            open_weights(config.model)  # whose tensors must be those that the file describes
+        config = with_vocabulary(filled(config, Stage.MODEL, facts))
+        config, on_packing = with_decoder(config)
+        config = filled(config, Stage.DECODER, facts)
+        if not self.is_here:
+            return config, ()
+        notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
+        return config, notes + notes_on_gguf(config.model.path)
+
+    def _data(self, config: Placed) -> tuple[DataSet | UsageError | None, tuple[str, ...]]:
+        """Open the data. An estimate needs none, or returns why it cannot be read."""
+        if self.task is not None:
+            check_validation(config, self.task.data)
+            return self.task.data, ()
+        if self.is_here:
+            cache = Path(config.train.run_dir or RUNS) / CACHE
+            why = None if self.role.is_dry else keep_cache(cache)
+            data = checked_data(config)
+            return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
+        is_needed = config.model.vocab_size is None
+        counts = any(map(config.is_auto, _OF_CONTENT)) and is_here(config.data)
+        if not (is_needed or counts or _ends_with_data(config)):
+            return None, ()
+        try:
+            return self.read(filled(_with_path(config, "tokenizer"), Stage.MODEL)), ()
+        except UsageError as error:
+            if is_needed or (counts and os.path.exists(config.model.path or os.curdir)):
+                raise
+            return error, ()  # without the tokenizer, the usual length is assumed
+
+    def _module(self, config: Placed, facts: Facts) -> tuple[nn.Module | None, tuple[str, ...]]:
+        """Return the module, after a check of what is trained and of its weights, and notes."""
+        if not self.is_here:
+            return None, ()
+        module = self.task.module if self.task else build_model(config.model)
+        check_trained(config, divide_module(module, None))
+        if self.task is not None:
+            return module, self.task.notes
+        are_here = not (self.role.is_dry and announce_weights(str(config.model.path)))
+        if config.model.is_pretrained and are_here:
+            check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
+        assert facts.data is not None
+        return module, notes_on_new_rows(config, module) + notes_on_data(config, facts.data)
+
+
+def _with_path(config: C, part: Part | None) -> C:
+    """Fetch up to `part` of the model, by default what a run needs; make its paths absolute."""
+    if config.model.path is None:
+        return config
+    found = local_model(config.model.path, part or part_of_run(config.model))
+    paths = {"model.path": os.path.abspath(found)}
+    if config.model.lora.path is not None:
+        paths["model.lora.path"] = os.path.abspath(config.model.lora.path)
+    return config.changed(paths)
+
+
+def _ends_with_data(config: Config) -> bool:
+    """Return whether the number of steps follows from the data."""
+    train, data = config.train, config.data
+    is_chat = data.name == CHAT and is_here(data)
+    return train.epochs is not None or (is_chat and train.tokens is None and train.steps is None)
+
+
+def _kept(config: Config) -> dict[str, Any]:
+    """Return the values of rows that a run was begun with and that would be others now.
+
+    Only a prepared run has a directory. Another length or number of ranks, or another day if the
+    template writes the date, would change them.
+    """
+    if (begun := _begun_in(config)) is None:
+        return {}
+    before, typed = begun
+    keys = {row.key for row in AUTO_VALUES if row.is_kept and config.is_auto(row.key)} - typed
+    if config.is_set("train.global_batch_tokens"):
+        keys.discard(SIZES[0])
+    if not can_run(config, before.model.attention):
+        keys.discard("model.attention")
+    values = {key: (before.value(key), config.value(key)) for key in keys}
+    found = {
+        key: old for key, (old, new) in values.items() if None not in (old, new) and old != new
+    }
+    return found and {**found, "train.run_dir": config.train.run_dir}
+
+
+def _begun_in(config: Config) -> tuple[Config, set[str]] | None:
+    """Return the configuration that a run's directory or its store has, and what was typed."""
+    run_dir = Path(str(config.train.run_dir))
+    with suppress(UsageError):  # reported by `look`
+        if (run_dir / RUN_CONFIG).is_file():
+            lines = read_text_file(run_dir / OVERRIDES).splitlines()
+            words = read_run_config(run_dir / RUN_CONFIG)
+            return config_from_words(words), {each.partition("=")[0] for each in lines}
+        remote = remote_of(config)
+        if remote is not None and (stored := remote.newest()) is not None:
+            return config_from_words(stored.manifest.config), set()
+    return None
