@@ -24,7 +24,7 @@ _USUAL = "hopper"  # the assumed generation of unknown GPUs
 _EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
 # Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
-_UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.3e-3}
+_UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.45e-3}
 _LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
 # Of the bf16 FLOP/s, by the data sheets of NVIDIA's GPUs since the A100 (312 and 156 TFLOP/s). For
 # older ones without TF32, those of fp32 are more.
