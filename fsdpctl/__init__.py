@@ -25,52 +25,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # the only place; not from metadata, which a checkout may lack
 
 __all__ = [
-    "Assumed",
-    "GradAccumulator",
-    "MemoryEstimate",
-    "OwnerMap",
-    "Precision",
-    "Prefetch",
-    "ShardedAdamW",
-    "ShardedModel",
-    "ShardedMuon",
-    "ShardedSGD",
-    "Sharding",
-    "Strategy",
-    "clip_grad_norm_",
-    "estimate_memory",
-    "load_checkpoint",
-    "save_checkpoint",
-    "shard_model",
+    "Assumed", "GradAccumulator", "MemoryEstimate", "OwnerMap", "Precision", "Prefetch",
+    "ShardedAdamW", "ShardedModel", "ShardedMuon", "ShardedSGD", "Sharding", "Strategy",
+    "clip_grad_norm_", "estimate_memory", "load_checkpoint", "save_checkpoint", "shard_model",
     "train",
-]
+]  # fmt: skip
 
 _HOMES = {
-    "Assumed": "fsdpctl.estimate.own_module",
-    "MemoryEstimate": "fsdpctl.estimate.own_module",
-    "Sharding": "fsdpctl.engine.build",
-    "estimate_memory": "fsdpctl.estimate.own_module",
-    "GradAccumulator": "fsdpctl.engine.model",
-    "OwnerMap": "fsdpctl.plan.owners",
-    "Precision": "fsdpctl.plan.precision",
-    "Prefetch": "fsdpctl.plan.step",
-    "ShardedAdamW": "fsdpctl.optim.adamw",
-    "ShardedModel": "fsdpctl.engine.model",
-    "ShardedMuon": "fsdpctl.optim.muon",
-    "ShardedSGD": "fsdpctl.optim.sgd",
-    "Strategy": "fsdpctl.plan.strategy",
-    "clip_grad_norm_": "fsdpctl.optim.record",
-    "load_checkpoint": "fsdpctl.checkpoint.api",
-    "save_checkpoint": "fsdpctl.checkpoint.api",
-    "shard_model": "fsdpctl.engine.shard",
-    "train": "fsdpctl.commands.script",
-}
+    "Assumed": "estimate.own_module", "MemoryEstimate": "estimate.own_module",
+    "Sharding": "engine.build", "estimate_memory": "estimate.own_module",
+    "GradAccumulator": "engine.model", "OwnerMap": "plan.owners", "Precision": "plan.precision",
+    "Prefetch": "plan.step", "ShardedAdamW": "optim.adamw", "ShardedModel": "engine.model",
+    "ShardedMuon": "optim.muon", "ShardedSGD": "optim.sgd", "Strategy": "plan.strategy",
+    "clip_grad_norm_": "optim.record", "load_checkpoint": "checkpoint.api",
+    "save_checkpoint": "checkpoint.api", "shard_model": "engine.shard", "train": "commands.script",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'fsdpctl' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"fsdpctl.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

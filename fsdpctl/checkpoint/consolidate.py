@@ -6,27 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint import manifest, publish
 from fsdpctl.checkpoint.checksums import Checksums
-from fsdpctl.checkpoint.manifest import (
-    INDEX_JSON,
-    FileInfo,
-    StoredSpan,
-    TensorInfo,
-    digests_of,
-    write_spans,
-)
 from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
-from fsdpctl.checkpoint.publish import (
-    WRITTEN,
-    About,
-    Exported,
-    check_space,
-    new_directory,
-    new_export,
-    write_assets,
-    write_manifest,
-)
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors, tensor_keys, weight_bytes
 from fsdpctl.checkpoint.tensor_file import (
@@ -56,14 +39,14 @@ def consolidate(
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     merges: bool = False,
-) -> Exported:
+) -> publish.Exported:
     """Write the new directory `destination`, which appears complete or not at all.
 
     `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
     than `max_file_bytes` gets no further tensor. Adapters are merged in float32.
     """
     destination = destination.resolve()  # the target of a symbolic link, not the link
-    with new_export(destination, reader.folder, overwrite=overwrite) as folder:
+    with publish.new_export(destination, reader.folder, overwrite=overwrite) as folder:
         # Merged weights are rounded once, below.
         weights = exported_weights(reader, None if dtype is None else "F32", merges=merges)
         kept: Collection[str] = ()
@@ -72,7 +55,7 @@ def consolidate(
 
             kept = float32_names(config_of_checkpoint(reader.manifest.config, str(reader)).model)
         exports = _exports(weights, dtype, kept)
-        check_space(destination, sum(each.entry.nbytes for each in exports))
+        publish.check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split(exports, max_file_bytes)
         of_name = {each.entry.name: each for each in exports}
 
@@ -86,7 +69,7 @@ def consolidate(
             notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merges=merges)
-    return Exported(destination, total, len(exports), notes, len(files))
+    return publish.Exported(destination, total, len(exports), notes, len(files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +116,14 @@ def _write_folder(
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        metadata = {"format": "pt", **WRITTEN}
+        metadata = {"format": "pt", **publish.WRITTEN}
         checksums.write_tensors(folder / name, [each.entry for each in tensors], metadata, read)
         weight_map.update({each.entry.name: name for each in tensors})
     entries = [each.entry for tensors in files for each in tensors]
     if len(files) > 1:
         total = sum(each.nbytes for each in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX_JSON, index)
+        _write_json(folder / manifest.INDEX_JSON, index)
     attached = attached_files(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
@@ -153,7 +136,7 @@ def _write_folder(
         names = (name for name, short in EXPORT_DTYPES.items() if dtypes == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
-    write_assets(folder, attached)
+    publish.write_assets(folder, attached)
     checksums.write(folder)
     return notes
 
@@ -162,17 +145,19 @@ def _write_json(path: Path, content: object) -> None:
     write_synced(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: About) -> int:
+def shard_weights(
+    source: Tensors, destination: Path, *, num_files: int, about: publish.About
+) -> int:
     """Write a new checkpoint of files with equal shares; return the bytes of the weights."""
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")
     tensors = {key: source.info(key) for key in tensor_keys(source)}
     total = sum(info.nbytes for info in tensors.values())
-    check_space(destination, total)
+    publish.check_space(destination, total)
     with (
         refusing(destination),
-        new_directory(destination) as scratch,
+        publish.new_directory(destination) as scratch,
         doing("writing", BYTES, total) as advance,
     ):
         files = {}
@@ -180,11 +165,13 @@ def shard_weights(source: Tensors, destination: Path, *, num_files: int, about: 
             if shares := _shares(tensors, rank, num_files):
                 name = rank_file(rank)
                 files[name] = _write_file(source, scratch / name, shares, advance)
-        write_manifest(scratch, about, files, tensors, num_files)
+        publish.write_manifest(scratch, about, files, tensors, num_files)
     return total
 
 
-def _shares(tensors: Mapping[str, TensorInfo], rank: int, num_files: int) -> dict[str, Span]:
+def _shares(
+    tensors: Mapping[str, manifest.TensorInfo], rank: int, num_files: int
+) -> dict[str, Span]:
     spans = {key: share_of(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
     empty = {key for key, info in tensors.items() if rank == 0 and not info.numel}
     return {key: span for key, span in spans.items() if span.numel or key in empty}
@@ -192,12 +179,12 @@ def _shares(tensors: Mapping[str, TensorInfo], rank: int, num_files: int) -> dic
 
 def _write_file(
     source: Tensors, path: Path, shares: Mapping[str, Span], advance: Advance
-) -> FileInfo:
+) -> manifest.FileInfo:
     """Write the tensors after their checksums, for which they are read once more."""
     stored = {}
     for key, span in shares.items():
-        digests = digests_of(data for _, data in source.read(key, span))
-        stored[key] = source.info(key).dtype, StoredSpan(span, digests)
+        digests = manifest.digests_of(data for _, data in source.read(key, span))
+        stored[key] = source.info(key).dtype, manifest.StoredSpan(span, digests)
 
     def chunks() -> Iterator[memoryview]:
         for key, span in shares.items():
@@ -205,4 +192,4 @@ def _write_file(
                 yield data
                 advance(len(data))
 
-    return write_spans(path, stored, chunks())
+    return manifest.write_spans(path, stored, chunks())

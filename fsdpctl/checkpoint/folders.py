@@ -15,18 +15,9 @@ from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io import run_files
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_run, read_regular, runs_in
-from fsdpctl.io.run_files import (
-    BEST,
-    CHECKPOINTS,
-    LATEST,
-    MANIFEST,
-    RUN_CONFIG,
-    STEP,
-    check_own,
-    check_steps,
-)
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
 _MOST_PASSED_OVER = 3  # in full
@@ -37,20 +28,20 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    match = STEP.fullmatch(folder.name)
+    match = run_files.STEP.fullmatch(folder.name)
     assert match is not None
     return int(match.group(1))
 
 
 def _steps_in(checkpoints: Path) -> list[Path]:
     """Return the checkpoints, complete or not, oldest first; none of them is a link."""
-    check_steps(checkpoints)
+    run_files.check_steps(checkpoints)
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted((each for each in folders if STEP.fullmatch(each.name)), key=step_of)
+    return sorted((each for each in folders if run_files.STEP.fullmatch(each.name)), key=step_of)
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / MANIFEST).exists()
+    return (folder / run_files.MANIFEST).exists()
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
@@ -74,13 +65,13 @@ def passed_over(checkpoints: Path) -> list[str]:
     at = step_of(newest) if newest else -1
     passed = [each for each in _steps_in(checkpoints) if step_of(each) > at]
     found = [
-        f"{folder}: incomplete: {MANIFEST} not found; {other}"
+        f"{folder}: incomplete: {run_files.MANIFEST} not found; {other}"
         for folder in passed[:_MOST_PASSED_OVER]
         if not _is_complete(folder)
     ]
     if more := len(passed[_MOST_PASSED_OVER:]):
         found.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
-    link = checkpoints / LATEST
+    link = checkpoints / run_files.LATEST
     if (link.is_symlink() or link.exists()) and not found and not _is_complete(link):
         found.append(f"{link}: does not point to a checkpoint; {other}")
     return found
@@ -104,10 +95,10 @@ def find_checkpoint(source: Path) -> Path:
                 "`fsdpctl consolidate-checkpoint` or to train --resume"
             )
         raise UsageError(f"{source}: directory not found{nearest_run(source)}")
-    if not (source / RUN_CONFIG).is_file() and (known := runs_in(source)):
+    if not (source / run_files.RUN_CONFIG).is_file() and (known := runs_in(source)):
         raise UsageError(f"{source}: holds runs; expected one of them{known}")
-    check_own(source)
-    if _is_complete(source) or STEP.fullmatch(source.resolve().name):
+    run_files.check_own(source)
+    if _is_complete(source) or run_files.STEP.fullmatch(source.resolve().name):
         return source
     newest = newest_checkpoint(_checkpoints_in(source))
     if newest is not None:
@@ -134,7 +125,7 @@ def passed_over_in(source: Path) -> list[str]:
 
 
 def _checkpoints_in(source: Path) -> Path:
-    inside = source / CHECKPOINTS
+    inside = source / run_files.CHECKPOINTS
     return inside if inside.is_dir() else source
 
 
@@ -161,21 +152,22 @@ def point_to(link: Path, target: Path) -> str:
 def restore_links(checkpoints: Path) -> None:
     """Make the links to checkpoints again after a copy of them by a program that follows links."""
     complete = complete_checkpoints(checkpoints)
-    for link in (checkpoints / LATEST, checkpoints / BEST):
+    for link in (checkpoints / run_files.LATEST, checkpoints / run_files.BEST):
         same = (each for each in complete if _is_copy(link, each))
         if (original := next(same, None)) is not None:
             _delete(link, original)
             point_to(link, original)
     if complete:
-        point_to(checkpoints / LATEST, complete[-1])
+        point_to(checkpoints / run_files.LATEST, complete[-1])
 
 
 def _is_copy(link: Path, folder: Path) -> bool:
     """Return whether `link` is not a link but a copy of a checkpoint, with nothing of its own."""
-    if link.is_symlink() or not (link / MANIFEST).is_file():
+    if link.is_symlink() or not (link / run_files.MANIFEST).is_file():
         return False
     names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
-    same = read_regular(link / MANIFEST) == read_regular(folder / MANIFEST)  # with its checksums
+    linked, own = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
+    same = linked == own  # with its checksums
     return same and names[0] <= names[1]
 
 

@@ -6,27 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import (
-    PARAMETER,
-    REMAINDER,
-    SPANS,
-    Manifest,
-    StoredSpan,
-    TensorInfo,
-    checksum,
-    read_manifest,
-    spans_from_json,
-    tensor_key,
-)
-from fsdpctl.checkpoint.tensor_file import (
-    CHUNK_BYTES,
-    ITEMSIZES,
-    TensorEntry,
-    TensorFile,
-    joined,
-    open_tensor_file,
-    sync,
-)
+from fsdpctl.checkpoint import manifest, tensor_file
 from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import open_regular, read_regular
@@ -38,9 +18,9 @@ from fsdpctl.plan.layout import Span, round_up
 class StoredPart:
     """A stored span and its location."""
 
-    stored: StoredSpan
-    file: TensorFile
-    entry: TensorEntry
+    stored: manifest.StoredSpan
+    file: tensor_file.TensorFile
+    entry: tensor_file.TensorEntry
 
 
 class CheckpointReader:
@@ -49,7 +29,7 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         """Open `folder` and check everything except the tensors' bytes."""
         self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest: manifest.Manifest = manifest.read_manifest(folder)
         self._parts: dict[str, list[StoredPart]] = {key: [] for key in self.manifest.tensors}
         self._check_names()
         for name in self.manifest.files:
@@ -68,12 +48,14 @@ class CheckpointReader:
         prefix = f"{kind}/"
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
-    def info(self, key: str) -> TensorInfo:
+    def info(self, key: str) -> manifest.TensorInfo:
         """Return the shape and dtype of a full tensor, as `read` yields it."""
         stored = self._stored_info(key)
-        return stored if self._remainder_of(key) is None else TensorInfo(stored.shape, "F32")
+        return (
+            stored if self._remainder_of(key) is None else manifest.TensorInfo(stored.shape, "F32")
+        )
 
-    def _stored_info(self, key: str) -> TensorInfo:
+    def _stored_info(self, key: str) -> manifest.TensorInfo:
         if key not in self.manifest.tensors:
             raise CheckpointError(f"{self.folder}: {key} not found in this checkpoint")
         return self.manifest.tensors[key]
@@ -102,7 +84,7 @@ class CheckpointReader:
                 continue
             for low, lower in self._read_stored(remainder, part):
                 within = low.shift(-part.start)
-                yield low, joined(data[2 * within.start : 2 * within.stop], lower)
+                yield low, tensor_file.joined(data[2 * within.start : 2 * within.stop], lower)
 
     def _read_stored(self, key: str, span: Span) -> Iterator[tuple[Span, memoryview]]:
         for part in self._parts[key]:
@@ -113,14 +95,14 @@ class CheckpointReader:
     def _remainder_of(self, key: str) -> str | None:
         """Return the key of the lower bits of a weight, if they are stored apart."""
         kind, _, name = key.partition("/")
-        lower = tensor_key(REMAINDER, name)
-        return lower if kind == PARAMETER and lower in self.manifest.tensors else None
+        lower = manifest.tensor_key(manifest.REMAINDER, name)
+        return lower if kind == manifest.PARAMETER and lower in self.manifest.tensors else None
 
     def attachment(self, name: str) -> bytes:
         """Return an attached file that comes with the model, such as tokenizer.json."""
         known, path = self.manifest.attachments[name], self.folder / name
         content = read_regular(path, CheckpointError)
-        if len(content) != known.size or checksum(content) != known.xxh3:
+        if len(content) != known.size or manifest.checksum(content) != known.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
         return content
 
@@ -136,7 +118,7 @@ class CheckpointReader:
         for name in (*self.manifest.files, *self.manifest.attachments, MANIFEST):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)
-            sync(folder / name)
+            tensor_file.sync(folder / name)
 
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
@@ -161,25 +143,25 @@ class CheckpointReader:
         file = self._file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
-        spans = file.metadata.pop(SPANS, "{}")  # a long text that is not needed again
-        stored = spans_from_json(spans, f"{path}: corrupted")
+        spans = file.metadata.pop(manifest.SPANS, "{}")  # a long text that is not needed again
+        stored = manifest.spans_from_json(spans, f"{path}: corrupted")
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: corrupted: its spans do not match its tensors")
         for key, each in stored.items():
             self._add(key, StoredPart(each, file, file.entries[key]))
 
-    def _file(self, path: Path) -> TensorFile:
-        return open_tensor_file(path)
+    def _file(self, path: Path) -> tensor_file.TensorFile:
+        return tensor_file.open_tensor_file(path)
 
     def _add(self, key: str, part: StoredPart) -> None:
         info, entry = self._stored_info(key), part.entry
-        stored, chunks = part.stored, -(-entry.nbytes // CHUNK_BYTES)
+        stored, chunks = part.stored, -(-entry.nbytes // tensor_file.CHUNK_BYTES)
         expected = info.dtype, (stored.span.numel,), stored.num_chunks
         if (entry.dtype, entry.shape, chunks) != expected:
             raise CheckpointError(f"{part.file}: corrupted: {key} does not match {MANIFEST}")
         self._parts[key].append(part)
 
-    def _check_cover(self, key: str, info: TensorInfo) -> None:
+    def _check_cover(self, key: str, info: manifest.TensorInfo) -> None:
         parts = self._parts[key]
         parts.sort(key=lambda part: part.stored.span)
         starts = [part.stored.span.start for part in parts]
@@ -192,12 +174,12 @@ class CheckpointReader:
 
 
 def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
-    size = ITEMSIZES[part.entry.dtype]
-    per_chunk, offset = CHUNK_BYTES // size, part.stored.span.start
+    size = tensor_file.ITEMSIZES[part.entry.dtype]
+    per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.stored.span.start
     inner = wanted.shift(-offset)
     first = inner.start // per_chunk
     stop = min(round_up(inner.stop, per_chunk), part.stored.span.numel)
-    chunks = part.file.chunks(part.entry, first * CHUNK_BYTES, stop * size)
+    chunks = part.file.chunks(part.entry, first * tensor_file.CHUNK_BYTES, stop * size)
     for number, data in enumerate(chunks, start=first):
         if not part.stored.is_chunk(number, data):
             raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")

@@ -16,19 +16,11 @@ from shutil import rmtree
 from tempfile import TemporaryDirectory, mkdtemp
 from weakref import finalize
 
+from fsdpctl.checkpoint import tensor_file
 from fsdpctl.checkpoint.folders import best_name, doomed, find_checkpoint, naming, step_of
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, read_manifest
 from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.tensor_file import (
-    CHUNK_BYTES,
-    HEADER_PREFIX,
-    TensorEntry,
-    TensorFile,
-    header_bytes,
-    open_tensor_file,
-    sync,
-)
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -65,7 +57,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _RemoteFile(TensorFile):
+class _RemoteFile(tensor_file.TensorFile):
     """The header of a file in a store; `path` is that of its description."""
 
     place: StoredFile
@@ -74,10 +66,10 @@ class _RemoteFile(TensorFile):
     def __str__(self) -> str:
         return self.place.url
 
-    def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
+    def chunks(self, entry: tensor_file.TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
         first = self.data_start + entry.start
-        for begin in range(start, stop, CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, stop)
+        for begin in range(start, stop, tensor_file.CHUNK_BYTES):
+            end = min(begin + tensor_file.CHUNK_BYTES, stop)
             yield memoryview(bytearray().join(self._pieces(first + begin, first + end)))
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -118,13 +110,13 @@ class RemoteReader(CheckpointReader):
             raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
         end = info.size
         if path.suffix == ".safetensors":
-            end = header_bytes(file.read(0, min(HEADER_PREFIX, info.size)))
+            end = tensor_file.header_bytes(file.read(0, min(tensor_file.HEADER_PREFIX, info.size)))
             if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
         file.copy_start(path, end, info.size)
 
-    def _file(self, path: Path) -> TensorFile:
-        known = open_tensor_file(path)
+    def _file(self, path: Path) -> tensor_file.TensorFile:
+        known = tensor_file.open_tensor_file(path)
         values = {each.name: getattr(known, each.name) for each in fields(known)}
         return _RemoteFile(**values, place=self._place.inside(path.name), blocks=self._blocks)
 
@@ -141,7 +133,7 @@ class RemoteReader(CheckpointReader):
                 advance(count)
         (folder / MANIFEST).write_bytes((self.folder / MANIFEST).read_bytes())
         for name in (*files, MANIFEST):
-            sync(folder / name)
+            tensor_file.sync(folder / name)
 
     def _copy(self, folder: Path, part: tuple[str, int, int]) -> int:
         name, start, stop = part

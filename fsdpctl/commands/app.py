@@ -34,63 +34,45 @@ COMMANDS = {
     "train": CommandInfo(
         "train", True, "Train a model, or resume a run.",
         ("train", "train model=hf model.path=DIR data.path=chats.jsonl model.lora.rank=16",
-         "train model=llama3_1b data=text data.path=my_text/ --dry-run"),
-    ),
+         "train model=llama3_1b data=text data.path=my_text/ --dry-run")),
     "estimate-memory": CommandInfo(
         "estimate", True, "Estimate peak memory per rank before a run.",
         ("estimate-memory model=llama3_8b cluster=h100 --all-strategies",
-         "estimate-memory model=llama3_8b cluster=a100_80 --fit micro_batch"),
-    ),
-    "convert": CommandInfo(
-        "convert", True, "Write a recipe from another tool's file.",
-        ("convert run.yml --out recipe.yaml",),
-    ),
+         "estimate-memory model=llama3_8b cluster=a100_80 --fit micro_batch")),
+    "convert": CommandInfo("convert", True, "Write a recipe from another tool's file.",
+                           ("convert run.yml --out recipe.yaml",)),
     "status": CommandInfo("status", False, "Show the state and progress of a run.", ("status",)),
     "compare": CommandInfo(
         "compare.command", True, "Compare variants by short runs or simulation.",
         ("compare strategy=full_shard,shard_optimizer,no_shard --steps 5",
-         "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op"),
-    ),
-    "compare-runs": CommandInfo(
-        "compare_runs", False, "Show how two existing runs differ.", ("compare-runs runs/a runs/b",)
-    ),
+         "compare --simulate model=llama3_8b cluster=h100 strategy=full_shard,shard_grad_op")),
+    "compare-runs": CommandInfo("compare_runs", False, "Show how two existing runs differ.",
+                                ("compare-runs runs/a runs/b",)),
     "sample": CommandInfo(
         "sample", False, "Generate text from a checkpoint or a model.",
-        ('sample runs/latest --prompt "Once upon a time"', 'sample my_model --chat --prompt "Hi"'),
-    ),
+        ('sample runs/latest --prompt "Once upon a time"', 'sample my_model --chat --prompt "Hi"')),
     "evaluate": CommandInfo(
         "evaluate", True, "Compute loss, perplexity and bits per byte.",
-        ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0"),
-    ),
+        ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0")),
     "consolidate-checkpoint": CommandInfo(
         "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT.",
         ("consolidate-checkpoint runs/latest my_model",
-         "consolidate-checkpoint runs/latest my_model --merge --dtype bfloat16"),
-    ),
+         "consolidate-checkpoint runs/latest my_model --merge --dtype bfloat16")),
     "shard-checkpoint": CommandInfo(
         "checkpoint", False, "Convert a Hugging Face model to a checkpoint.",
-        ("shard-checkpoint DIR my_checkpoint --world-size 8",),
-    ),
+        ("shard-checkpoint DIR my_checkpoint --world-size 8",)),
     "inspect-checkpoint": CommandInfo(
         "checkpoint", False, "Show a checkpoint's run, files and tensors.",
-        ("inspect-checkpoint runs/latest",),
-    ),
+        ("inspect-checkpoint runs/latest",)),
     "verify-checkpoint": CommandInfo(
         "checkpoint", False, "Verify the checksums of a checkpoint or an export.",
-        ("verify-checkpoint runs/latest",),
-    ),
-    "tokenize": CommandInfo(
-        "data", False, "Tokenize text into token files.",
-        ("tokenize my_text/ tokens.bin --tokenizer DIR",),
-    ),
-    "data": CommandInfo(
-        "data", False, "Show the training samples of one step.",
-        ("data --run runs/latest --step 10",),
-    ),
-    "list": CommandInfo(
-        "listing", False, "List settings, options and recipes.",
-        ("list", "list strategy", "list optimizer.lr"), "list_choices",
-    ),
+        ("verify-checkpoint runs/latest",)),
+    "tokenize": CommandInfo("data", False, "Tokenize text into token files.",
+                            ("tokenize my_text/ tokens.bin --tokenizer DIR",)),
+    "data": CommandInfo("data", False, "Show the training samples of one step.",
+                        ("data --run runs/latest --step 10",)),
+    "list": CommandInfo("listing", False, "List settings, options and recipes.",
+                        ("list", "list strategy", "list optimizer.lr"), "list_choices"),
 }  # fmt: skip
 # What users of other tools type.
 _ELSEWHERE = {

@@ -198,22 +198,18 @@ def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
 
 
 def _rows_of_files(reader: CheckpointReader) -> list[list[str]]:
-    counts = Counter(
-        part.file.path.name for key in reader.manifest.tensors for part in reader.parts(key)
-    )
-    rows = [
-        [name, f"{info.size:,}", str(counts[name])] for name, info in reader.manifest.files.items()
-    ]
+    manifest = reader.manifest
+    counts = Counter(x.file.path.name for key in manifest.tensors for x in reader.parts(key))
+    rows = [[name, f"{x.size:,}", str(counts[name])] for name, x in manifest.files.items()]
     left = len(rows) - _SHOWN_FILES
     return rows if left <= 0 else [*rows[:_SHOWN_FILES], [f"and {left} more", "", ""]]
 
 
 def _rows_of_tensors(reader: CheckpointReader) -> list[list[str]]:
+    tensors = sorted(reader.manifest.tensors.items(), key=lambda x: (not _is_weight(x[0]), x[0]))
     return [
         [key, "x".join(map(str, info.shape)) or "scalar", info.dtype, f"{info.nbytes:,}"]
-        for key, info in sorted(
-            reader.manifest.tensors.items(), key=lambda each: (not _is_weight(each[0]), each[0])
-        )
+        for key, info in tensors
     ]
 
 

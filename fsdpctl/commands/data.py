@@ -92,27 +92,22 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
     from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
 
+    where = f"--run {run_dir}"
     if not (run_dir / METRICS).is_file():
-        raise UsageError(
-            f"--run {run_dir}: not found; expected a run with at least one completed step"
-        )
+        raise UsageError(f"{where}: not found; expected a run with at least one completed step")
     config = read_config(run_dir)
     if config.model.is_own:
-        raise UsageError(f"--run {run_dir}: {NO_DECODER}")
+        raise UsageError(f"{where}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
     bad, after = _found(run_dir / METRICS, step)
     if bad is not None:
-        of_rank = set(bad.rank_samples) if bad.rank is not None else ()
-        ranks: dict[int, tuple[int, ...]] = {
-            each: (int(bad.rank or 0),) for each in bad.samples if each in of_rank
-        }
-        numbers = bad.samples
+        whose: tuple[int, ...] = () if bad.rank is None else (bad.rank,)
+        ranks, numbers = dict.fromkeys(bad.rank_samples, whose), bad.samples
     else:
         plan = plan_of(config).batches
-        batches = Batches(
-            data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size
-        )
+        rows = data.train.rows(config.train.seq_len)
+        batches = Batches(rows, plan, config.train.seed, data.vocab_size)
         position = after - config.train.global_batch_size
         if position < 0:
             raise UsageError(f"{run_dir / METRICS}: corrupted: {after} samples after step {step}")
@@ -122,10 +117,8 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
             for group in context_groups(plan.world_size, plan.context_parallel)
             for each in batches.numbers(position, group[0])
         }
-    texts = _texts(data, config.train.seq_len, numbers)
-    samples = [
-        StepSample(n, ranks.get(n, ()), text) for n, text in zip(numbers, texts, strict=True)
-    ]
+    texts = zip(numbers, _texts(data, config.train.seq_len, numbers), strict=True)
+    samples = [StepSample(n, ranks.get(n, ()), text) for n, text in texts]
     return samples, "" if bad is None else _in_words(bad)
 
 

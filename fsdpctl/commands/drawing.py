@@ -12,15 +12,9 @@ _THICK = 0.62  # of a bar, relative to its space
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"
 _MEMORY = {  # by category
-    "parameters": BLUE,
-    "optimizer_states": GREEN,
-    "gathered_units": SKY,
-    "gradients": ORANGE,
-    "reduce_buffers": PURPLE,
-    "activations": LIGHT,
-    "logits_and_loss": GREY,
-    "workspaces": RED,
-}
+    "parameters": BLUE, "optimizer_states": GREEN, "gathered_units": SKY, "gradients": ORANGE,
+    "reduce_buffers": PURPLE, "activations": LIGHT, "logits_and_loss": GREY, "workspaces": RED,
+}  # fmt: skip
 _GIB = 1 << 30
 
 

@@ -225,9 +225,7 @@ def _newest(run_dir: Path, now: float) -> tuple[Newest, Progress] | tuple[None, 
         return None, None
     folder = found[-1]
     manifest = read_manifest(folder)
-    sizes = {
-        name: info.size for name, info in (*manifest.files.items(), *manifest.attachments.items())
-    }
+    sizes = {name: info.size for name, info in (manifest.files | manifest.attachments).items()}
     files = ((name, folder / name, size) for name, size in sizes.items())
     wrong = next((n for n, x, size in files if not x.is_file() or x.stat().st_size != size), "")
     problem = f"{wrong}: missing or of the wrong size" if wrong else ""

@@ -60,7 +60,6 @@ def expanded(
 
 
 def _option(cluster: str) -> str:
-    """Return an option of `cluster` for its name in any case."""
     return cluster.lower() if cluster.lower() in choices_of("cluster") else cluster
 
 

@@ -176,7 +176,6 @@ def tool_of(source: SourceConfig) -> str | None:
 
 
 def _without_nulls(node: Any) -> Any:
-    """Return a node with None for null."""
     if isinstance(node, list):
         return [_without_nulls(each) for each in node]
     if isinstance(node, Mapping):

@@ -354,11 +354,6 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
 
 
 _READERS: dict[str, Callable[[_Opened], TokenFile]] = {
-    "fsdpctl": _ours,
-    "llm.c": _llm_c,
-    "megatron": _megatron,
-    "datatrove": _datatrove,
-    "numpy": _numpy,
-    "uint16": _raw("uint16"),
-    "uint32": _raw("uint32"),
-}
+    "fsdpctl": _ours, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
+    "numpy": _numpy, "uint16": _raw("uint16"), "uint32": _raw("uint32"),
+}  # fmt: skip

@@ -1,14 +1,7 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
-from fsdpctl.importers.shared import (
-    UNUSED_OF_FSDP,
-    check_degrees,
-    read_context,
-    read_deepspeed,
-    read_fsdp,
-    read_zero,
-)
+from fsdpctl.importers import shared
 from fsdpctl.importers.training import read_inner_deepspeed
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
@@ -19,7 +12,7 @@ UNUSED = (
     "command_file", "logging_dir", "project_dir", "fp8_config*", "fp16.*", "bf16.*", "zero3_*",
     "deepspeed_config.zero3_*", "deepspeed_config.deepspeed_*",
     "deepspeed_config.offload_*_nvme_path", "distributed_type",
-    *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP),
+    *(f"fsdp_config.{each}" for each in shared.UNUSED_OF_FSDP),
 )  # fmt: skip
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
 
@@ -87,8 +80,8 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
 
 def _read_ranks(found: Translation) -> None:
     source, prefix = found.source, "parallelism_config.parallelism_config_"
-    check_degrees(source, {"tensor": (f"{prefix}tp_size",)})
-    read_context(found, f"{prefix}cp_size", f"{prefix}sp_size")
+    shared.check_degrees(source, {"tensor": (f"{prefix}tp_size",)})
+    shared.read_context(found, f"{prefix}cp_size", f"{prefix}sp_size")
     keys = (f"{prefix}dp_replicate_size", f"{prefix}dp_shard_size")
     replicate, shard = map(source.positive, keys)
     if replicate or shard:
@@ -111,12 +104,12 @@ def _read_sharding(found: Translation) -> None:
     if cpu or name == "MULTI_CPU":
         found.map(cpu or kind, "launch.device=cpu")
     if name == "FSDP":
-        read_fsdp(found, version=source.text("fsdp_config.fsdp_version", default="1"))
+        shared.read_fsdp(found, version=source.text("fsdp_config.fsdp_version", default="1"))
     elif name == "DEEPSPEED":
         if file := source.take("deepspeed_config.deepspeed_config_file"):
-            read_deepspeed(found, file)
+            shared.read_deepspeed(found, file)
         else:
-            read_zero(found, source, "deepspeed_config.", "zero_stage")
+            shared.read_zero(found, source, "deepspeed_config.", "zero_stage")
     elif name in (*_MANY, "MULTI_CPU"):
         found.map(kind, "strategy=no_shard")
         found.uses_torch = True

@@ -6,23 +6,10 @@ from fnmatch import fnmatchcase
 from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers import shared
 from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.defaults import AXOLOTL, CHANGES_AXOLOTL
-from fsdpctl.importers.shared import (
-    TOO_HIGH,
-    check_degrees,
-    check_heads,
-    is_expression,
-    map_model,
-    quantized,
-    read_activation_offload,
-    read_context,
-    read_modules_to_save,
-    read_optimizer,
-    read_sharding,
-    read_targets,
-)
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
 # Keys with which the estimate would be for another kind of training.
@@ -87,11 +74,11 @@ def read_axolotl(source: SourceConfig) -> Translation:
     adapts = _read_adapters(found)
     narrow = read_launch_beside(found, source.take("bf16"))
     shards = _read_sharding(found)
-    read_context(found, "context_parallel_size", "sequence_parallel_degree")
+    shared.read_context(found, "context_parallel_size", "sequence_parallel_degree")
     offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
     _read_precision(found, narrow, keeps_masters=adapts or shards or offloads)
     _read_recomputation(found)
-    read_optimizer(found, source.take("optimizer"), "optimizer")
+    shared.read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
     found.sort_rest((*_UNUSED, *UNUSED))
@@ -104,12 +91,12 @@ def _check_training(source: SourceConfig) -> None:
             raise source.error(value, why)
         if any(each.key.startswith(f"{key}.") for each in source.peek()):
             raise UsageError(f"{source.file}: {key}: {why}")
-    check_degrees(source, _DEGREES)
+    shared.check_degrees(source, _DEGREES)
 
 
 def _read_model(found: Translation) -> None:
     base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
-    map_model(found, base, "base_model", revision)
+    shared.map_model(found, base, "base_model", revision)
     for each in found.source.peek():
         place, _, name = each.key.partition(".")
         if place == "overrides_of_model_config" and name and not name.startswith("_"):
@@ -168,7 +155,7 @@ def _read_recomputation(found: Translation) -> None:
     found.map(value, "activation_checkpointing=full")
     for each in (value, leaves):
         if each and (each is leaves or not each.is_on) and not each.is_off:
-            read_activation_offload(found, each)
+            shared.read_activation_offload(found, each)
 
 
 def _read_adapters(found: Translation) -> bool:
@@ -192,12 +179,12 @@ def _read_adapters(found: Translation) -> bool:
     if kind == "qlora" or four or gptq:
         shown = four or gptq or adapter
         note = "linear layers of blocks take 0.516 bytes per weight"
-        found.map(shown, *quantized("nf4", experts=packs), note=note)
+        found.map(shown, *shared.quantized("nf4", experts=packs), note=note)
     elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
-        found.map(eight, *quantized("int8", experts=packs), note=note)
+        found.map(eight, *shared.quantized("int8", experts=packs), note=note)
     _read_targets(found)
-    read_modules_to_save(found)
+    shared.read_modules_to_save(found)
     if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     return True
@@ -206,7 +193,7 @@ def _read_adapters(found: Translation) -> bool:
 def _read_targets(found: Translation) -> None:
     names = ("linear", "modules", "parameters")
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
-    if stacked and targets and is_expression(targets):
+    if stacked and targets and shared.is_expression(targets):
         why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
         found.lack("model.lora.targets", targets, why)
     elif stacked:
@@ -214,9 +201,9 @@ def _read_targets(found: Translation) -> None:
         words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
         found.map(stacked, words, note="with the layers that have adapters")
     elif targets and not (linear and linear.is_on):
-        read_targets(found, targets)
+        shared.read_targets(found, targets)
     elif linear and linear.is_on:
-        check_heads(found, targets)
+        shared.check_heads(found, targets)
         found.map(linear, "model.lora.targets=all_linear")
     elif not found.source.text("lora_model_dir"):
         why = "lora_target_modules: required by axolotl; set model.lora.targets"
@@ -230,7 +217,7 @@ def _read_sharding(found: Translation) -> bool:
     """
     keys = ("dp_replicate_size", "dp_shard_size")
     replicate, shard = map(found.source.positive, keys)
-    shards = read_sharding(found, "fsdp, deepspeed")
+    shards = shared.read_sharding(found, "fsdp, deepspeed")
     if shards and (replicate or shard):
         found.degrees = RankDegrees(keys, replicate or 1, shard or -1)
     return shards == "DEEPSPEED" or (shards == "FSDP" and found.whole_gradients)
@@ -249,10 +236,10 @@ def _read_without(found: Translation) -> None:
             found.whole_logits = False
     for key, why in _SMALLER.items():
         if value := found.source.take_used(key):
-            found.exclude(value, f"{why}; {TOO_HIGH}")
+            found.exclude(value, f"{why}; {shared.TOO_HIGH}")
     is_restored = found.source.take_on("model_quantization_config_kwargs.dequantize")
     if (packed := found.source.take_used("model_quantization_config")) and not is_restored:
-        found.exclude(packed, f"weights are estimated as if dequantized; {TOO_HIGH}")
+        found.exclude(packed, f"weights are estimated as if dequantized; {shared.TOO_HIGH}")
     if tiled := found.source.take_on("tiled_mlp"):
         found.map(tiled, "train.mlp_chunk_tokens=auto")
     if compiled := found.source.take_used("torch_compile"):
@@ -270,4 +257,4 @@ def _read_kernels(found: Translation) -> None:
         if value and recomputes:
             found.map(value, note="not counted: only saves tensors of the layer being recomputed")
         elif value:
-            found.exclude(value, f"third-party kernels; {TOO_HIGH}")
+            found.exclude(value, f"third-party kernels; {shared.TOO_HIGH}")

@@ -5,17 +5,8 @@ from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceKey
+from fsdpctl.importers import training
 from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
-from fsdpctl.importers.training import (
-    first_rows,
-    hides_text,
-    is_fraction,
-    part_of_hub,
-    read_comparisons,
-    read_data,
-    read_held_out,
-    read_hugging_face_training,
-)
 from fsdpctl.importers.translation import Translation
 
 _FEWEST = 2  # steps: axolotl makes a warmup of one step two
@@ -66,14 +57,14 @@ def read_training(found: Translation, *, adapts: bool) -> None:
             found.ask(other, "", "trains something else")
     if adapts:
         found.plain({"lora_alpha": "model.lora.alpha"})
-    steps = read_hugging_face_training(found, adapts=adapts)
+    steps = training.read_hugging_face_training(found, adapts=adapts)
     if steps is None:
         found.plain({"num_epochs": "train.epochs"})
     _read_schedule(found, steps)
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
     found.leave(SourceKey("loss", ""), why)
     _read_data(found)
-    read_comparisons(found)
+    training.read_comparisons(found)
 
 
 def _read_schedule(found: Translation, steps: int | None) -> None:
@@ -83,7 +74,7 @@ def _read_schedule(found: Translation, steps: int | None) -> None:
             found.ask(value, "lr_scheduler", "not supported")
     warmup, share = found.value("warmup_steps"), found.known("warmup_ratio")
     most = 100 if found.value("warmup_ratio") is None else NO_LIMIT
-    is_share = is_fraction(share.text) or not share.text.strip("0.")
+    is_share = training.is_fraction(share.text) or not share.text.strip("0.")
     if warmup is None and (steps is None or not is_share):
         found.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
@@ -106,8 +97,8 @@ def _read_data(found: Translation) -> None:
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
     of_texts = _paths(texts)
-    firsts = first_rows(found, of_texts)
-    hides = any(map(hides_text, firsts)) or not all(map(found.path_of, of_texts))
+    firsts = training.first_rows(found, of_texts)
+    hides = any(map(training.hides_text, firsts)) or not all(map(found.path_of, of_texts))
     is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths)) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -116,7 +107,7 @@ def _read_data(found: Translation) -> None:
     if columns or (hides and not is_text):
         own = f"{key}[].field: {min(columns)[:80]}" if columns else f"{key}[].type: completion"
         own += ": write rows with the column text, and no other, to a file and set data.path=FILE"
-    option = read_data(found, shown, paths, is_text=is_text, own=own)
+    option = training.read_data(found, shown, paths, is_text=is_text, own=own)
     if alpaca := kinds.intersection(_ALPACA):
         found.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
     if is_text:
@@ -168,8 +159,8 @@ def _read_held_out(found: Translation) -> None:
     paths = _paths(entries)
     held = found.known("val_set_size")
     if entries:
-        read_held_out(found, SourceKey("test_datasets", ", ".join(paths)), paths)
-    elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
+        training.read_held_out(found, SourceKey("test_datasets", ", ".join(paths)), paths)
+    elif held.is_off or not held.text.strip().strip("0.") or training.is_fraction(held.text):
         found.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:
         found.ask(held, "data.val_fraction", "a number of samples, not a share")
@@ -182,7 +173,9 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
 
 def _paths(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the files and names of data, each with its part on the Hub."""
-    parts = [(x, part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries]
+    parts = [
+        (x, training.part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries
+    ]
     return {path: part for entry, part in parts for path in _files(entry)}
 
 

@@ -7,28 +7,10 @@ from typing import Any
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
+from fsdpctl.importers import shared, training
 from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.defaults import CHANGES_TRL, TRL
 from fsdpctl.importers.schedules import add_schedule
-from fsdpctl.importers.shared import (
-    map_model,
-    quantized,
-    read_modules_to_save,
-    read_optimizer,
-    read_sharding,
-    read_targets,
-)
-from fsdpctl.importers.training import (
-    first_rows,
-    hides_text,
-    is_fraction,
-    named_data,
-    part_of_hub,
-    read_comparisons,
-    read_data,
-    read_held_out,
-    read_hugging_face_training,
-)
 from fsdpctl.importers.translation import SourceBatch, Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
@@ -59,7 +41,7 @@ def read_trl(source: SourceConfig) -> Translation:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
     base, revision = source.take("model_name_or_path"), source.text("model_revision")
-    map_model(found, base, "model_name_or_path", "" if revision == "main" else revision)
+    shared.map_model(found, base, "model_name_or_path", "" if revision == "main" else revision)
     _read_adapters(found)
     _read_length(found)
     micro = source.positive("per_device_train_batch_size")
@@ -80,8 +62,8 @@ def read_trl(source: SourceConfig) -> Translation:
     if recomputes is None or recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
     note = "accelerate's configuration decides it; pass that file too, or set strategy"
-    read_sharding(found, "(ranks)", note)
-    read_optimizer(found, source.take("optim"), "optim")
+    shared.read_sharding(found, "(ranks)", note)
+    shared.read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     _read_training(found)
     found.sort_rest((*_UNUSED, *UNUSED))
@@ -129,7 +111,7 @@ def _read_adapters(found: Translation) -> None:
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
     if targets:
-        read_targets(found, targets)
+        shared.read_targets(found, targets)
     else:
         file = Path(found.model.text if found.model else "") / CONFIG_JSON
         content = read_json(file, dict[str, Any]) if file.is_file() else {"model_type": "llama"}
@@ -141,12 +123,12 @@ def _read_adapters(found: Translation) -> None:
         else:
             why = f"peft has no default for {family}; set model.lora.targets"
             found.require("model.lora.targets", f"lora_target_modules: not set: {why}")
-    read_modules_to_save(found)
+    shared.read_modules_to_save(found)
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
-            found.map(value, *quantized(dtype))
+            found.map(value, *shared.quantized(dtype))
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
@@ -157,7 +139,7 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 def _read_training(found: Translation) -> None:
     adapts = "model.lora.rank" in found.settings
-    steps = read_hugging_face_training(found, adapts=adapts)
+    steps = training.read_hugging_face_training(found, adapts=adapts)
     if steps is None:
         note = "" if found.value("num_train_epochs") else "the default of TRL"
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
@@ -168,14 +150,14 @@ def _read_training(found: Translation) -> None:
         warmup = share
     elif share:
         found.leave(share, "warmup_steps decides")
-    is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
+    is_share = warmup.key == "warmup_ratio" or training.is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
     add_schedule(found, found.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not found.value("router_aux_loss_coef"):
         why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
         found.leave(SourceKey("router_aux_loss_coef", "(not set)"), why)
     _read_data(found)
-    read_comparisons(found)
+    training.read_comparisons(found)
     if (loss := found.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         found.ask(loss, "", "another loss")
 
@@ -184,32 +166,32 @@ def _read_data(found: Translation) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    parts = (part_of_hub(each.get("name"), each.get("split")) for each in entries)
+    parts = (training.part_of_hub(each.get("name"), each.get("split")) for each in entries)
     paths = dict(zip((str(each.get("path", "")) for each in entries), parts, strict=True))
     data = found.value("dataset_name")
     named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
-        named, paths = named_data(found, data, "dataset_config", "dataset_train_split")
-    firsts = first_rows(found, paths)
+        named, paths = training.named_data(found, data, "dataset_config", "dataset_train_split")
+    firsts = training.first_rows(found, paths)
     field, own = found.value("dataset_text_field"), ""
     if field and field.text != TEXT and any(_trains_column(field.text, row) for row in firsts):
         own = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; rename it in a file "
         own += "and set data.path=FILE"
-    is_text = any(_trains_column(TEXT, row) and hides_text(row) for row in firsts)
-    option = read_data(found, named, paths, is_text=is_text, own=own)
+    is_text = any(_trains_column(TEXT, row) and training.hides_text(row) for row in firsts)
+    option = training.read_data(found, named, paths, is_text=is_text, own=own)
     for entry in entries:
         is_here = found.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
                 found.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed")
     held = found.known("eval_strategy")
-    test, tested = named_data(found, data, "dataset_config", "dataset_test_split", "test")
+    test, tested = training.named_data(found, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:
         found.add(held, "data.val_fraction=0")
     elif test is None or entries or found.path_of(test.text) is not None:
-        read_held_out(found, held, {})
+        training.read_held_out(found, held, {})
     else:
-        read_held_out(found, SourceKey(f"{held.key}, {test.key}", test.text), tested)
+        training.read_held_out(found, SourceKey(f"{held.key}, {test.key}", test.text), tested)
     _read_template(found)
     if option == CHAT:
         _read_chats(found, firsts, is_known=bool(paths) and all(map(found.path_of, paths)))

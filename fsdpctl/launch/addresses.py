@@ -43,7 +43,6 @@ def _is_6(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address, or None."""
     return next((name for name, found in _addresses().items() if address in found), None)
 
 

@@ -35,10 +35,8 @@ class Documents:
     @property
     def own_data(self) -> Tensor:
         """Whether each of this rank's tokens is data, not padding."""
-        places = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return self.own(
-            (places < (len(places) if self.ends is None else self.ends)).expand_as(self.positions)
-        )
+        ends = self.positions.shape[1] if self.ends is None else self.ends
+        return self.own((self._places < ends).expand_as(self.positions))
 
     def own(self, of_rows: Tensor) -> Tensor:
         """Return this rank's part of a tensor of all tokens, (batch, length)."""
@@ -50,12 +48,15 @@ class Documents:
     @property
     def first_keys(self) -> Tensor:
         """(batch, length, 1): the place in its row of the first token that a token may see."""
-        places = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return (places - self.positions).unsqueeze(-1)
+        return (self._places - self.positions).unsqueeze(-1)
+
+    @property
+    def _places(self) -> Tensor:
+        return torch.arange(self.positions.shape[1], device=self.positions.device)
 
     def mask(self, window: int | None) -> Tensor:
         """Return (batch, 1, length, length): the at most `window` tokens that each sees."""
-        places = torch.arange(self.positions.shape[1], device=self.positions.device)
+        places = self._places
         sees = (places <= places.unsqueeze(-1)) & (places >= self.first_keys)
         if window is not None:
             sees = sees & (places > places.unsqueeze(-1) - window)

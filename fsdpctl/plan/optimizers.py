@@ -120,7 +120,6 @@ def run_group(param: ParamSpec, group: int | None = None) -> int:
 
 
 def blocks_of(span: Span) -> Span:
-    """Return the blocks with the elements `span`."""
     return Span(span.start // BLOCK, -(-span.stop // BLOCK))
 
 

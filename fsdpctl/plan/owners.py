@@ -86,7 +86,6 @@ class OwnerMap:
         return {rank: span for rank, span in enumerate(self._of_block(block)) if span.numel}
 
     def owns(self, rank: int, block: int) -> bool:
-        """Return whether a rank owns elements of a block."""
         self._check_rank(rank)
         return self._of_block(block)[rank].numel > 0
 

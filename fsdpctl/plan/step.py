@@ -235,9 +235,7 @@ class StepPlan:
     @cached_property
     def usual(self) -> BufferDtypes:
         """The dtypes of the first trained flat buffer, which most have."""
-        return next(
-            (self.dtypes_of(each) for each in self.all_trained()), self.dtypes.of("float32")
-        )
+        return next(map(self.dtypes_of, self.all_trained()), self.dtypes.of("float32"))
 
     # ---- at rest -------------------------------------------------------------------------
 

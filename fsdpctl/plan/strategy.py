@@ -70,15 +70,10 @@ STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
 
 # Names in other tools -> names here.
 STRATEGIES_ELSEWHERE = {
-    "ddp": "no_shard",
-    "zero1": "shard_optimizer",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
-    "fsdp": "full_shard",
-    "hsdp": "hybrid_shard",
-    "hpz": "hybrid_shard_optimizer",
+    "ddp": "no_shard", "zero1": "shard_optimizer", "zero2": "shard_grad_op", "zero3": "full_shard",
+    "fsdp": "full_shard", "hsdp": "hybrid_shard", "hpz": "hybrid_shard_optimizer",
     "zero++": "hybrid_shard_optimizer",
-}
+}  # fmt: skip
 
 
 def get_strategy(name: str) -> Strategy:
@@ -155,10 +150,9 @@ ENGINES = (FSDPCTL, FSDP2, DDP)
 def strategies_of(engine: str) -> list[str]:
     if engine == DDP:
         return ["no_shard"]
-    theirs = [
-        n for n, row in STRATEGIES.items() if row.shards_params and not row.shards_over_replicas
-    ]
-    return theirs if engine == FSDP2 else [*STRATEGIES]
+    if engine != FSDP2:
+        return [*STRATEGIES]
+    return [n for n, x in STRATEGIES.items() if x.shards_params and not x.shards_over_replicas]
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:

@@ -8,14 +8,8 @@ from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.step import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
+from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.fsdpctl_update import (
-    HostSchedule,
-    allocate_states,
-    step_in_tiles,
-    step_matrices,
-    tiled_traffic,
-)
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
 from fsdpctl.predict.recorder import (
     CATEGORY_OF,
@@ -148,7 +142,7 @@ class FsdpctlSteps:
         self._last_reduced: dict[str, int | None] = {}
         self._has_states = plan.step.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
-        self._host = HostSchedule(plan, recorder)
+        self._host = fsdpctl_update.HostSchedule(plan, recorder)
 
     def setup(self, *, draws: bool) -> None:
         _allocate_model(self._step, self._recorder, draws=draws)
@@ -289,9 +283,9 @@ class FsdpctlSteps:
         recorder.at("the optimizer's step")
         if not self._has_states:
             self._has_states = True
-            allocate_states(plan, recorder)
-        by_muon = step_matrices(plan, recorder)
-        step_in_tiles(plan, recorder)
+            fsdpctl_update.allocate_states(plan, recorder)
+        by_muon = fsdpctl_update.step_matrices(plan, recorder)
+        fsdpctl_update.step_in_tiles(plan, recorder)
         if step.fetches_gradients:
             self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
@@ -300,7 +294,7 @@ class FsdpctlSteps:
         else:
             held = sum(step.held(layout).numel for layout in step.all_trained())
             numel, moments = held - by_muon, plan.states.moments
-            stored = tiled_traffic(plan, numel)
+            stored = fsdpctl_update.tiled_traffic(plan, numel)
             recorder.optimize(numel, plan.dtypes.master.itemsize, moments, stored)
         for event in self._update:
             self._renew(event)

@@ -46,13 +46,8 @@ from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 from fsdpctl.run.data_record import check_same_data, known_fingerprint
 from fsdpctl.run.environment import add_start, describe_start, device_name
+from fsdpctl.training.callbacks import profiling
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
-from fsdpctl.training.callbacks.profiling import (
-    CompilerReport,
-    HeapTrim,
-    Profiling,
-    watch_allocations,
-)
 from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
 from fsdpctl.training.callbacks.sample import SampleText
 from fsdpctl.training.callbacks.self_check import SelfCheck
@@ -213,7 +208,7 @@ def make_trainer(
     is_main = world.rank == 0
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
-        watch_allocations(world.device)
+        profiling.watch_allocations(world.device)
     devices = ranks.gather_objects(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
@@ -228,14 +223,14 @@ def make_trainer(
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
-        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
+        profiling.Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
         RunReporter(journal, checkpoints),
         heartbeat,
         EstimateReport(run_dir, done.step),
         SampleText(),
-        *([CompilerReport(journal)] if config.train.compile else []),
-        *([HeapTrim()] if world.device.type == "cpu" else []),
+        *([profiling.CompilerReport(journal)] if config.train.compile else []),
+        *([profiling.HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 
