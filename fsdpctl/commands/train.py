@@ -22,7 +22,7 @@ from fsdpctl.commands.console import emit, fail, note, out, plan, say, show_pane
 from fsdpctl.commands.convert import converted, lines_about, words_beside
 from fsdpctl.config.auto import Selection, left_open, selected, unset
 from fsdpctl.config.compose import Composed, First, compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, Origin
 from fsdpctl.config.serialize import words_to_type, words_to_yaml
 from fsdpctl.errors import (
     FINAL,
@@ -126,7 +126,7 @@ def _train(composed: Composed, settings: list[str], resume: str) -> None:
 
 
 def _print_config(composed: Composed, resume: str) -> None:
-    """Print the configuration; lines about the selection go to standard error.
+    """Print the configuration and the origin of values; lines about the selection go to stderr.
 
     Settings that are selected if their defaults do not fit are left out.
     """
@@ -135,12 +135,15 @@ def _print_config(composed: Composed, resume: str) -> None:
         from fsdpctl.estimate.estimator import Estimator
         from fsdpctl.launch.begin import decide_run
 
-        plan, _, decision = decide_run(_opened(composed, resume)[1], Estimator(), note)
-        note(*decision.lines)
+        plan, _, lines = decide_run(_opened(composed, resume)[1], Estimator(), note)
+        note(*lines)
         config = selected(config, Selection.of(plan.config))
     words, left_out = words_to_type(config), {*unset(composed.config)}
     kept = {name: text for name, text in words.items() if not {name, name.split(".")[0]} & left_out}
-    emit(words_to_yaml(kept).rstrip())
+    shown = (Origin.TYPED, Origin.RECIPE, Origin.SELECTED, Origin.OPTION, Origin.DERIVED)
+    found = {name: config.origin(name) for name in kept}
+    origins = {name: each.value for name, each in found.items() if each in shown}
+    emit(words_to_yaml(kept, origins).rstrip())
 
 
 def _opened(composed: Composed, resume: str) -> "tuple[Prepared, Look]":
@@ -162,8 +165,8 @@ def _dry_run(composed: Composed, resume: str) -> None:
     from fsdpctl.launch.run_lines import describe_run
 
     estimator = Estimator()
-    plan, estimate, decision = decide_run(seen, estimator, note)
-    say(*decision.lines, *describe_run(opened, plan, seen, estimate))
+    plan, estimate, lines = decide_run(seen, estimator, note)
+    say(*lines, *describe_run(opened, plan, seen, estimate))
     _show_samples(opened)
     _check_large_token_files(opened)
     check_fits(estimate, estimator, say)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import auto_key, key, optional_key
@@ -17,7 +18,14 @@ TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "keep")
 TEMPLATE, ALPACA = "template", "alpaca"
-_CHAT_KEYS = ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long")
+_ONLY_WITH = {
+    **dict.fromkeys(
+        ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long"), (CHAT,)
+    ),
+    "new_tokens": (TEXT, CHAT),
+    "packing": (CHAT, TOKENS),
+    "format": (TOKENS,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +132,16 @@ def _tokens(text: str) -> str:
     return json.dumps(found, ensure_ascii=False)
 
 
-def check_chat_keys(config: DataConfig) -> None:
-    """Check that no key is set that only other kinds of data have; UsageError if there is one."""
+def check_kind(config: DataConfig, typed: Collection[str] = ()) -> None:
+    """Check that no key is set that only other kinds of data have; UsageError if there is one.
+
+    Keys that are `typed` are set even if they have their defaults.
+    """
     default = DataConfig()
-    for name in _CHAT_KEYS if config.name != CHAT else ():
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            raise UsageError(f"data.{name}={value}: only valid with data={CHAT}")
-    if config.new_tokens is not None and config.name not in (CHAT, TEXT):
-        raise UsageError(f"data.new_tokens: only valid with data={TEXT} or data={CHAT}")
-    if config.name in (CHAT, TOKENS):
-        return
-    if config.packing:
-        raise UsageError(f"data.packing=true: only valid with data={CHAT} or data={TOKENS}")
-    if config.format != default.format:
-        raise UsageError(f"data.format={config.format}: only valid with data={TOKENS}")
+    for name, kinds in _ONLY_WITH.items():
+        value, key = getattr(config, name), f"data.{name}"
+        is_set = value != getattr(default, name) or (key in typed and value is not None)
+        if config.name in kinds or not is_set or value is False:
+            continue
+        text = "" if name == "new_tokens" else f"={str(value).lower() if value is True else value}"
+        raise UsageError(f"{key}{text}: only valid with {' or '.join(f'data={x}' for x in kinds)}")

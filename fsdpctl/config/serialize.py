@@ -102,8 +102,8 @@ def config_to_yaml(config: Config) -> str:
     return words_to_yaml(config_words(config))
 
 
-def words_to_yaml(words: Mapping[str, str]) -> str:
-    """Return settings as a recipe, with a line for each."""
+def words_to_yaml(words: Mapping[str, str], notes: Mapping[str, str] = {}) -> str:
+    """Return settings as a recipe, with a line for each, and its note as a comment."""
     lines = []
     for name, text in words.items():
         key = KEYS.get(name)
@@ -113,5 +113,6 @@ def words_to_yaml(words: Mapping[str, str]) -> str:
             value = escaped(json.dumps(text, ensure_ascii=False))
         elif is_text:
             value = yaml.safe_dump(text, allow_unicode=True, width=10**6)
-        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")
+        note = f"  # {notes[name]}" if name in notes else ""
+        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}{note}")
     return "\n".join(lines) + "\n"

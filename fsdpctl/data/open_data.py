@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_chat_keys
+from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_kind
 from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix
 from fsdpctl.data.new_tokens import tokenizer_of
@@ -31,7 +31,7 @@ def open_data(
     `chats` and `text` read one source, whose path the key names. UsageError if the data is missing,
     empty or corrupted, or if a key doesn't apply to it.
     """
-    check_chat_keys(config)
+    check_kind(config)
     if config.path is None and config.name != OWN:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files

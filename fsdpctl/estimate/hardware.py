@@ -9,7 +9,7 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import C, Settled
+from fsdpctl.config.schema import C, Config, Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
@@ -113,7 +113,7 @@ def with_speed(config: C) -> tuple[C, str]:
         found, whose = _of_this_gpu()
     else:
         found, whose = _specified(_CPU), "specs as set" if cluster.flops else f"{ASSUMED} CPU specs"
-    return replace(config, cluster=_filled(cluster, found)), whose
+    return replace(config, cluster=_filled(config, found)), whose
 
 
 def card_of(config: Settled) -> str:
@@ -124,11 +124,15 @@ def card_of(config: Settled) -> str:
     return name if known is None else known.cluster
 
 
-def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
-    """Return `given`, with the specs of `found` where it has the defaults."""
-    usual = ClusterConfig()
+def _filled(config: Config, found: ClusterConfig) -> ClusterConfig:
+    """Return the cluster of a configuration, with the specs of `found` where none are set."""
+    given, usual = config.cluster, ClusterConfig()
     specs = (each.name for each in fields(given) if each.name not in _OTHERS)
-    lacking = (name for name in specs if getattr(given, name) == getattr(usual, name))
+    lacking = (
+        name
+        for name in specs
+        if getattr(given, name) == getattr(usual, name) and not config.is_set(f"cluster.{name}")
+    )
     return replace(given, **{name: getattr(found, name) for name in lacking})
 
 

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fsdpctl.checkpoint.base import checked_weights
 from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
@@ -14,7 +13,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection, kept_names, left_open, opened
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Filled, Settled
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import Candidate, Ranking
@@ -47,8 +46,7 @@ class Begun:
 
     run_dir: Path
     lock: RunLock
-    base: Filled  # as opened: settings that depend on the ranks are as requested
-    selection: Selection | None  # of the settings in `base` that are `auto`
+    plan: RunPlan  # of the first round
     config: Settled  # settled for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
@@ -88,13 +86,13 @@ def begin(
             return None
         assets = check_start(found, seen)
         estimator = Estimator()
-        estimate, decision = None, Decision(found.config)
+        estimate, lines = None, tuple[str, ...]()
         if task is None:
-            plan, estimate, decision = decide_run(seen, estimator, talk.note)
+            plan, estimate, lines = decide_run(seen, estimator, talk.note)
         else:
             plan = settle(seen.config)
         described = describe_run(found, plan, seen, estimate)
-        for line in (*decision.lines, *described):
+        for line in (*lines, *described):
             (talk.say if line.startswith("note ") else talk.plan)(line)
         if estimate is not None:
             check_fits(estimate, estimator, talk.say)
@@ -103,7 +101,7 @@ def begin(
             talk.say(f"note    {lacks_link}")
         if estimate is not None:
             write_estimate(seen.run_dir, plan, estimate, estimator)
-    return Begun(seen.run_dir, lock, decision.base, decision.selection, plan.config, seen.step)
+    return Begun(seen.run_dir, lock, plan, plan.config, seen.step)
 
 
 def check_start(found: Prepared, seen: Look) -> dict[str, bytes]:
@@ -189,24 +187,27 @@ def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
     ]
 
 
-class Decision(NamedTuple):
-    """The selected values, and the lines that explain them."""
-
-    base: Filled  # in which what is selected is `auto`
-    selection: Selection | None = None  # None: no setting is `auto`
-    lines: tuple[str, ...] = ()
-
-
 def decide_run(
     seen: Look, estimator: Estimator, note: Callable[[str], None]
-) -> tuple[RunPlan, RunEstimate, Decision]:
-    """Select for the ranks of a run, as `decide`; one that resumes keeps its selection."""
-    made = _kept(seen) or _decided(seen.config, estimator, note)
-    plan = settle(made.base, made.selection)
-    return plan, estimator.estimate(plan), made
+) -> tuple[RunPlan, RunEstimate, tuple[str, ...]]:
+    """Select for the ranks of a run, as `decide`; one that resumes keeps its selection.
+
+    Return the plan, its estimate, and lines that explain the selection.
+    """
+    if (kept := _kept(seen)) is not None:
+        plan, line = kept
+        return plan, estimator.estimate(plan), (line,)
+    if left_open(seen.config):
+        note("selecting the fastest configuration that fits")
+    _, ranking = decide(estimator, seen.config)
+    if ranking is None:
+        plan = settle(seen.config)
+        return plan, estimator.estimate(plan), ()
+    plan = settle(opened(seen.config, ranking.names), ranking.selection)
+    return plan, estimator.estimate(plan), (*describe_ranking(ranking),)
 
 
-def _kept(seen: Look) -> Decision | None:
+def _kept(seen: Look) -> tuple[RunPlan, str] | None:
     """Return what the last start had selected, or was set to, on the same ranks and memory."""
     config, kept = seen.config, seen.kept
     if kept is None or any(kept.value(key) != config.value(key) for key in _SELECTED_FOR):
@@ -215,17 +216,7 @@ def _kept(seen: Look) -> Decision | None:
         return None
     selection, source = Selection.of(kept), seen.source or seen.run_dir / RUN_CONFIG
     line = f"{'auto':<8}{selection.text(names)}, as in {source}"
-    return Decision(opened(config, names), selection, (line,))
-
-
-def _decided(config: Filled, estimator: Estimator, note: Callable[[str], None]) -> Decision:
-    if left_open(config):
-        note("selecting the fastest configuration that fits")
-    _, ranking = decide(estimator, config)
-    if ranking is None:
-        return Decision(config)
-    base = opened(config, ranking.names)
-    return Decision(base, ranking.selection, tuple(describe_ranking(ranking)))
+    return settle(opened(config, names), selection), line
 
 
 def describe_ranking(ranking: Ranking) -> Iterator[str]:

@@ -128,7 +128,7 @@ def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) ->
     for count in range(max(ranks - is_stuck, least), least - 1, -1):
         try:
             fewer = replace(launch, nnodes=len(members), nproc_per_node=count)
-            return settle(begun.base, begun.selection, fewer).config
+            return settle(begun.plan.asked, launch=fewer).config
         except UsageError as error:
             problem = str(error)
     say(f"no restart with the remaining ranks: {problem}")

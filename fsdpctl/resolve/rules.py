@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fsdpctl.config.keys import AUTO
+from fsdpctl.config.data import check_kind
 from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config, Origin
 from fsdpctl.errors import UsageError
@@ -54,11 +54,12 @@ def checked(config: C) -> C:
 
     Returns the configuration with the sizes of its strategy, unless that is `auto`.
     """
-    if config.strategy.name != AUTO:
+    if not config.is_auto("strategy"):
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
         config = filled(config, Stage.STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
+    check_kind(config.data, {x for x, each in config.origins.items() if each is Origin.TYPED})
     for message in _broken(config):
         raise UsageError(message)
     check_attention(config)
@@ -90,7 +91,7 @@ def _keys_of_others(config: Config) -> Iterator[str]:
     for key, text in set_ones(f"optimizer.{name}" for name in names):
         known = [each.name for each in OPTIMIZERS.values() if key[10:] in each.keys]
         yield f"{text}: only valid with optimizer={' or '.join(known)}"
-    if config.prefetch.name == AUTO:
+    if config.is_auto("prefetch"):
         for _, text in set_ones(("prefetch.forward", "prefetch.backward")):
             yield f"{text}: conflicts with prefetch=auto; leave one of them out"
 
@@ -101,7 +102,7 @@ def _row(config: Config) -> OptimizerRow:
 
 def _divides(config: Config) -> bool:
     """Return whether several ranks run a strategy that is known, not `auto`."""
-    return config.strategy.name != AUTO and config.num_ranks > 1
+    return not config.is_auto("strategy") and config.num_ranks > 1
 
 
 # What only fsdpctl's engine has, and whether a configuration asks for it.
@@ -126,7 +127,7 @@ def _cannot_offload(config: Config) -> str:
     given = config.strategy
     if Offload.STATES in given.on_host and config.optimizer.name != ADAMW:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
-    if given.name == AUTO:
+    if config.is_auto("strategy"):
         return ""
     row = get_strategy(given.name)
     runs, _ = strategy_that_runs(config, row, given.dp_shard_size)
@@ -158,7 +159,7 @@ RULES = (
         "strategy.owner_map={strategy.owner_map}: only valid with strategy=shard_optimizer, got "
         "strategy={strategy.name}",
         lambda c: (
-            c.strategy.name != AUTO
+            not c.is_auto("strategy")
             and c.strategy.owner_map != "even"
             and not get_strategy(c.strategy.name).has_owner_map
         ),

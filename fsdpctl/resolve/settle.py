@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, selected
+from fsdpctl.config.auto import MICRO_BATCH, Selection, selected
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Config, Filled, Placed, Settled
+from fsdpctl.config.schema import Config, Filled, Origin, Placed, Settled
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.auto_values import Facts, Stage, check_chunks, filled
 from fsdpctl.resolve.rules import checked
@@ -24,16 +24,15 @@ def settle(
 ) -> RunPlan:
     """Return the plan of a placed configuration; opens neither data nor model.
 
-    The micro-batch of `selection` may come from other ranks: it is limited to a rank's share of the
-    step. `launch` has the ranks if they differ from those that `config` was opened with. UsageError
-    if the ranks cannot run it; the message names the keys.
+    A selected micro-batch may come from other ranks: it is limited to a rank's share of the step.
+    `launch` has the ranks if they differ from those that `config` was prepared for. UsageError if
+    the ranks cannot run it; the message names the keys.
     """
     config = config if launch is None else replace(config, launch=launch)
-    names = left_open(config)
     if selection is not None:
         config = selected(config, selection)
     asked, config = config, checked(config)
-    if selection is not None and MICRO_BATCH in names:
+    if config.origin(MICRO_BATCH) is Origin.SELECTED:
         share = -(-config.train.global_batch_size // config.num_groups)
         size = min(config.train.micro_batch_size or share, share)
         config = config.changed({MICRO_BATCH: size})

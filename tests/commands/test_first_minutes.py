@@ -21,7 +21,7 @@ def printed(*words: str) -> dict[str, str]:
     """The configuration that `train` understands."""
     code, said = invoke("train", *words, "--print-config")
     assert code == 0, said
-    return dict(line.split(": ", 1) for line in said.splitlines())
+    return dict(line.partition("  #")[0].split(": ", 1) for line in said.splitlines())
 
 
 def dry_run(*words: str) -> str:

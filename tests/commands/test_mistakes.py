@@ -335,7 +335,10 @@ def test_print_config_is_a_recipe(words, tmp_path):
     code, printed = invoke("train", "--print-config", *words)
     assert code == 0
     (tmp_path / "mine.yaml").write_text(printed)
-    assert invoke("train", "--print-config", "--recipe", "mine.yaml") == (0, printed)
+    code, again = invoke("train", "--print-config", "--recipe", "mine.yaml")
+    assert {"typed", "derived"} == set(re.findall("  # ([a-z]+)\n", printed))
+    assert {"recipe", "derived"} == set(re.findall("  # ([a-z]+)\n", again))
+    assert re.sub("  # .*", "", again) == re.sub("  # .*", "", printed)
 
 
 def test_list_shows_choices_and_keys():

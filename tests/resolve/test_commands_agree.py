@@ -158,7 +158,7 @@ def test_what_fits_by_the_estimate_fits_for_train_with_the_same_selection(
         assert (estimate.fits, estimate.peak_reserved) == (found.fits, found.peak_reserved), words
         assert (codes == (0, 0)) == found.fits
         assert plan.batches == found.batches, words
-        assert (made.selection is None) == (ranking is None), words
+        assert bool(made) == (ranking is not None), words
         held = {name for name in given if name in SIZED and given[name] != f"{name}=auto"}
         for name in held & {"strategy", "activation_checkpointing", "prefetch"}:
             assert f"{name}={plan.config.value(name)}" == given[name]

@@ -1,0 +1,75 @@
+"""Where values come from, and the one sequence in which they are decided."""
+
+import ast
+
+import pytest
+
+from fsdpctl.config.auto import Selection, left_open, opened, selected, unset
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Origin
+from fsdpctl.errors import UsageError
+from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.place import on_this_machine, place
+from fsdpctl.resolve.prepare import prepare
+from fsdpctl.resolve.settle import settle
+from tests.test_architecture import package_sources
+
+# The steps from settings to a prepared configuration; `read` is `estimated_data` of an estimator.
+STEPS = {
+    "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "checked_data": 1,
+    "check_preflight": 1, "announce_weights": 1, "keep_cache": 1,
+}  # fmt: skip
+
+
+def test_each_step_is_taken_in_one_place():
+    calls = [
+        node.func.id
+        for source in package_sources().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    assert {name: calls.count(name) for name in STEPS} == STEPS
+
+
+def test_a_value_knows_its_origin(tmp_path):
+    (tmp_path / "r.yaml").write_text("cluster: 2xh100\ntrain.seed: 3\ntrain.seq_len: 64\n")
+    words = ["train.seed=0", "optimizer=muon", "strategy=auto", "train.global_batch_size=auto"]
+    composed = compose_config(words, str(tmp_path / "r.yaml"))
+    found = {
+        "train.seed": Origin.TYPED, "train.seq_len": Origin.RECIPE, "cluster": Origin.RECIPE,
+        "launch.nproc_per_node": Origin.OPTION, "strategy": Origin.AUTO, "optimizer": Origin.TYPED,
+        "train.global_batch_size": Origin.AUTO, "train.log_every": Origin.DEFAULT,
+        "optimizer.momentum": Origin.OPTION, "model.num_layers": Origin.DERIVED,
+        "train.micro_batch_size": Origin.DEFAULT,
+    }  # fmt: skip
+    config = composed.config
+    assert {name: config.origin(name) for name in found} == found
+    assert config.is_set("train.seed")  # to its default
+    assert not config.is_set("train.global_batch_size", "strategy.offload")
+    here = on_this_machine(composed).config
+    assert here.launch.nproc_per_node is None
+    assert here.is_auto("launch.nproc_per_node")
+
+
+def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
+    found = prepare(compose_config(["train.micro_batch_size=auto"]), CLUSTER).config
+    assert (found.train.global_batch_size, found.is_auto("train.global_batch_size")) == (16, True)
+    assert left_open(found) == ("train.micro_batch_size",)
+    config = selected(found, Selection("full_shard", "none", found.prefetch, 2))
+    assert config.origin("train.micro_batch_size") is Origin.SELECTED
+    assert (left_open(config), settle(config).batches.micro_batch_size) == ((), 2)
+    assert set(unset(config)) == {"activation_checkpointing", "prefetch"}
+    assert unset(opened(config, unset(config))) == ()
+
+
+@pytest.mark.parametrize(("typed", "refused"), [
+    ("optimizer.momentum=0.9", "only valid with optimizer=sgd or muon"),
+    ("data.prompt=template", "only valid with data=chat"),
+    ("data.format=auto", "only valid with data=tokens"),
+])  # fmt: skip
+def test_a_typed_value_is_set_even_if_it_is_the_default(tmp_path, typed, refused):
+    with pytest.raises(UsageError, match=f"^{typed}: {refused}"):
+        prepare(compose_config([typed]), CLUSTER)
+    name, _, value = typed.partition("=")
+    (tmp_path / "run.yaml").write_text(f"{name}: {value}\n")  # of a run, which has every key
+    place(prepare(compose_config([], str(tmp_path / "run.yaml")), CLUSTER).config)
