@@ -233,7 +233,7 @@ def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any
     """Return the names of all columns, and batches of those that are used."""
     from pyarrow.parquet import ParquetFile
 
-    file = ParquetFile(raw, buffer_size=MIB)  # else all of a column would be read at once
+    file = ParquetFile(raw, buffer_size=MIB, pre_buffer=False)  # else row groups are read whole
     names, groups = file.schema_arrow.names, None if group is None else [group]
     return names, file.iter_batches(_BATCH, groups, [name for name in names if is_used(name)])
 
