@@ -76,49 +76,41 @@ class _Opening:
     estimates: bool = False  # whether a source had more
 
     def chats(self, rendering: Rendering, config: DataConfig, key: str) -> DataSet:
-        return self._open(open_chats, has_read_chats, _of_chats, (rendering, config, key))
+        return self._open((open_chats, has_read_chats, _of_chats), rendering, config, key)
 
     def text(self, tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         if config.name == OWN:
             return open_text(tokenizer, config, key)
-        return self._open(open_text, has_read_text, _of_text, (tokenizer, config, key))
+        return self._open((open_text, has_read_text, _of_text), tokenizer, config, key)
 
     def _open(
-        self,
-        count: Callable[..., DataSet],
-        is_counted: Callable[..., bool],
-        estimate: Callable[..., Estimated],
-        about: tuple[Any, DataConfig, str],
+        self, ways: tuple[Callable[..., Any], ...], by: Any, config: DataConfig, key: str
     ) -> DataSet:
-        by, config, key = about
+        read, is_counted, estimate = ways
         found = find_data(str(config.path), key, config.name, fetches=False)
         held = found.validation if config.takes_validation else ()
-        files, train, val = (
-            DataFiles(found.option, found.train, held),
-            _size(found.train),
-            _size(held),
-        )
+        files = DataFiles(found.option, found.train, held)
+        val, size = _size(held), _size((*found.train, *held))
         most = max(self.left, PLACES * PLACE_BYTES)  # which an estimate would read, too
-        if (known := is_counted(by, config, files)) or train + val <= most:
-            self.left -= 0 if known else train + val
-            return count(*about, found)
+        if (known := is_counted(by, config, files)) or size <= most:
+            self.left -= 0 if known else size
+            counted: DataSet = read(by, config, key, found)
+            return counted
         self.estimates = True
         with doing("estimating tokens"):
-            data = estimate(*about, files)
-        share = val / train if val else config.held_out
+            every = DataFiles(found.option, (*found.train, *held))
+            data: Estimated = estimate(by, config, key, every)
+        share = val / size if val else config.held_out
         part = partial(Estimated, data.sample, spread=data.spread)
         tokenizer = by.tokenizer if isinstance(by, Rendering) else by
-        tokens = f"{data.num_tokens:,} tokens ±{2 * data.spread:.1%} in {train:,} bytes"
+        count = float(f"{data.num_tokens:.4g}")
+        tokens = f"{count:,.0f} tokens ±{2 * data.spread:.1%} in {size:,} bytes"
+        kept, rest = part(data.scale * (1 - share)), part(data.scale * share)
         return DataSet(
-            part(data.scale * (1 if val else 1 - share)),
-            part(data.scale * share) if share else None,
-            tokenizer,
-            tokenizer.vocab_size,
+            kept, rest if share else None, tokenizer, tokenizer.vocab_size,
             f"{config.path}, {found.about(validates=config.takes_validation)}",
-            notes=(f"{tokens} (estimated from {PLACES} places)",),
-            files=(*files.train, *held),
-            has_val_files=bool(val),
-        )
+            notes=(f"{tokens} (estimated from {PLACES} places)",), has_val_files=bool(val),
+        )  # fmt: skip
 
 
 def _size(files: Sequence[Path]) -> int:
@@ -177,9 +169,7 @@ def _estimate(
     """Return the tokens of all files; UsageError if the pieces have none."""
     samples = [sample for _, of_piece in pieces for sample in of_piece]
     if not samples:
-        raise UsageError(
-            f"{key}: nothing to train on at {PLACES} places, such as in {found.train[0]}"
-        )
+        raise UsageError(f"{key}: nothing to train on at {PLACES} places of {found.train[0]}, …")
     places = np.arange(len(pieces)) * PLACES // len(pieces)
     read = np.bincount(places, [size for size, _ in pieces])
     counts = np.bincount(places, [sum(len(x) for x, _ in of_piece) for _, of_piece in pieces])
@@ -199,9 +189,10 @@ def _spans_of(files: Sequence[Path]) -> dict[Path, list[Span]]:
     """Return files with evenly spread parts of each."""
     sizes = [each.stat().st_size for each in files]
     ends, spans = [*accumulate(sizes)], defaultdict[Path, list[Span]](list)
-    each = ends[-1] // PLACES
-    for middle in range(each // 2, ends[-1], each):
-        at, stop = middle - min(each, PLACE_BYTES) // 2, middle + min(each, PLACE_BYTES) // 2
+    size = min(PLACE_BYTES, -(-ends[-1] // PLACES))
+    for place in range(PLACES):
+        at = max(0, ends[-1] * (2 * place + 1) // (2 * PLACES) - size // 2)
+        stop = min(at + size, ends[-1])
         while at < stop:
             number = bisect_right(ends, at)
             begin, end = ends[number] - sizes[number], min(stop, ends[number])

@@ -8,6 +8,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.find_data import find_data
+from fsdpctl.data.open_estimated import open_estimated
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
@@ -121,6 +122,11 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
             assert hub.fetched() == {"README.md", "x/1.jsonl", "x/z/2.jsonl", "y.jsonl"}
             count = len(hub.requests)
         assert (is_here(about), len(hub.requests)) == (True, count)
+        (trees,) = tmp_path.rglob("datasets--org--cards/trees")
+        trees = trees.rename(tmp_path / "trees")  # as another program fetches the files
+        assert open_estimated(about).train.num_tokens == 3
+        assert len(hub.requests) == count
+        trees.rename(next(tmp_path.rglob("datasets--org--cards")) / "trees")
         assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
         assert [x.name for x in find_data("hf://org/cards", "data.val_path").train] == ["y.jsonl"]
         assert (len(hub.requests), names("hf://org/plain")) == (count, ["train-0.jsonl"])
