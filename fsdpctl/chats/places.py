@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from itertools import accumulate, groupby, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdpctl.chats.formats import ChatLine
 from fsdpctl.chats.lines import lines_among, lines_of, objects_in, objects_of_table
@@ -20,13 +21,22 @@ from fsdpctl.io.files import MOST_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB
 
 Span = tuple[int, int]  # bytes of a file, half-open
-_Shares = Iterator[tuple[ChatLine, float]]  # rows, and the bytes of the file that each takes
+_NEAR = 1 << 13  # bytes before a place that are searched for a line's start, first
 
 
-def lines_near(path: str, spans: Sequence[Span], prompt: str) -> _Shares:
-    """Yield rows near some places of a file, each with its share of the file's bytes.
+class NearLine(NamedTuple):
+    """A row of which a place has a part."""
 
-    UsageError as `lines_of`.
+    line: ChatLine
+    size: float  # of that part, in bytes of the file
+    part: float = 1.0
+
+
+def lines_near(path: str, spans: Sequence[Span], prompt: str) -> Iterator[NearLine]:
+    """Yield the rows at some places of a file. UsageError as `lines_of`.
+
+    A place has parts of the first and the last row. Long rows count by the bytes at places, so that
+    one of them does not decide the ratio of tokens to bytes.
     """
     name, _ = lines_of(path, prompt=prompt)
     with open(open_regular(Path(path), follows=True), "rb") as raw:
@@ -35,17 +45,29 @@ def lines_near(path: str, spans: Sequence[Span], prompt: str) -> _Shares:
             yield from _of_row_groups(path, name, raw, spans)
         elif start.startswith(b"{") and not path.endswith((".csv", ".tsv")):
             for begin, end in spans:
-                raw.seek(begin)
-                if begin:
-                    raw.readline(MOST_BYTES)  # the rest of a line
-                yield from _first(path, name, raw, end - begin, end - begin)
+                raw.seek(line := _line_start(raw, begin))
+                yield from _first(path, name, raw, (begin - line, end - line), end - line)
         else:  # less than a MiB can be less than what is decompressed at once
             most = sum(end - begin for begin, end in spans)
-            yield from _first(path, name, raw, most, max(most, MIB))
+            yield from _first(path, name, raw, (0, most), max(most, MIB))
 
 
-def _first(path: str, name: str, raw: BufferedReader, most: int, read: int) -> _Shares:
-    """Yield rows with `most` bytes of text; at least `read` bytes of the file tell their shares."""
+def _line_start(raw: BufferedReader, at: int) -> int:
+    """Return where the line begins that has a byte of a file."""
+    size, begin = _NEAR, at
+    while begin and size < MOST_BYTES:  # of a line that can be read
+        raw.seek(begin := max(0, at - size))
+        if end := raw.read(at - begin).rfind(b"\n") + 1:
+            return begin + end
+        size *= 4
+    return begin
+
+
+def _first(path: str, name: str, raw: BufferedReader, span: Span, read: int) -> Iterator[NearLine]:
+    """Yield rows of a span of the text that follows.
+
+    At least `read` bytes of the file tell how many of them the text takes.
+    """
     begin = before = raw.tell()
     rows, size, kept = list[tuple[ChatLine, int]](), 0, 0
     after = f" after byte {begin:,}" if begin else ""
@@ -53,17 +75,25 @@ def _first(path: str, name: str, raw: BufferedReader, most: int, read: int) -> _
         now = raw.tell()  # behind a buffer, which can have several rows
         if size and now != before and before - begin >= read:
             break
-        if kept < most:
+        if kept < span[1]:
             rows.append((line, len(content)))
             kept += len(content)
         size += len(content)
         before = now
     else:
         before = os.path.getsize(path)
-    yield from ((line, (before - begin) * length / size) for line, length in rows)
+    scale, at = (before - begin) / max(1, size), 0.0
+    start, stop = (each * min(1, scale) for each in span)
+    for line, length in rows:
+        bytes_here = min(at + length * scale, stop) - max(at, start)
+        if bytes_here > 0:
+            yield NearLine(line, bytes_here, bytes_here / (length * scale))
+        at += length * scale
 
 
-def _of_row_groups(path: str, name: str, raw: BufferedReader, spans: Sequence[Span]) -> _Shares:
+def _of_row_groups(
+    path: str, name: str, raw: BufferedReader, spans: Sequence[Span]
+) -> Iterator[NearLine]:
     from pyarrow.parquet import ParquetFile
 
     about = ParquetFile(raw).metadata
@@ -72,4 +102,5 @@ def _of_row_groups(path: str, name: str, raw: BufferedReader, spans: Sequence[Sp
     for group, these in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
         rows = objects_of_table(path, raw, is_parquet=True, group=group, number=ends[group])
         some = islice(rows, math.ceil(sum(end - begin for begin, end in these) / share))
-        yield from ((line, share) for line, _ in lines_among(path, name, some, Counter()))
+        lines = lines_among(path, name, some, Counter())
+        yield from (NearLine(line, share) for line, _ in lines)

@@ -1,18 +1,23 @@
 """Data of an estimate that is not read whole: a sample, and what the data has times of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+import numpy as np
 
 from fsdpctl.data.packing import DocumentSet, Rows, Sample
 from fsdpctl.data.streams import TokenStream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Estimated:
     """Data whose tokens are estimated. It can be counted, but not trained on."""
 
     sample: TokenStream | DocumentSet
-    scale: float = 1.0  # times the tokens of the sample
+    num_tokens: int
+    scale: float = 1.0  # times the parts of the documents of the sample
+    parts: Sequence[float] | None = None  # None: whole documents
     spread: float = 0.0  # the standard error of the tokens, of one
     num_bytes = None
 
@@ -20,17 +25,15 @@ class Estimated:
     def fingerprint(self) -> NoReturn:
         raise AssertionError("an estimate has no data to train on")
 
-    @property
-    def num_tokens(self) -> int:
-        return round(self.sample.num_tokens * self.scale)
-
     def rows(self, seq_len: int) -> "EstimatedRows":
         if isinstance(self.sample, TokenStream):
             return EstimatedRows(seq_len, (self.num_tokens - 1) // seq_len)
         rows, shares = self.sample.rows(seq_len), self.sample.packing.shares_rows
         # Of packed rows, the last ones of a sample are shorter than those of all data.
         most = max(rows.num_tokens / seq_len, len(rows) - shares)
-        return EstimatedRows(seq_len, round(self.scale * most))
+        lengths = np.minimum(self.sample.lengths, seq_len if shares else 1)
+        part = 1 if self.parts is None else np.dot(lengths, self.parts) / lengths.sum()
+        return EstimatedRows(seq_len, round(self.scale * most * part))
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,10 +35,16 @@ from fsdpctl.io.stores import is_remote
 from fsdpctl.io.untrusted import MIB
 
 EXACT_BYTES = 64 * MIB  # of all files together, whose tokens are counted
-PLACES, PLACE_BYTES = 64, 1 << 16
+PLACES, PLACE_BYTES = 64, 1 << 15
 _INNER = bytes(range(0x80, 0xC0))  # of characters, after their first byte
-# Pieces of files: the bytes of each, and its tokens in a run, of a conversation in several samples.
-_Pieces = list[tuple[float, list[tuple[Tokens, Flags | None]]]]
+
+
+class _Piece(NamedTuple):
+    """A part of a file, and the tokens of a run that it belongs to."""
+
+    size: float  # bytes of the file
+    part: float  # of the tokens
+    samples: list[tuple[Tokens, Flags | None]]  # of a conversation, several
 
 
 def open_estimated(config: DataConfig, seed: int = 0) -> DataSet:
@@ -65,7 +70,8 @@ def _estimated(corpus: Any) -> Any:
     if isinstance(corpus, Mixture):
         parts = (MixedSource(x.name, x.share, _estimated(x.content)) for x in corpus.parts)
         return Mixture(tuple(parts), corpus.purpose)
-    return corpus if isinstance(corpus, Estimated) else Estimated(corpus)
+    is_sample = isinstance(corpus, Estimated)
+    return corpus if is_sample else Estimated(corpus, corpus.num_tokens)
 
 
 @dataclass(slots=True)
@@ -101,11 +107,13 @@ class _Opening:
             every = DataFiles(found.option, (*found.train, *held))
             data: Estimated = estimate(by, config, key, every)
         share = val / size if val else config.held_out
-        part = partial(Estimated, data.sample, spread=data.spread)
+        kept, rest = (
+            replace(data, num_tokens=round(data.num_tokens * x), scale=data.scale * x)
+            for x in (1 - share, share)
+        )
         tokenizer = by.tokenizer if isinstance(by, Rendering) else by
         count = float(f"{data.num_tokens:.4g}")
         tokens = f"{count:,.0f} tokens ±{2 * data.spread:.1%} in {size:,} bytes"
-        kept, rest = part(data.scale * (1 - share)), part(data.scale * share)
         return DataSet(
             kept, rest if share else None, tokenizer, tokenizer.vocab_size,
             f"{config.path}, {found.about(validates=config.takes_validation)}",
@@ -119,70 +127,71 @@ def _size(files: Sequence[Path]) -> int:
 
 def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, found: DataFiles) -> Estimated:
     next(documents(found, key, PassedOver(), PLACE_BYTES), None)  # whose errors are those of a run
-    pieces = _Pieces()
+    pieces = list[_Piece]()
 
-    def add(size: float, *texts: TextPiece) -> None:
-        pieces.append((size, [(tokenizer.encode_pieces([each]), None) for each in texts]))
+    def add(text: TextPiece, size: float, part: float = 1) -> None:
+        tokens = [tokenizer.encode_pieces([text])] if text.text else []
+        pieces.append(_Piece(size, part, [(each, None) for each in tokens]))
 
     for path, spans in _spans_of(found.train).items():
         if found.option == CHAT:
-            for line, share in lines_near(str(path), spans, COLUMN):
+            for line, size, share in lines_near(str(path), spans, COLUMN):
                 assert isinstance(line.content, Plain)
-                add(share, TextPiece(line.content.text, 0))
+                add(TextPiece(line.content.text, 0), size, share)
             continue
         with open(open_regular(path, follows=True), "rb", buffering=0) as file:
-            size = path.stat().st_size
+            end = path.stat().st_size
             for start, stop in spans:
                 file.seek(start)
                 part = file.read(stop - start)
                 part = part.lstrip(_INNER) if start else part
-                part = part if stop == size else part[: character_end(part)]
-                if part and not problem_in(part):
-                    add(len(part), TextPiece(part.decode(), 0, not start, stop == size))
-                else:  # training passes over the file
-                    add(len(part))
+                part = part if stop == end else part[: character_end(part)]
+                text = "" if problem_in(part) else part.decode()  # training passes over the file
+                add(TextPiece(text, 0, not start, stop == end), len(part))
     return _estimate(pieces, found, key)
 
 
 def _of_chats(rendering: Rendering, config: DataConfig, key: str, found: DataFiles) -> Estimated:
     for each in found.train if config.is_inferred else ():
         check_is_clear(str(each))
-    pieces, rows = _Pieces(), list[tuple[ChatLine, int]]()
+    pieces, rows = list[_Piece](), list[tuple[ChatLine, _Piece]]()
     for path, spans in _spans_of(found.train).items():
-        for line, share in lines_near(str(path), spans, config.prompt):
-            rows.append((line, len(pieces)))
-            pieces.append((share, []))
+        for line, size, share in lines_near(str(path), spans, config.prompt):
+            pieces.append(_Piece(size, share, []))
+            rows.append((line, pieces[-1]))
     plan = BuildPlan(key, (), (), 0.0, config.prompt, rendering.setup)
     building = Building(plan, rendering.tokenizer)
     for kind in (Plain, Chat):
         made = building.samples(row for row in rows if isinstance(row[0].content, kind))
-        for tokens, trained, number in made:
+        for tokens, trained, piece in made:
             if trained[1:].any():  # else training drops the sample
-                pieces[number][1].append((tokens, trained))
+                piece.samples.append((tokens, trained))
     packing = Packing(config.packing is not False, config.too_long, rendering.seed)
     return _estimate(pieces, found, key, packing)
 
 
 def _estimate(
-    pieces: _Pieces, found: DataFiles, key: str, packing: Packing | None = None
+    pieces: list[_Piece], found: DataFiles, key: str, packing: Packing | None = None
 ) -> Estimated:
     """Return the tokens of all files; UsageError if the pieces have none."""
-    samples = [sample for _, of_piece in pieces for sample in of_piece]
+    samples = [x for each in pieces for x in each.samples]
     if not samples:
         raise UsageError(f"{key}: nothing to train on at {PLACES} places of {found.train[0]}, …")
     places = np.arange(len(pieces)) * PLACES // len(pieces)
-    read = np.bincount(places, [size for size, _ in pieces])
-    counts = np.bincount(places, [sum(len(x) for x, _ in of_piece) for _, of_piece in pieces])
-    scale, rate = float(_size(found.train) / read.sum()), counts.sum() / read.sum()
+    read = np.bincount(places, [each.size for each in pieces])
+    lengths = [each.part * sum(len(x) for x, _ in each.samples) for each in pieces]
+    counts, size = np.bincount(places, lengths), _size(found.train)
+    rate, left = counts.sum() / read.sum(), max(0, 1 - read.sum() / size)
     # The residuals of a ratio; what is read has none
-    off = float(np.linalg.norm(counts - rate * read)) * max(0, 1 - 1 / scale) ** 0.5
+    spread = float(np.linalg.norm(counts - rate * read) * left**0.5 / counts.sum())
     tokens = np.concatenate([x for x, _ in samples])
+    parts = [each.part for each in pieces for _ in each.samples]
+    about = round(rate * size), float(size / read.sum()), parts, spread
     if packing is None:
-        return Estimated(TokenStream(tokens, None), scale, off / len(tokens))
+        return Estimated(TokenStream(tokens, None), *about)
     starts = np.cumsum([0, *(len(x) for x, _ in samples)], dtype=np.int64)
     trained = np.concatenate([x for _, x in samples if x is not None])
-    chats = DocumentSet(tokens, trained, starts, packing)
-    return Estimated(chats, scale, off / len(tokens))
+    return Estimated(DocumentSet(tokens, trained, starts, packing), *about)
 
 
 def _spans_of(files: Sequence[Path]) -> dict[Path, list[Span]]:

@@ -125,7 +125,7 @@ def test_estimated_tokens_and_rows_are_those_of_a_run(kind, files, tokenizer, tm
     assert isinstance(found.val, Estimated)
     assert found.train.sample.num_tokens < 0.55 * exact.train.num_tokens
     assert near(found.train.num_tokens, exact.train.num_tokens, found.spread)
-    assert near(len(found.train.rows(512)), len(exact.train.rows(512)), 2 * found.spread)
+    assert near(len(found.train.rows(512)), len(exact.train.rows(512)), 0.05)
     assert found.val.num_tokens == pytest.approx(found.train.num_tokens * 0.02 / 0.98, abs=1)
     assert 0 < found.spread < 0.06
     assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 places)")
@@ -141,7 +141,7 @@ def test_most_of_large_data_is_not_read(name, tokenizer, tmp_path, monkeypatch):
     content = (
         "\n".join(TEXTS).encode() if name == "a.txt" else lines(CHATS if kind == "chat" else ROWS)
     )
-    content = gzip.compress(40 * content, 1) if name.endswith("gz") else 20 * content
+    content = gzip.compress(40 * content, 1) if name.endswith("gz") else 40 * content
     (tmp_path / name).write_bytes(content)
     config = DataConfig(name=kind, path=str(tmp_path / name), tokenizer=tokenizer)
     open_estimated(config)  # imports
