@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, TEXT
+from fsdpctl.config.data import CHAT, TEXT, DataConfig
 from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.fetch import Repository, is_offline
-from fsdpctl.io.files import check_inside, read_regular
+from fsdpctl.io.files import check_inside, nearest_path, read_regular
 from fsdpctl.io.stores import is_remote
 from fsdpctl.io.untrusted import parse_yaml
 
@@ -35,6 +35,13 @@ _NAME = re.compile(
     r"hf://(?:datasets/)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w.-]+))?(?::(?P<config>[\w.-]+))?(?:/(?P<split>[\w.-]+))?"
 )
+
+
+def check_beside(config: DataConfig) -> None:
+    """Check that the tokenizer and the template that are set exist; UsageError names the key."""
+    for key, path in (("tokenizer", config.tokenizer), ("template", config.template)):
+        if path not in (None, "bytes") and not Path(path).exists():
+            raise UsageError(f"data.{key}={path}: not found{nearest_path(path)}")
 
 
 def find_data(

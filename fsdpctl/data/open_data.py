@@ -8,6 +8,7 @@ from pathlib import Path
 from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_kind
 from fsdpctl.config.sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_alike, mix
+from fsdpctl.data.find_data import check_beside
 from fsdpctl.data.new_tokens import tokenizer_of
 from fsdpctl.data.open_chats import Rendering, open_chats, rendering_of
 from fsdpctl.data.open_text import OWN, open_text
@@ -32,6 +33,7 @@ def open_data(
     empty or corrupted, or if a key doesn't apply to it.
     """
     check_kind(config)
+    check_beside(config)
     if config.path is None and config.name != OWN:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files

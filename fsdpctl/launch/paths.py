@@ -7,7 +7,7 @@ from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import sources_in
-from fsdpctl.data.find_data import HUB, find_data
+from fsdpctl.data.find_data import HUB, check_beside, find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import check_is_no_file
@@ -34,10 +34,7 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
         if is_remote(run_dir, where := f"train.run_dir={run_dir}"):
             raise UsageError(f"{where}: expected a local directory; checkpoint.remote uploads")
         check_is_no_file(Path(run_dir))
-    for name in ("tokenizer", "template"):
-        path = getattr(config.data, name)
-        if path not in (None, "bytes") and not Path(path).exists():
-            raise UsageError(f"data.{name}={path}: not found{nearest_path(path)}")
+    check_beside(config.data)
     try:
         _check_data(config.data)
     except UsageError as error:
