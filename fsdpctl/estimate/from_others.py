@@ -8,6 +8,7 @@ import torch
 
 from fsdpctl.config.auto import with_fixed_defaults
 from fsdpctl.config.compose import Composed, compose_config, with_short_forms
+from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.recipe import rows_of
@@ -78,11 +79,15 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
 
     def composed(words: Mapping[str, str]) -> Composed:
         try:
-            return compose_config(arguments, converted=[*words.items()])
+            made = compose_config(arguments, converted=[*words.items()])
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
+        return replace(made, recipe=translation.file.stem)
 
     found, own_engine = composed(settings_of(rows)), ""
+    data = found.config.data
+    if data.path is None and data.name in (CHAT, TEXT) and found.config.model.vocab_size is None:
+        raise UsageError(f"{translation.file}: has no data; set data.path, or model.vocab_size")
     if _PROGRAM not in typed:
         rows += _of_program(translation, place(found.config))
         words = settings_of(rows)

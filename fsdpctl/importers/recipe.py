@@ -27,6 +27,7 @@ from fsdpctl.importers.translation import (
 )
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
+from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS
 
 _LAUNCH = "accelerate"
 _READERS = {"axolotl": read_axolotl, _LAUNCH: read_accelerate, "TRL": read_trl}
@@ -143,6 +144,11 @@ def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> lis
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
         # Every rank would step everything, or nothing is there.
         rows = [each for each in rows if not each.settings[0].startswith("strategy.offload=")]
+    optimizer = OPTIMIZERS.get({**settings_of(rows), **typed}.get("optimizer", ADAMW))
+    if optimizer is not None:  # other optimizers' keys, such as betas with SGD, change nothing
+        others = {f"optimizer.{key}=" for row in OPTIMIZERS.values() for key in row.keys}
+        others -= {f"optimizer.{key}=" for key in optimizer.keys}
+        rows = [each for each in rows if not each.settings[0].startswith((*others,))]
     return [*rows, *_rows_of_ranks(found, {**settings_of(rows), **typed}, num_ranks)]
 
 

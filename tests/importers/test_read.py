@@ -126,7 +126,7 @@ def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     assert asked(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
 
 
-def test_the_command_line_overrides_the_file():
+def test_the_command_line_overrides_the_file(tmp_path):
     typed = ["strategy=no_shard", "train.micro_batch_size=1", "model=llama3_1b", "precision=fp32"]
     found = asked("axolotl-qlora.yml", *typed)
     config = found.composed.config
@@ -151,6 +151,8 @@ def test_the_command_line_overrides_the_file():
     found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
     assert found.composed.config.num_ranks == 4
     assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
+    with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path, or model\.voc"):
+        asked(written(tmp_path, AXOLOTL, "run.yaml"), "model=llama_tiny")
     with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # not a mistake of the file
         asked("axolotl-full.yaml", "train.seq_length=3")
 
@@ -174,6 +176,7 @@ def test_the_rules_decide_the_engine_of_a_file(word, reason):
     found = asked("axolotl-full.yaml", word)
     assert (found.composed.config.engine.name, reason in found.own_engine) == ("fsdpctl", True)
     assert "engine=fsdp2" in found.overridden
+    assert found.composed.recipe == "axolotl-full"  # which a refusal names
     kept = asked("axolotl-full.yaml", word, "engine=fsdp2")
     assert (kept.composed.config.engine.name, kept.own_engine) == ("fsdp2", "")
 

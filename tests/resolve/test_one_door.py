@@ -31,9 +31,11 @@ from tests.resolve.drawn import Drawn, combined, drawn, sized, write_files
 
 Figures = dict[str, Any]
 LENGTHS = ("train.steps", "train.epochs", "train.tokens")
-# Not compared: an estimate has no module, by which a rate follows, and shows the length as it is
-# set; a comparison has a length of its own.
-_OF_RUNS = {"train.run_dir", "optimizer.lr", *LENGTHS[1:], "train.global_batch_tokens"}
+# Not compared: an estimate has no module, by which a rate follows, and shows the length and the
+# paths as they are set; a comparison has a length of its own.
+_OF_RUNS = {
+    "train.run_dir", "optimizer.lr", *LENGTHS[1:], "train.global_batch_tokens", "data.path",
+}  # fmt: skip
 _OF_LENGTH = {*LENGTHS, "train.log_every", "lr_scheduler.warmup_steps"}
 _GPUS: dict[str, Any] = {
     "is_available": True, "device_count": 8, "get_device_capability": (8, 0),
@@ -313,5 +315,6 @@ def test_the_estimate_of_a_file_is_that_of_its_recipe(cases, tmp_path):
         typed = [*words, "cluster=h100"]
         asked, ours = ("estimate-memory", "--json"), "engine.program=fsdpctl"
         alone = planned(*asked, "--from", str(file), ours, *typed)
+        assert isinstance(alone, dict), text
         assert invoke("convert", str(file), *typed, "--out", str(recipe))[0] == 0
         assert (text, planned(*asked, "--recipe", str(recipe), ours)) == (text, alone)
