@@ -44,12 +44,10 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
     given = normalized(settings).settings
     named = {text.partition("=")[0] for text in given}
     other_data = bool({"data", "data.path"} & named)
-    known = [
-        f"{name}={text}"
-        for name, text in _own_settings(place).items()
-        if name not in named and not (other_data and name.startswith("data"))
-    ]
-    opened = prepare(compose_config([*known, *given]))
+    own = {"model": "hf", "model.path": str(place), "launch.nproc_per_node": "1"}
+    words = [f"{name}={text}" for name, text in own.items() if name not in named]
+    of_run = [x for x in _settings_of_data(place) if not (other_data and x[0].startswith("data"))]
+    opened = prepare(compose_config([*words, *given], converted=of_run))
     found = _evaluated(opened)
     loss, perplexity = found.mean, math.exp(min(found.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
@@ -69,15 +67,11 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
 
 
-def _own_settings(source: Path) -> dict[str, str]:
-    """Return the settings of the model in a checkpoint or directory, with its training data."""
-    own = {"model": "hf", "model.path": str(source), "launch.nproc_per_node": "1"}
-    if (source / MANIFEST).exists():
-        of_run = read_manifest(source).config.items()
-        of_data = {name: text for name, text in of_run if name.startswith(_OF_THE_DATA)}
-        of_data.pop("data.tokenizer", None)  # the checkpoint has it
-        own |= of_data
-    return own
+def _settings_of_data(source: Path) -> list[tuple[str, str]]:
+    """Return the settings of the data of a checkpoint, which has the tokenizer; none of others."""
+    of_run = read_manifest(source).config if (source / MANIFEST).exists() else {}
+    found = (each for each in of_run.items() if each[0].startswith(_OF_THE_DATA))
+    return [each for each in found if each[0] != "data.tokenizer"]
 
 
 def _evaluated(opened: Prepared) -> ValidationLoss:

@@ -117,7 +117,8 @@ def compose_config(
     values |= of_model | parsed | of_adapters
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
     origins = dict.fromkeys(of_model | of_adapters, Origin.DERIVED)
-    origins |= {x: Origin.RECIPE if x in from_recipe - given else Origin.TYPED for x, _ in pairs}
+    has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].is_selected]
+    origins |= {x: Origin.RECIPE if x in from_recipe - given else Origin.TYPED for x in has_value}
     # Ranks by the cluster of a recipe are those of its option.
     origins |= dict.fromkeys({*RANKS} & from_recipe - written - given, Origin.OPTION)
     _resolve_alternatives(values, origins)

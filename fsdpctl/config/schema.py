@@ -248,6 +248,10 @@ class Config:
         """Whether the command line or the recipe has one of these, even if it has the default."""
         return any(self.origins.get(key) in (Origin.TYPED, Origin.RECIPE) for key in keys)
 
+    def is_typed(self, key: str) -> bool:
+        """Whether the command line has it. A recipe may be a run's config.yaml, with every key."""
+        return self.origins.get(key) is Origin.TYPED
+
     def changed(self, values: Mapping[str, Any], origin: Origin | None = None) -> Self:
         """The configuration with other values by key, and their origin; None: not set."""
         about = {} if origin is None else dict.fromkeys(values, origin)

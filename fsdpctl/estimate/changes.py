@@ -68,7 +68,7 @@ def changed(plan: RunPlan, values: Values) -> RunPlan:
 
 
 def _unless_set(config: Config, key: str, *values: object) -> list[Values]:
-    is_unset = config.value(key) == KEYS[key].default and not config.is_set(key)
+    is_unset = config.value(key) == KEYS[key].default and not config.is_typed(key)
     return [{key: value} for value in values] if is_unset else []
 
 

@@ -128,11 +128,8 @@ def _filled(config: Config, found: ClusterConfig) -> ClusterConfig:
     """Return the cluster of a configuration, with the specs of `found` where none are set."""
     given, usual = config.cluster, ClusterConfig()
     specs = (each.name for each in fields(given) if each.name not in _OTHERS)
-    lacking = (
-        name
-        for name in specs
-        if getattr(given, name) == getattr(usual, name) and not config.is_set(f"cluster.{name}")
-    )
+    specs = (name for name in specs if not config.is_typed(f"cluster.{name}"))
+    lacking = (name for name in specs if getattr(given, name) == getattr(usual, name))
     return replace(given, **{name: getattr(found, name) for name in lacking})
 
 

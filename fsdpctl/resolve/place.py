@@ -116,9 +116,7 @@ def on_this_machine(composed: Composed) -> Composed:
             f"cluster={given}: this machine is {_machine(config)}; leave cluster out, or size the "
             f"run for that machine with fsdpctl estimate-memory cluster={given}"
         )
-    described = [
-        x for x in KEYS if x.startswith("cluster.") and config.origin(x) is not Origin.TYPED
-    ]
+    described = [x for x in KEYS if x.startswith("cluster.") and not config.is_typed(x)]
     described += [name for name in RANKS if config.origin(name) is Origin.OPTION]
     config = config.changed({"cluster": LOCAL}, Origin.DEFAULT)
     for name in described:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fsdpctl.config.data import check_kind
 from fsdpctl.config.placement import OURS
-from fsdpctl.config.schema import KEYS, SECTIONS, C, Config, Origin
+from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import lacking
 from fsdpctl.io.stores import is_remote
@@ -59,7 +59,7 @@ def checked(config: C) -> C:
         check_strategy(config.engine.name, row)
         config = filled(config, Stage.STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
-    check_kind(config.data, {x for x, each in config.origins.items() if each is Origin.TYPED})
+    check_kind(config.data, {*filter(config.is_typed, KEYS)})
     for message in _broken(config):
         raise UsageError(message)
     check_attention(config)
@@ -81,9 +81,7 @@ def _keys_of_others(config: Config) -> Iterator[str]:
 
     def set_ones(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
         for key in sorted(keys):
-            # A recipe may be a run's config.yaml, which has every key.
-            is_typed = config.origins.get(key) is Origin.TYPED
-            if (value := config.value(key)) != usual.value(key) or is_typed:
+            if (value := config.value(key)) != usual.value(key) or config.is_typed(key):
                 yield key, f"{key}={KEYS[key].text(value)}"
 
     names = {name for each in OPTIMIZERS.values() for name in each.keys}

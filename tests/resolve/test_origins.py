@@ -6,8 +6,11 @@ import pytest
 
 from fsdpctl.config.auto import Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Origin
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.changes import _unless_set
+from fsdpctl.estimate.hardware import _filled
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import on_this_machine, place
 from fsdpctl.resolve.prepare import prepare
@@ -46,9 +49,22 @@ def test_a_value_knows_its_origin(tmp_path):
     assert {name: config.origin(name) for name in found} == found
     assert config.is_set("train.seed")  # to its default
     assert not config.is_set("train.global_batch_size", "strategy.offload")
+    assert not compose_config(["train.epochs=none"]).config.is_set("train.epochs")
     here = on_this_machine(composed).config
     assert here.launch.nproc_per_node is None
     assert here.is_auto("launch.nproc_per_node")
+
+
+def test_a_default_in_the_file_of_a_run_hides_neither_advice_nor_specs(tmp_path):
+    words = {"cluster.pcie_bandwidth": "31.5", "activation_checkpointing.offload": "false"}
+    (tmp_path / "run.yaml").write_text("".join(f"{x}: {y}\n" for x, y in words.items()))
+    typed = [f"{x}={y}" for x, y in words.items()]
+    found = [compose_config([], str(tmp_path / "run.yaml")), compose_config(typed)]
+    plans = [settle(prepare(x, CLUSTER).config) for x in found]
+    specs = ClusterConfig(pcie_bandwidth=63)
+    assert [_filled(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
+    key = "activation_checkpointing.offload"
+    assert [len(_unless_set(x.config, key, True)) for x in plans] == [1, 0]
 
 
 def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
