@@ -16,11 +16,9 @@ from fsdpctl.io.untrusted import parse_json
 # No two share their first or last character. Whatever a template writes next to the content
 # therefore differs from the first or last character of at least one of two fillers.
 FILLERS = (
-    "Dxw first filler words 4",
-    "kzq second filler words 9",
-    "Vju third filler words 7",
-    "bqy fourth filler words 2",
-)
+    "Dxw first filler words 4", "kzq second filler words 9",
+    "Vju third filler words 7", "bqy fourth filler words 2",
+)  # fmt: skip
 
 
 def fillers_for(message: Message) -> list[str]:

@@ -145,7 +145,6 @@ def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     """Yield batches with their tokens; the next one is tokenized meanwhile."""
-
     with ThreadPoolExecutor(1) as pool:
         found = batches(pieces, lambda piece: piece.size, BATCH)
         begun = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in found)
@@ -218,14 +217,8 @@ def write_header(
 ) -> None:
     """Write the header of NAME.bin, which exists."""
     header = {
-        "format": OURS[0],
-        "version": OURS[1],
-        "dtype": np.dtype(tokenizer.dtype).name,
-        "num_tokens": num_tokens,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.name,
-        "tokenizer_xxh3": tokenizer.checksum,
-        "num_bytes": num_bytes,
-        "xxh3": xxh3,
-    }
+        "format": OURS[0], "version": OURS[1], "dtype": np.dtype(tokenizer.dtype).name,
+        "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
+        "tokenizer_xxh3": tokenizer.checksum, "num_bytes": num_bytes, "xxh3": xxh3,
+    }  # fmt: skip
     files.replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")

@@ -213,18 +213,15 @@ class StepEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Return the part of `estimate-memory --json` that every module has."""
         return {
-            "peak_allocated_bytes": self.allocated,
-            "peak_reserved_bytes": self.peak_reserved,
-            "allocator": self.allocator,
-            "reserved_bytes": self.reserved,
-            "breakdown": self.breakdown,
-            "peak_at": str(self.peak.when),
+            "peak_allocated_bytes": self.allocated, "peak_reserved_bytes": self.peak_reserved,
+            "allocator": self.allocator, "reserved_bytes": self.reserved,
+            "breakdown": self.breakdown, "peak_at": str(self.peak.when),
             "largest": [
                 {"category": x.category.value, "what": x.what, "count": x.count, "bytes": x.nbytes}
                 for x in self.peak.largest
             ],
             "counts_activations": True,
-        }
+        }  # fmt: skip
 
 
 def estimate_steps(

@@ -60,16 +60,11 @@ class RejectedStep:
         """Return the object for metrics.jsonl of a step after `position` samples."""
         of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
         about = {
-            "reason": self.reason,
-            "action": self.action,
-            "rank": self.rank,
-            "loss": _written(self.loss),
-            "grad_norm": _written(self.grad_norm),
-            "threshold": self.threshold,
-            "number": self.number,
-            "samples": batches.numbers(position),
-            "rank_samples": of_rank,
-        }
+            "reason": self.reason, "action": self.action, "rank": self.rank,
+            "loss": _written(self.loss), "grad_norm": _written(self.grad_norm),
+            "threshold": self.threshold, "number": self.number,
+            "samples": batches.numbers(position), "rank_samples": of_rank,
+        }  # fmt: skip
         return {"step": self.step, "rejected_step": about}
 
 
