@@ -79,7 +79,10 @@ class Estimator:
 
     def _read(self, config: Config) -> DataSet:
         if (source := _source(config)) not in self._data:
-            self._data[source] = estimated_data(config)
+            try:
+                self._data[source] = estimated_data(config)
+            except UsageError as error:
+                self._data[source] = error
         return self.data_of(config)
 
     def data_of(self, config: Config) -> DataSet:

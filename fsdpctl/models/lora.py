@@ -60,21 +60,9 @@ def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
 def choose_trained(module: nn.Module, config: ModelConfig) -> None:
     """Add adapters and freeze parameters by `config`, in place; UsageError if none matches."""
     if config.lora.rank is None:
-        if config.base_dtype is not None:
-            raise UsageError(
-                f"model.base_dtype={config.base_dtype}: only valid with adapters; set "
-                "model.lora.rank=16, or another one"
-            )
-        if config.lora != LoraConfig():
-            raise UsageError("model.lora: requires a rank; set model.lora.rank=16, or another one")
         if config.trainable is not None:
             _freeze_all_but(module, config.trainable)
         return
-    if config.trainable is not None:
-        raise UsageError(
-            f"model.trainable={config.trainable}: conflicts with model.lora.rank, which trains "
-            f"only the adapters, and the modules of {ALSO}"
-        )
     also = modules_also(module, config.lora.also)
     params = [param for name in also for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:

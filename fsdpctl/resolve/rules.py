@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fsdpctl.config.data import check_kind
+from fsdpctl.config.model import LoraConfig
 from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.errors import UsageError
@@ -222,6 +223,20 @@ RULES = (
         _CONTEXT + "expected a divisor of model.num_heads={model.num_heads}, which ranks share "
         "during attention",
         lambda c: c.model.num_heads % c.train.context_parallel > 0,
+    ),
+    Rule(
+        "model.base_dtype={model.base_dtype}: only valid with adapters; set model.lora.rank=16, or "
+        "another one",
+        lambda c: c.model.lora.rank is None and c.model.base_dtype is not None,
+    ),
+    Rule(
+        "model.lora: requires a rank; set model.lora.rank=16, or another one",
+        lambda c: c.model.lora.rank is None and c.model.lora != LoraConfig(),
+    ),
+    Rule(
+        "model.trainable={model.trainable}: conflicts with model.lora.rank, which trains only the "
+        "adapters, and the modules of model.lora.also",
+        lambda c: c.model.lora.rank is not None and c.model.trainable is not None,
     ),
     Rule(
         "optimizer=muon: updates whole matrices, of which model.lora trains none; use "

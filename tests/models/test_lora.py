@@ -11,13 +11,15 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.resolve.place import place
+from fsdpctl.resolve.rules import checked
 from tests.commands.run import invoke
 
 SMALL = ["model.vocab_size=64", "model.num_layers=2"]
 
 
 def config(*words: str) -> ModelConfig:
-    return compose_config([*SMALL, *words]).config.model
+    return checked(place(compose_config([*SMALL, *words]).config)).model
 
 
 def trained(*words: str) -> set[str]:
