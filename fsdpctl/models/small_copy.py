@@ -201,7 +201,9 @@ def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
     def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None and not param.is_meta:
-            module._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
+            meta = nn.Parameter(param.to("meta"), param.requires_grad)
+            meta._is_hf_initialized = True  # type: ignore[attr-defined]  # not to be drawn
+            module._parameters[name] = meta
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
     try:
