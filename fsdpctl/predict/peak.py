@@ -2,9 +2,10 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
@@ -75,26 +76,27 @@ class UnevenStepError(ValueError):
     """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
 
 
-def _walk(
-    script: Script, steps: int, live: dict[int, int], rounding: int = 1
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Apply the operations up to a step to `live`, the bytes by key.
-
-    Yields the number of the step, the index of the operation, its key, the bytes by which it
-    changes the total, and those that it needs for a moment.
-    """
-    for number in range(steps + 1):
+def _highest(script: Script, rounding: int) -> tuple[int, int, int]:
+    """Return the step and the operation after which most is allocated, and what only passes."""
+    total = most = passing = 0
+    place = (0, 0)
+    live: dict[int, int] = {}
+    for number in range(_USUAL + 1):
         for index, (key, nbytes) in enumerate(script.operations(number)):
-            change = passing = 0
+            more = 0
             if nbytes > 0:
-                live[key] = change = -(-nbytes // rounding) * rounding
+                live[key] = size = -(-nbytes // rounding) * rounding
+                total += size
             elif nbytes:
-                passing = -nbytes
+                more = -nbytes
             elif key in live:
-                change = -live.pop(key)
+                total -= live.pop(key)
+                continue
             else:
                 raise UnevenStepError(f"freed twice: {key}")
-            yield number, index, key, change, passing
+            if total + more >= most and (total + more > most or number > place[0]):
+                most, passing, place = total + more, more, (number, index)
+    return *place, passing
 
 
 def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
@@ -102,16 +104,14 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
 
     Requests are rounded up to multiples of `rounding` bytes.
     """
-    total = most = passing = 0
-    place = (0, 0)
-    for number, index, _, change, more in _walk(script, _USUAL, {}, rounding):
-        total += change
-        if total + more > most or (total + more == most and number > place[0]):
-            most, passing, place = total + more, more, (number, index)
+    number, index, passing = _highest(script, rounding)
     live: dict[int, int] = {}
-    for number, index, *_ in _walk(script, place[0], live):
-        if (number, index) == place:
-            break
+    before = chain.from_iterable(map(script.operations, range(number)))
+    for key, nbytes in chain(before, script.operations(number)[: index + 1]):
+        if nbytes > 0:
+            live[key] = nbytes
+        elif not nbytes:
+            del live[key]
     breakdown = dict.fromkeys(Category, 0)
     kinds: Counter[tuple[Category, str]] = Counter()
     counts: Counter[tuple[Category, str]] = Counter()
@@ -124,7 +124,7 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
         Largest(category, what, counts[category, what], nbytes)
         for (category, what), nbytes in kinds.most_common(_LARGEST)
     )
-    return Peak(script.when(*place), breakdown, largest)
+    return Peak(script.when(number, index), breakdown, largest)
 
 
 def replay(script: Script, allocator: CachingAllocator) -> None:
