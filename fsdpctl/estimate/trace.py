@@ -54,6 +54,10 @@ class _Recorder(TorchDispatchMode):
         self._doubts: set[int] = set()  # storages of results of `any`
         self._choices = Choices(is_cuda=self._is_cuda)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would enter and leave it for each operator
+
     def begin_pass(self) -> None:
         self.number += 1
         self.parts, self.work = {}, {}
