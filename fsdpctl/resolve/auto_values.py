@@ -9,7 +9,7 @@ have a meaning.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,6 @@ class Facts(NamedTuple):
     module: nn.Module | None = None
     batches: BatchPlan | None = None
     recipe: str | None = None
-    kept: Mapping[str, Any] = {}  # values of rows as the run was begun with them
 
 
 class AutoValue(NamedTuple):
@@ -90,8 +89,7 @@ def filled(config: C, stage: Stage, facts: Facts = Facts()) -> C:
     """Return the configuration with the value of each row of a stage whose key has none."""
     for row in AUTO_VALUES:
         if row.stage is stage and (config.value(row.key) is None or row.replaces(config, row.key)):
-            value = facts.kept[row.key] if row.key in facts.kept else row.value(config, facts)
-            config = config.changed({row.key: value})
+            config = config.changed({row.key: row.value(config, facts)})
     return config
 
 
@@ -256,9 +254,8 @@ def run_identity(config: Config) -> str:
     Without those that have their default, so that a new key changes no name of a run, and with the
     usual values of those that follow from the data, the length or the ranks.
     """
-    keys = {
-        row.key for row in AUTO_VALUES if row.replaces is _is_auto and _is_auto(config, row.key)
-    }
+    rows = (each for each in AUTO_VALUES if each.replaces is Config.is_auto)
+    keys = {each.key for each in rows if config.is_auto(each.key)}
     if config.train.global_batch_tokens is not None:
         keys.discard(SIZES[0])
     same = filled(config.changed(dict.fromkeys(keys)), Stage.PLACE)
@@ -331,10 +328,6 @@ def _of_batches(name: str) -> Callable[[Config, Facts], int]:
     return lambda c, f: int(getattr(f.batches, name))
 
 
-def _is_auto(c: Config, key: str) -> bool:
-    return c.is_auto(key)
-
-
 def _is_limited(c: Config, key: str) -> bool:
     return c.is_auto(key) or c.train.epochs is not None
 
@@ -355,13 +348,13 @@ AUTO_VALUES = (
     AutoValue(
         "model.attention", Stage.DECODER, lambda c, f: kernel_of(c, here=f.is_here), is_kept=True
     ),
-    AutoValue(_LENGTH, Stage.DATA, _length, _is_auto, is_kept=True),
+    AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, is_kept=True),
     AutoValue("model.vocab_size", Stage.DATA, _vocabulary),
     AutoValue(DATE, Stage.DATA, lambda c, f: f.data and f.data.date, is_kept=True),
-    AutoValue(SIZES[0], Stage.DATA, _samples, _is_auto, is_kept=True),
+    AutoValue(SIZES[0], Stage.DATA, _samples, Config.is_auto, is_kept=True),
     AutoValue("train.steps", Stage.LENGTH, lambda c, f: total_steps(c, f.data), _is_limited),
     AutoValue("optimizer.lr", Stage.LENGTH, _peak_rate),
-    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, _is_auto, is_kept=True),
+    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, Config.is_auto, is_kept=True),
     AutoValue("train.run_dir", Stage.LENGTH, _run_dir),
     AutoValue("strategy.owner_map", Stage.STRATEGY, _owners),
     AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _replica),

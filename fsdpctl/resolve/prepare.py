@@ -1,9 +1,9 @@
 """The one way from settings to a configuration that runs: on this machine, or on a cluster."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,14 @@ def prepare(
     role = role or role_of(asked.config.launch)
     preparation = _Preparation(asked, role, task, read, every)
     if role is CLUSTER:
-        return preparation.prepared({})
+        return preparation.prepared()
     with doing("opening the model and the data"):
-        found = preparation.prepared({})
-        kept = _kept(found.config) if resume == AUTO else {}
-        return preparation.prepared(kept) if kept else found
+        found = preparation.prepared()
+        if not (kept := _kept(found.config) if resume == AUTO else {}):
+            return found
+        # Set before the data is opened, whose tokens may have the date.
+        asked = replace(asked, config=asked.config.changed(kept, Origin.DERIVED))
+        return replace(preparation, asked=asked).prepared()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,8 @@ class _Preparation:
     def is_here(self) -> bool:
         return self.role is not CLUSTER
 
-    def prepared(self, kept: Mapping[str, Any]) -> Prepared:
-        facts = Facts(self.is_here, recipe=self.asked.recipe, kept=kept)
+    def prepared(self) -> Prepared:
+        facts = Facts(self.is_here, recipe=self.asked.recipe)
         config, notes = self._placed(facts)
         if self.task is None:
             config, more = self._with_model(config, facts)

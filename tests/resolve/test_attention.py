@@ -83,15 +83,10 @@ def hopper(monkeypatch):
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     config = placed("cluster=a100_80").changed({KERNEL: None})
-
-    def kernel(config: Filled, kept: str = "flash3") -> str | None:
-        about = {KERNEL: kept} if can_run(config, kept) else {}
-        return filled(config, Stage.DECODER, Facts(is_here=True, kept=about)).model.attention
-
-    assert kernel(config) == "cudnn"  # by the GPU here
-    assert kernel(config, kept="flash") == "flash"
-    assert kernel(config, kept="flash3") == "cudnn"  # no longer installed
-    assert kernel(config.changed({KERNEL: "flash"}), kept="cudnn") == "flash"
+    found = filled(config, Stage.DECODER, Facts(is_here=True))
+    assert found.model.attention == "cudnn"  # by the GPU here
+    assert can_run(config, "flash")
+    assert not can_run(config, "flash3")  # no longer installed
     assert not can_run(placed("launch.device=cpu"), "cudnn")
 
 

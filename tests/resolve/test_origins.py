@@ -8,14 +8,17 @@ from fsdpctl.config.auto import Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Origin
+from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import _unless_set
 from fsdpctl.estimate.hardware import _filled
+from fsdpctl.io.run_files import OVERRIDES, RUN_CONFIG
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import on_this_machine, place
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
 from tests.test_architecture import package_sources
+from tests.training.chats import CHATML, make_chat_model, make_chats
 
 # The steps from settings to a prepared configuration; `read` is `estimated_data` of an estimator.
 STEPS = {
@@ -65,6 +68,23 @@ def test_a_default_in_the_file_of_a_run_hides_neither_advice_nor_specs(tmp_path)
     assert [_filled(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
     key = "activation_checkpointing.offload"
     assert [len(_unless_set(x.config, key, True)) for x in plans] == [1, 0]
+
+
+def test_data_is_opened_as_of_the_day_of_the_first_start(tmp_path):
+    for name in ("model", "run"):
+        (tmp_path / name).mkdir()
+    model, chats = make_chat_model(tmp_path / "model", "llama"), make_chats(tmp_path / "c.jsonl")
+    (template := tmp_path / "t.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    paths = {"data.path": chats, "data.template": template, "train.run_dir": tmp_path / "run"}
+    words = [f"model={model}", "data=chat", *(f"{name}={path}" for name, path in paths.items())]
+    first = prepare(compose_config(words))
+    began = config_to_yaml(first.config.changed({"data.date": "2020-02-03"}))
+    (tmp_path / "run" / RUN_CONFIG).write_text(began)
+    (tmp_path / "run" / OVERRIDES).write_text("\n".join(words))
+    again = prepare(compose_config(words))
+    assert (again.config.data.date, again.data.date) == ("2020-02-03", "2020-02-03")
+    assert again.data.fingerprint != first.data.fingerprint
+    assert prepare(compose_config(words), resume="never").data.date == first.data.date
 
 
 def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
