@@ -5,15 +5,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
 from fsdpctl.io.texts import figure
+from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
+from fsdpctl.resolve.auto_values import Facts, Stage, filled
+from fsdpctl.resolve.place import LOCAL
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_NODES = 1 << 10
+_KERNEL = "model.attention"
 _CHUNK = 1024  # tokens
 _RANK = 16  # of adapters
 LONG = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
@@ -64,6 +70,9 @@ class Knob:
 def changed(plan: RunPlan, values: Values) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.asked.changed(values)
+    if config.is_auto(_KERNEL) and config.model.attention not in (None, THEIRS):  # by the dtype
+        is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
+        config = filled(config.changed({_KERNEL: None}), Stage.DECODER, Facts(is_here))
     return settle(config.under(config.strategy.name))
 
 
