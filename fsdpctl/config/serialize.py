@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from fsdpctl.config.keys import AUTO, Key, Value, section_from
+from fsdpctl.config.keys import AUTO, NONE, Key, Value, section_from
 from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
@@ -72,8 +72,8 @@ def config_words(config: Config) -> dict[str, str]:
         for name, each in KEYS.items():
             is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
             text = each.text(value := config.value(name)) if is_of_this else ""
-            if is_of_this and value is None and config.is_auto(name):
-                text = AUTO
+            if is_of_this and value is None and each.is_selected:
+                text = AUTO if config.is_auto(name) else NONE if config.is_set(name) else ""
             if text:
                 words[name] = text
     return words

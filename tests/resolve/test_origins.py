@@ -8,7 +8,7 @@ from fsdpctl.config.auto import Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Origin
-from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import _unless_set
 from fsdpctl.estimate.hardware import _filled
@@ -20,6 +20,7 @@ from fsdpctl.resolve.settle import settle
 from tests.test_architecture import package_sources
 from tests.training.chats import CHATML, make_chat_model, make_chats
 
+SIZE = "train.micro_batch_size"
 # The steps from settings to a prepared configuration; `read` is `estimated_data` of an estimator.
 STEPS = {
     "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "checked_data": 1,
@@ -53,6 +54,12 @@ def test_a_value_knows_its_origin(tmp_path):
     assert config.is_set("train.seed")  # to its default
     assert not config.is_set("train.global_batch_size", "strategy.offload")
     assert not compose_config(["train.epochs=none"]).config.is_set("train.epochs")
+    for word, text in {
+        f"{SIZE}=none": "none",
+        f"{SIZE}=auto": "auto",
+        "train.seed=0": None,
+    }.items():
+        assert config_words(compose_config([word]).config).get(SIZE) == text
     here = on_this_machine(composed).config
     assert here.launch.nproc_per_node is None
     assert here.is_auto("launch.nproc_per_node")
