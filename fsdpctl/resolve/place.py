@@ -139,7 +139,7 @@ def _machine(config: Config) -> str:
 
 def assumes_gpu(config: Config) -> bool:
     """Return whether an estimate is of a GPU that is described by its memory alone."""
-    is_open = config.cluster.name == LOCAL and not config.is_set("cluster")
+    is_open = config.cluster.name == LOCAL and not config.is_typed("cluster")
     is_described = is_open and config.cluster.memory is not None
     return is_described and config.launch.device is None and not torch.cuda.is_available()
 

@@ -95,7 +95,8 @@ def test_planned_bytes_are_sent_over_the_interface(tmp_path, strategy, ranks):
     sizes = ["model.hidden_size=256", "model.intermediate_size=512", "train.global_batch_size=12"]
     names = [word.partition("=")[0] for word in sizes]
     words = [f"strategy={strategy}", *(w for w in TINY if w.partition("=")[0] not in names)]
-    words += [*sizes, f"data.path={make_text(tmp_path)}", f"launch.nproc_per_node={ranks}"]
+    words += ["launch.share_memory=false", *sizes, f"data.path={make_text(tmp_path)}"]
+    words += [f"launch.nproc_per_node={ranks}"]
     words += ["strategy.dp_shard_size=2"] * (strategy == "hybrid_shard")
     (few, planned), (many, _) = (counted(tmp_path, steps, *words) for steps in (5, 25))
     assert (many - few) / 20 / ranks == pytest.approx(planned, rel=0.03)
