@@ -166,7 +166,7 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     ({"tokenizer": None}, "requires a model's tokenizer"),
     ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
     ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
-    ({"template": "x.jinja"}, "x.jinja: No such file"),
+    ({"template": "x.jinja"}, "data.template=x.jinja: not found"),
 ])  # fmt: skip
 def test_errors_name_what_is_missing(change, said, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")

@@ -340,7 +340,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
-    monkeypatch.setattr(begin, "open_run", lambda *about: SimpleNamespace(config=config))
+    monkeypatch.setattr(begin, "prepare", lambda *_, **__: SimpleNamespace(config=config))
     said: list[str] = []
     talk = Talk(said.append, said.append, said.append)
     assert begin.begin(compose_config(settings), [], "auto", talk) is None
