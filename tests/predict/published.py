@@ -199,7 +199,7 @@ _ANSWER = (
 _AUTOMODEL = f"train.seq_len=4096 model.lora.rank=16 cluster=1xh100 {_batch(2, 1, 16)}"
 _TUNE = (
     "model=hf model.path=meta-llama/Llama-3.2-3B model.init=random cluster=1xa100_80 "
-    f"precision=bf16_true train.seq_len=4096 data.packing=true {_batch(2, 1)}"
+    f"precision=bf16_true train.seq_len=4096 {_batch(2, 1)}"
 )
 _CHUNKED = "train.loss_chunk_tokens=1024"  # eight of them
 
