@@ -13,7 +13,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import differs_here
-from fsdpctl.estimate.duration import has_length, run_time
+from fsdpctl.estimate.duration import has_length, run_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.run_estimate import RESERVE, RunEstimate
@@ -146,7 +146,9 @@ def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
         yield from run_time(estimator, found).lines()
     except UsageError as error:
         if has_length(found.config):
+            tokens = found.tokens_per_step
             yield f"time    {error}"
+            yield run_length(found.config, tokens, estimator).line(tokens)
 
 
 def _time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:

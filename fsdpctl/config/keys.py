@@ -28,7 +28,7 @@ class Key:
     minimum: float | None = None
     within: tuple[float, float] | None = None  # both limits, in place of a minimum
     auto: bool = False  # allows `auto`, stored as None
-    is_selected: bool = False  # allows `auto`, stored as None, which alone means something else
+    is_selected: bool = False  # allows `auto`: None with `Origin.AUTO`; None alone is a value
     optional: bool = False  # may be left unset
     is_path: bool = False
     is_names: bool = False  # may be a list in a file

@@ -50,10 +50,11 @@ class DataSet:
         return self.tokenizer.vocab_size == self.vocab_size
 
     @property
-    def spread(self) -> float:
-        """The standard error of the tokens to train on, of one; 0 if they are counted."""
+    def spread(self) -> float | None:
+        """The standard error of the tokens to train on, of one; None if they are counted."""
         parts = [each for each in contents_of(self.train) if isinstance(each, Estimated)]
-        return math.hypot(*(x.spread * x.num_tokens for x in parts)) / self.train.num_tokens
+        total = math.hypot(*(x.spread * x.num_tokens for x in parts))
+        return total / self.train.num_tokens if parts else None
 
     @property
     def fingerprint(self) -> str:

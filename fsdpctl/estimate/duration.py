@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpctl.config.schema import LENGTHS, Config, Settled
 from fsdpctl.errors import UsageError
@@ -20,6 +20,28 @@ _HOUR = 3600
 _TEXTS = {"hours": "{} hours", "gpu_hours": "{} GPU hours", "cost": "cost {}"}
 
 
+class RunLength(NamedTuple):
+    """The number of steps of a run, if it is set."""
+
+    steps: int | None = None
+    unknown: str = ""  # why the length that is set is unknown
+    spread: float | None = None  # the standard error of estimated data, of one; None: counted
+
+    @property
+    def error(self) -> str:
+        """Two standard errors of estimated data; empty if its tokens are counted."""
+        known = self.spread is None
+        return "" if known else f"±{2 * (self.spread or 0):.1%}: tokens of the data are estimated"
+
+    def line(self, tokens: int) -> str:
+        """Return a line about steps of `tokens` each; empty if no length is set."""
+        if self.steps is None:
+            return self.unknown and f"length  {self.unknown}"
+        return (
+            f"length  {self.steps:,} steps of {tokens:,} tokens{self.error and f' ({self.error})'}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RunTime:
     """The time of a run on GPUs: training alone, without validation, checkpoints and restarts."""
@@ -27,11 +49,10 @@ class RunTime:
     step_seconds: float
     tokens: int  # of a step, of all ranks
     num_ranks: int
-    steps: int | None = None  # of the run; None: its length is not set
+    length: RunLength = RunLength()
     price: float | None = None  # of a GPU hour
     band: Band | None = None  # None: the specs of the hardware are assumed
     source: str = ""  # of these specs
-    unknown: str = ""  # why the length that is set is unknown
     notes: tuple[str, ...] = ()  # what is assumed, a line each
 
     @property
@@ -41,7 +62,8 @@ class RunTime:
     @property
     def of_run(self) -> dict[str, Any]:
         """The figures of the whole run, None if its length or the price is not set."""
-        hours = None if self.steps is None else self.steps * self.step_seconds / _HOUR
+        steps = self.length.steps
+        hours = None if steps is None else steps * self.step_seconds / _HOUR
         total = None if hours is None else hours * self.num_ranks
         cost = None if total is None or self.price is None else total * self.price
         return {"hours": hours, "gpu_hours": total, "cost": cost}
@@ -52,7 +74,7 @@ class RunTime:
             "tokens_per_second": self.tokens_per_second,
             "error_band": self.band and asdict(self.band),
             "prediction_source": self.source,
-            "steps": self.steps,
+            "steps": self.length.steps,
             **self.of_run,
         }
 
@@ -72,11 +94,8 @@ class RunTime:
         about = self.source if self.band is None else f"{self.source}; {self.band}"
         seconds, speed = figure(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
         yield f"time    {seconds} s/step predicted, {speed} ({about})"
-        if self.unknown:
-            yield f"length  {self.unknown}"
-        elif self.steps is not None:
-            found = ", ".join(self.texts(*_TEXTS, band=self.band))
-            yield f"length  {self.steps:,} steps of {self.tokens:,} tokens: {found}"
+        if line := self.length.line(self.tokens):
+            yield ": ".join([line, *filter(None, [", ".join(self.texts(*_TEXTS, band=self.band))])])
         yield from (f"note    {line}" for line in self.notes)
 
 
@@ -97,9 +116,9 @@ def run_time(
         raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")
     step = step or estimator.predict(replace(estimate.plan, config=config))
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
-    steps, unknown = _steps(config, step.tokens, estimator)
-    price = config.cluster.price
-    about = steps, price, band, source, unknown, tuple(_notes(config, steps, estimator))
+    length = run_length(config, step.tokens, estimator)
+    notes = tuple(_notes(config, length.steps, estimator))
+    about = length, config.cluster.price, band, source, notes
     return RunTime(step.seconds, step.tokens, config.num_ranks, *about)
 
 
@@ -113,21 +132,20 @@ def _notes(config: Settled, steps: int | None, estimator: Estimator) -> Iterator
         )
     if steps is not None:
         with suppress(UsageError):  # of data that is not here
-            data = estimator.data_of(config)
-            yield from notes_on_epochs(config, data, steps)
-            yield from data.notes[-1:] if data.spread else ()
+            yield from notes_on_epochs(config, estimator.data_of(config), steps)
 
 
-def _steps(config: Settled, tokens: int, estimator: Estimator) -> tuple[int | None, str]:
+def run_length(config: Settled, tokens: int, estimator: Estimator) -> RunLength:
     """Return the number of steps, each of `tokens`, or why it is unknown."""
     train = config.train
     if not has_length(config):
-        return None, ""
+        return RunLength()
     steps = None if config.is_auto("train.steps") else train.steps
     if train.epochs is None:
-        return steps or -(-(train.tokens or 0) // tokens), ""
+        return RunLength(steps or -(-(train.tokens or 0) // tokens))
     try:
-        return total_steps(config, estimator.data_of(config)), ""
+        data = estimator.data_of(config)
+        return RunLength(total_steps(config, data), spread=data.spread)
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"
-        return None, f"{text} ({error})"
+        return RunLength(unknown=f"{text} ({error})")

@@ -73,8 +73,8 @@ class Estimator:
     def prepare(self, composed: Composed, *, every: bool = False) -> Prepared:
         """Prepare a configuration for its cluster, as `prepare`; opens data once."""
         found = prepare(composed, CLUSTER, read=self._read, every=every)
-        if found.read is not None:
-            self._data[_source(found.config)] = found.read
+        if found.opened is not None:
+            self._data[_source(found.config)] = found.opened
         return found
 
     def _read(self, config: Config) -> DataSet:

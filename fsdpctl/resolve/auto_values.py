@@ -57,10 +57,10 @@ class Stage(Enum):
 
     PLACE = auto()  # the device and the ranks, of this machine or a cluster
     MODEL = auto()  # the files of the model
-    DECODER = auto()  # what its decoder supports
-    DATA = auto()
-    LENGTH = auto()  # the module
-    STRATEGY = auto()
+    DECODER = auto()  # the attention that its decoder supports
+    DATA = auto()  # the data of a run; an estimate may lack it
+    LENGTH = auto()  # the data and the module
+    STRATEGY = auto()  # the strategy, which may be selected
     BATCHES = auto()  # the distribution of a step to ranks
 
 
@@ -75,7 +75,7 @@ class Facts(NamedTuple):
 
 
 class AutoValue(NamedTuple):
-    """The value of a key whose value is `auto`: filled in at a stage."""
+    """The function that computes the value of a key that is `auto`, and the stage at which."""
 
     key: str
     stage: Stage

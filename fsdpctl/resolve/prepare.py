@@ -59,20 +59,19 @@ class Prepared:
 
     config: Filled  # of a run, every setting that decides the losses is final, and its directory
     notes: tuple[str, ...]  # settings that cannot be honored, and facts about the data
-    read: DataSet | UsageError | None  # the data, or why an estimate has not read it
-    meta: nn.Module | None  # on the meta device, unless it is a script's; None: on a cluster
+    opened: DataSet | UsageError | None  # the data, or why an estimate could not open it
+    built: nn.Module | None  # the module, on the meta device unless it is a script's
 
     @property
     def data(self) -> DataSet:
-        """The data; UsageError if an estimate could not read it."""
-        if not isinstance(self.read, DataSet):
-            raise self.read or UsageError(f"data.path={self.config.data.path}: not read")
-        return self.read
+        """The data of a run."""
+        assert isinstance(self.opened, DataSet)
+        return self.opened
 
     @property
     def module(self) -> Any:
-        assert self.meta is not None
-        return self.meta
+        """The module of a run."""
+        return self.built
 
 
 Read = Callable[[Config], DataSet]

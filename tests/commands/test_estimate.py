@@ -53,7 +53,7 @@ def test_the_text_has_the_breakdown_and_the_margin():
     assert (code, all(name in text for name in STRATEGIES)) == (0, True)
 
 
-def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_path):
+def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("some words\n" * 10_000)
     words = [*H100, "data=text", "train.epochs=3", "train.seq_len=128", "data.val_fraction=0"]
     path = f"data.path={tmp_path / 'text.txt'}"
@@ -66,6 +66,12 @@ def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_p
     assert "size of the data unknown; set train.tokens (data.path=no: not found" in text
     _, text = invoke("estimate-memory", "train.steps=10")
     assert "time    launch.device=cpu: times are predicted for GPUs only; set cluster" in text
+    assert "length  10 steps of 2,048 tokens" in text
+    monkeypatch.setattr("fsdpctl.data.open_estimated.EXACT_BYTES", 1 << 10)
+    monkeypatch.setattr("fsdpctl.data.open_estimated.PLACE_BYTES", 1 << 7)
+    (tmp_path / "text.txt").write_text("other words\n" * 10_000)
+    _, text = invoke("estimate-memory", *words, path)
+    assert " tokens (±0.0%: tokens of the data are estimated): " in text
     code, text = invoke("train", "cluster.price=2", "--dry-run")
     assert (code, "for estimates and compare --simulate only" in text) == (2, True)
 

@@ -1,4 +1,4 @@
-"""Every command foresees the same run, and refuses others in the same words."""
+"""Every command plans the same run, and refuses others in the same words."""
 
 import os
 import tempfile
@@ -120,7 +120,7 @@ def figures(estimate: RunEstimate) -> Figures:
     }
 
 
-def foreseen(given: Drawn, folder: Path) -> list[Figures | str]:
+def of_all_commands(given: Drawn, folder: Path) -> list[Figures | str]:
     """Return what `train`, an estimate and, for its own length, `compare` plan or refuse."""
     places = {name: str(folder / name) for name in ("DIR", "adapters")}
     pairs = [each.partition("=") for each in given.settings]
@@ -139,7 +139,7 @@ def foreseen(given: Drawn, folder: Path) -> list[Figures | str]:
 
 def differences(given: Drawn, folder: Path) -> list[tuple[object, ...]]:
     """Return the figures that the commands do not agree on."""
-    found = foreseen(given, folder)
+    found = of_all_commands(given, folder)
     if any(isinstance(each, str) for each in found):
         words = [each if isinstance(each, str) else "accepted" for each in found]
         return [("words", *words)] if len({*words}) > 1 else []
@@ -165,7 +165,7 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quarter", range(4))
 def test_what_one_command_refuses_every_command_refuses_in_the_same_words(quarter, files):
     for each in NAMED[quarter::4]:
-        said = foreseen(each, files)
+        said = of_all_commands(each, files)
         assert isinstance(said[0], str)
         assert (each, said[1:]) == (each, said[:1] * (len(said) - 1))
 
@@ -176,7 +176,7 @@ def test_what_one_command_refuses_every_command_refuses_in_the_same_words(quarte
     *(pytest.param("cpu", False, start, start + 30, marks=pytest.mark.slow) for start in (0, 30)),
     pytest.param("cuda", False, 60, 90, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_all_commands_foresee_the_run_that_starts(device, few, start, stop, files):
+def test_all_commands_plan_the_run_that_starts(device, few, start, stop, files):
     with machine(device):
         for each in islice(drawn(2, few=few), start, stop):
             assert (each, differences(each, files)) == (each, [])

@@ -195,10 +195,10 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
     row.strategy = plan.config.strategy.name
     step, units = estimator.predict(plan), estimator.traced_model(plan).units
     time = run_time(estimator, estimate, step)
-    yield from (*filter(None, [time.unknown]), *time.notes)
+    yield from (*filter(None, [time.length.unknown, time.length.error]), *time.notes)
     sent = sent_in_step(plan.config, units, estimate.batches.num_micro_batches)
     row.mfu, row.sent_bytes_per_step = _utilization(time.tokens_per_second, estimate), sent.total
-    row.world_size, row.steps = time.num_ranks, time.steps
+    row.world_size, row.steps = time.num_ranks, time.length.steps
     row.tokens_per_second, row.error_band = time.tokens_per_second, time.band
     row.step_seconds, row.exposed_communication_seconds = step.seconds, step.exposed_communication
     row.hours, row.gpu_hours, row.cost = map(time.of_run.get, ("hours", "gpu_hours", "cost"))
