@@ -25,7 +25,7 @@ _NEAR = 1 << 13  # bytes before a place that are searched for a line's start, fi
 
 
 class NearLine(NamedTuple):
-    """A row of which a place has a part."""
+    """A row, and the part of it that is at a place."""
 
     line: ChatLine
     size: float  # of that part, in bytes of the file
@@ -53,7 +53,7 @@ def lines_near(path: str, spans: Sequence[Span], prompt: str) -> Iterator[NearLi
 
 
 def _line_start(raw: BufferedReader, at: int) -> int:
-    """Return where the line begins that has a byte of a file."""
+    """Return the position at which the line of the byte `at` begins."""
     size, begin = _NEAR, at
     while begin and size < MOST_BYTES:  # of a line that can be read
         raw.seek(begin := max(0, at - size))

@@ -223,7 +223,7 @@ def _text_start(part: bytes) -> int:
 
 
 def character_end(part: bytes) -> int:
-    """Return where the last character begins, which may be cut."""
+    """Return the position of the last character, of which bytes may be missing."""
     at = len(part) - 1
     while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
         at -= 1

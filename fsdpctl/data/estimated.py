@@ -1,4 +1,4 @@
-"""Data of an estimate that is not read whole: a sample, and what the data has times of it."""
+"""Data of an estimate of which a sample is read: its size in multiples of the sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Estimated:
 
     sample: TokenStream | DocumentSet
     num_tokens: int
-    scale: float = 1.0  # times the parts of the documents of the sample
-    parts: Sequence[float] | None = None  # None: whole documents
+    scale: float = 1.0  # the bytes of the data / those read of the sample
+    parts: Sequence[float] | None = None  # read of each document of the sample; None: all
     spread: float = 0.0  # the standard error of the tokens, of one
     num_bytes = None
 
@@ -38,7 +38,7 @@ class Estimated:
 
 @dataclass(frozen=True)
 class EstimatedRows(Rows):
-    """A number of sequences, which are not read."""
+    """Sequences that can be counted, but not read."""
 
     seq_len: int
     count: int

@@ -28,7 +28,7 @@ from fsdpctl.data.open_text import OWN, has_read_text, open_text
 from fsdpctl.data.packing import DocumentSet, Flags, Packing
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import open_regular
 from fsdpctl.io.stores import is_remote
@@ -176,13 +176,14 @@ def _estimate(
     """Return the tokens of all files; UsageError if the pieces have none."""
     samples = [x for each in pieces for x in each.samples]
     if not samples:
-        raise UsageError(f"{key}: nothing to train on at {PLACES} places of {found.train[0]}, …")
+        where = first_of([*map(str, found.train)])
+        raise UsageError(f"{key}: {where}: nothing to train on at {PLACES} places")
     places = np.arange(len(pieces)) * PLACES // len(pieces)
     read = np.bincount(places, [each.size for each in pieces])
     lengths = [each.part * sum(len(x) for x, _ in each.samples) for each in pieces]
     counts, size = np.bincount(places, lengths), _size(found.train)
     rate, left = counts.sum() / read.sum(), max(0, 1 - read.sum() / size)
-    # The residuals of a ratio; what is read has none
+    # By the residuals of a ratio; bytes that are read have none.
     spread = float(np.linalg.norm(counts - rate * read) * left**0.5 / counts.sum())
     tokens = np.concatenate([x for x, _ in samples])
     parts = [each.part for each in pieces for _ in each.samples]
