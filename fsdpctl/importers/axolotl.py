@@ -1,4 +1,4 @@
-"""Translation of axolotl's YAML file, by its schema up to version 0.19."""
+"""Translation of axolotl's YAML file, by the schemas of versions 0.18 to 0.21."""
 
 import json
 from fnmatch import fnmatchcase
@@ -11,6 +11,7 @@ from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.defaults import AXOLOTL, CHANGES_AXOLOTL
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
+from fsdpctl.plan.strategy import Offload
 
 # Keys with which the estimate would be for another kind of training.
 _OTHER_TRAININGS = {
@@ -19,19 +20,23 @@ _OTHER_TRAININGS = {
     "process_reward_model": "trains a reward model",
     "qat": "quantization-aware training needs more memory",
     "peft_use_dora": "DoRA needs more memory than LoRA",
-    "eager_attention": "eager attention stores a score for each pair of tokens",
+    "eager_attention": shared.EAGER,
+    "diffusion_lm": "trains masked diffusion",
+    "use_onebitllms": "quantization-aware training needs more memory",
+    "nvfp4_merge_aware": "quantization-aware training needs more memory",
 }
 _DEGREES = {
     "tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_parallel"),
     "pipeline": ("pipeline_parallel_size",),
     "expert": ("expert_parallel_size", "expert_parallel_degree"),
 }
-_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_*")
+_KERNELS = ("lora_*_kernel", "liger_*", "use_scattermoe", "use_sonicmoe")
 _SMALLER = {
     "load_in_4bit": "the frozen weights are estimated in bf16, not in 4 bits",
     "gptq": "the frozen weights are estimated in bf16, not quantized",
     "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
-    "activation_offloading": "activations are estimated on the device",
+    "nonexpert_quantization": "the frozen weights are estimated in bf16, not quantized",
+    "ple_cpu_offload": "embeddings are estimated on the device",
     "peft_layers_to_transform": "adapters are estimated on all layers",
     "lisa_n_layers": "all layers are estimated as trained, not a few at a time",
 }
@@ -50,7 +55,7 @@ _UNUSED = (
     "chat_template*", "default_system_message", "train_on_*", "hub_*", "hf_*", "push_*", "strict",
     "resume_from_checkpoint", "auto_resume_from_checkpoints", "group_by_length",
     "curriculum_sampling", "local_rank", "world_size", "gradient_checkpointing_kwargs*",
-    "attention", "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention",
+    "attention", "flash_attention", "xformers_attention", "sdp_attention",
     "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "min_sample_len",
     "remove_unused_columns", "profiler_*", "tokens.*", "resize_token_embeddings_to_32x",
     "experimental_skip_move_*", "model_config.output_router_logits", "use_kernels", "include_t*",
@@ -62,6 +67,8 @@ _UNUSED = (
     "fused_attn_kernel", "flash_optimum", "freeze_mm_modules", "cls_model_config", "lisa_*",
     "pretrain_multipack_attn", "fp8_*", "diffusion.*", "max_packed_sequence_len", "message_*",
     "unfrozen_parameters", "fp16", "float32", "fsdp", "fsdp_final_state_dict_type",
+    "context_parallel.*", "nf4_backend", "lora_fp32_gradients", "full_determinism", "export*",
+    "autotune_*", "fa_varlen_kwargs_in_collator", "sync_profiler_*", "logging_nan_inf_filter",
 )  # fmt: skip
 
 
@@ -74,10 +81,13 @@ def read_axolotl(source: SourceConfig) -> Translation:
     adapts = _read_adapters(found)
     narrow = read_launch_beside(found, source.take("bf16"))
     shards = _read_sharding(found)
-    shared.read_context(found, "context_parallel_size", "sequence_parallel_degree")
+    keys = ("context_parallel_size", "sequence_parallel_degree", "context_parallel.size")
+    shared.read_context(found, *keys)
+    _read_layer_offload(found, adapts=adapts)
     offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
     _read_precision(found, narrow, keeps_masters=adapts or shards or offloads)
-    _read_recomputation(found)
+    if shared.read_recomputation(found, "none"):
+        _read_saved_outputs(found)
     shared.read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
@@ -92,6 +102,7 @@ def _check_training(source: SourceConfig) -> None:
         if any(each.key.startswith(f"{key}.") for each in source.peek()):
             raise UsageError(f"{source.file}: {key}: {why}")
     shared.check_degrees(source, _DEGREES)
+    shared.check_attention(source)
 
 
 def _read_model(found: Translation) -> None:
@@ -144,18 +155,34 @@ def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_maste
         found.map(narrow, f"precision={'tf32' if tf32 else 'fp32'}")
 
 
-def _read_recomputation(found: Translation) -> None:
-    value = found.source.take("gradient_checkpointing")
-    if value is None and "activation_checkpointing" in found.settings:
-        return  # by a key of fsdp_config
-    if value is None or value.is_off:
-        found.map(value, "activation_checkpointing=none", default="gradient_checkpointing")
+def _read_saved_outputs(found: Translation) -> None:
+    """Translate selective recomputation, by default with the saved output of attention."""
+    section = "selective_checkpointing"
+    given = {x.key: x for x in found.source.peek() if x.key.partition(".")[0] == section}
+    for key in given:
+        found.source.take(key)
+    used = [each for each in given.values() if not each.is_off]
+    if not used:
         return
-    leaves = found.source.take("activation_offloading")
-    found.map(value, "activation_checkpointing=full")
-    for each in (value, leaves):
-        if each and (each is leaves or not each.is_on) and not each.is_off:
-            shared.read_activation_offload(found, each)
+    saved = given.get(f"{section}.save")
+    others = given.keys() & {f"{section}.save_modules", f"{section}.save_matmul_min_k"}
+    if (leaves := given.get(f"{section}.offload")) and leaves.is_on:
+        found.map(leaves, note="in host memory, which is not counted")
+    elif others or (saved and saved.items != ("attention",)):
+        way = "saves other outputs than fsdpctl; add activation_checkpointing=selective or full"
+        found.lack("activation_checkpointing", used[0], way)
+    else:
+        note = "fsdpctl also saves every second matrix product; the estimate is too high"
+        found.map(used[0], "activation_checkpointing=selective", note=note)
+
+
+def _read_layer_offload(found: Translation, *, adapts: bool) -> None:
+    """Translate the frozen weights of layers on the host, which each rank gathers by layer."""
+    if (value := found.source.take_on("layer_offloading")) is None or not adapts:
+        return
+    if found.settings.get("strategy") == "no_shard":
+        found.map(value, "strategy=full_shard", note="replicas share the frozen weights")
+    shared.read_offload(found, value, "frozen weights on the host", Offload.PARAMS)
 
 
 def _read_adapters(found: Translation) -> bool:
@@ -242,7 +269,7 @@ def _read_without(found: Translation) -> None:
         found.exclude(packed, f"weights are estimated as if dequantized; {shared.TOO_HIGH}")
     if tiled := found.source.take_on("tiled_mlp"):
         found.map(tiled, "train.mlp_chunk_tokens=auto")
-    if compiled := found.source.take_used("torch_compile"):
+    if compiled := found.source.take_used("torch_compile", "deepcompile"):
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
     _read_kernels(found)
 

@@ -44,7 +44,9 @@ _OWN_SCHEDULES = (
     "cosine_constant_lr_ratio", "jagged_restart_steps", "lr_quadratic_warmup",
 )  # fmt: skip
 _SAME_LOSS = ("CutCrossEntropy", "Liger", "Kernels", "ExpertParallel", "LMEval", "SwanLab")
-_OTHER_LOSSES = ("trainer_cls", "use_eaft", "scaling_softmax", "processor_type", "use_pose")
+_OTHER_LOSSES = (
+    "trainer_cls", "use_dft", "use_eaft", "scaling_softmax", "processor_type", "use_pose",
+)  # fmt: skip
 
 
 def read_training(found: Translation, *, adapts: bool) -> None:

@@ -3,7 +3,7 @@
 `convert` writes a setting for each key of these tables, with the value of the file or the default,
 even if fsdpctl's own is the same today. They are those of axolotl 0.18 to 0.21 (utils/schemas,
 core/builders/base.py, utils/data/utils.py), TRL 1.16 (trainer/sft_config.py, base_config.py and
-model_config.py), and transformers 5.23 (training_args.py).
+model_config.py), and transformers 5.23 and 5.24 (training_args.py), read on 2026-11-29.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,8 @@ _CHANGES_HUGGING_FACE = (
     "early_stopping_*", "ignore_data_skip", "remove_unused_columns",
 )  # fmt: skip
 CHANGES_AXOLOTL = (
-    *_CHANGES_HUGGING_FACE, "adam_beta3", "adam_epsilon2", "added_tokens*", "batch_flattening",
+    *_CHANGES_HUGGING_FACE, "adam_beta3", "adam_epsilon2", "added_tokens*", "balance_labels",
+    "batch_flattening",
     "bnb_config_kwargs*", "chat_template*", "cosine_*", "curriculum_sampling", "dataset_exact_*",
     "dataset_shard_*", "default_system_message", "dion_*", "eaft_*",
     "embedding*", "embeddings_*", "eot_tokens*", "eval_sample_packing", "model_config.*",

@@ -19,6 +19,7 @@ from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
+EAGER = "eager attention stores a score for each pair of tokens"
 OF_FSDP = "parameters, gradients, master weights and moments on the host"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
@@ -63,6 +64,9 @@ _STRATEGIES = {
     "_hybrid_shard_zero2": "hybrid_shard_grad_op",
 }  # fmt: skip
 _STAGES = {0: "no_shard", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+_OF_FSDP_1 = (
+    "sharding_strategy", "fsdp_sharding_strategy", "forward_prefetch", "fsdp_forward_prefetch",
+)  # fmt: skip
 UNUSED_OF_FSDP = (
     "*cpu_ram_efficient_loading", "*sync_module_states", "*use_orig_params", "*state_dict_type",
     "*limit_all_gathers", "*transformer_layer_cls_to_wrap", "*auto_wrap_policy", "*fsdp_version",
@@ -196,6 +200,39 @@ def read_offload(
         found.map(value, f"strategy.offload={what}", note=note)
 
 
+def check_attention(source: SourceConfig) -> None:
+    value = source.value("attn_implementation")
+    if value and value.text.strip() == "eager":
+        raise source.error(value, EAGER)
+
+
+def read_recomputation(found: Translation, usual: str) -> bool:
+    """Translate recomputation, also with the inputs of blocks on the host; return whether it is on.
+
+    `usual` is the option of a file that doesn't set it.
+    """
+    source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
+    value, set_before = source.take(*names), found.settings.get(names[0])
+    every = source.take(*(f"{name}_kwargs.every_n_layers" for name in names))
+    leaves = source.take_used(
+        *(f"{name}_kwargs.offload" for name in names), "activation_offloading"
+    )
+    recomputes = (set_before or usual) == "full" if value is None else not value.is_off
+    if value is not None or set_before is None:
+        option = f"{names[0]}={'full' if recomputes else 'none'}"
+        found.map(value, option, default=names[1])
+    if recomputes and value is not None and not value.is_on:  # such as "offload"
+        leaves = leaves or value
+    if leaves and recomputes:
+        read_activation_offload(found, leaves)
+    elif leaves:
+        found.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
+    if recomputes and every and every.text.strip() != "1":
+        way = "fsdpctl recomputes every block or none; add activation_checkpointing=full or none"
+        found.lack(names[0], every, way)
+    return recomputes
+
+
 def read_activation_offload(found: Translation, value: SourceKey) -> None:
     """Translate the inputs of recomputed blocks in host memory, or on a disk."""
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
@@ -272,7 +309,10 @@ def _read_fsdp_of_transformers(found: Translation) -> None:
     words = re.findall(r"\w+", modes.text.lower()) if modes else []
     known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
     keys = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    version = found.source.text(*keys, default="1")
+    # That of transformers 5 and axolotl 0.20, which refuses what FSDP 1 alone has.
+    old = modes or any(f"fsdp_config.{each}" in found.source for each in _OF_FSDP_1)
+    usual = "1" if old and found.tool == "axolotl" else "2"
+    version = found.source.text(*keys, default=usual)
     read_fsdp(found, version=version, strategy=next(iter(known), ""))
     if modes and "offload" in words:
         read_offload(found, modes, OF_FSDP)

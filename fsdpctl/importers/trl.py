@@ -28,7 +28,7 @@ _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "sta
 _UNUSED = (
     "dataset_*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*", "adam_*",
     "overwrite_output_dir", "push_to_hub", "hub_*", "remove_unused_columns",
-    "gradient_checkpointing_kwargs*", "attn_implementation", "trust_remote_code",
+    "*_checkpointing_kwargs*", "trust_remote_code",
     "packing_strategy", "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
     "eos_token", "bf16_full_eval", "ddp_*", "lora_task_type",
 )  # fmt: skip
@@ -40,6 +40,7 @@ def read_trl(source: SourceConfig) -> Translation:
     for key in _OTHER_TRAININGS:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
+    shared.check_attention(source)
     base, revision = source.take("model_name_or_path"), source.text("model_revision")
     shared.map_model(found, base, "model_name_or_path", "" if revision == "main" else revision)
     _read_adapters(found)
@@ -56,11 +57,9 @@ def read_trl(source: SourceConfig) -> Translation:
     if source.take_on("tf32") and precision == "precision=fp32":
         precision = "precision=tf32"
     found.map(narrow, precision, default="bf16")
-    recomputes = source.take("gradient_checkpointing")
+    recomputes = shared.read_recomputation(found, "full")
     if precision == "precision=bf16":
-        _keep_base_wide(found, dtype, recomputes)
-    if recomputes is None or recomputes.is_on:
-        found.map(recomputes, "activation_checkpointing=full", default="gradient_checkpointing")
+        _keep_base_wide(found, dtype, recomputes=recomputes)
     note = "accelerate's configuration decides it; pass that file too, or set strategy"
     shared.read_sharding(found, "(ranks)", note)
     shared.read_optimizer(found, source.take("optim"), "optim")
@@ -79,15 +78,15 @@ def _read_loss(found: Translation) -> None:
     found.map(found.source.take("loss_type"), default="loss_type", note=note * found.tiled_logits)
 
 
-def _keep_base_wide(found: Translation, dtype: SourceKey, recomputes: SourceKey | None) -> None:
+def _keep_base_wide(found: Translation, dtype: SourceKey, *, recomputes: bool) -> None:
     """Keep weights that adapters freeze in float32, unless they are quantized."""
     if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
         return
     note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
     found.emulate(dtype.key, dtype.text, "model.base_dtype=float32", note)
-    if recomputes and recomputes.is_off:
+    if not recomputes:
         why = "autocast keeps copies of frozen weights in bf16 for backward, which are not counted"
-        found.exclude(recomputes, why)
+        found.exclude(SourceKey("activation_checkpointing", "false"), why)
 
 
 def _read_length(found: Translation) -> None:

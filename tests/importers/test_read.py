@@ -235,6 +235,7 @@ _PARAMS = "{stage: 3, offload_param: {device: cpu}}"
 _STATES = "}, offload_optimizer: {device: cpu}}"
 PLUGIN = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]"
 IN_8_BITS = {"optimizer": "adamw", "optimizer.state_dtype": "int8", "engine": "fsdpctl"}
+RECOMPUTES = "gradient_checkpointing: true\ngradient_checkpointing"
 SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
 
 
@@ -251,6 +252,12 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, "gradient_checkpointing: true", {"activation_checkpointing": "full"}),
     (AXOLOTL, "gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
     (AXOLOTL, "gradient_checkpointing: offload", {"engine": "fsdpctl"}),
+    (AXOLOTL, "gradient_checkpointing: true\nselective_checkpointing: true",
+     {"activation_checkpointing": "selective"}),
+    (AXOLOTL, "gradient_checkpointing: true\nselective_checkpointing: {offload: true}",
+     {"activation_checkpointing": "full"}),
+    (AXOLOTL, f"{RECOMPUTES}_kwargs: {{offload: true}}",
+     {"activation_checkpointing.offload": True}),
     (AXOLOTL, "optimizer: muon", {"optimizer": "adamw"}),
     (AXOLOTL, "batch_size: 8", {"train.global_batch_size": 8 * 8}),
     (AXOLOTL, "fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
@@ -271,6 +278,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (AXOLOTL, f"{SHARES}tiled_mlp: true", {"train.context_parallel": 4, "engine": "fsdpctl",
      "train.mlp_chunk_tokens": None, "train.global_batch_size": 4}),
     (AXOLOTL, "context_parallel_size: 0", {"train.context_parallel": 1}),
+    (AXOLOTL, "context_parallel: {size: 4, ring_size: 2}", {"train.context_parallel": 4}),
     (AXOLOTL, f"{SHARES}dp_shard_size: 2", {"launch.nproc_per_node": 8}),  # of both degrees
     (UNSHARDED, "", {"strategy": "no_shard", "engine": "ddp", "precision": "bf16_true"}),
     (UNSHARDED, "adapter: lora\nlora_r: 8", {"precision": "bf16"}),
@@ -278,6 +286,11 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      "engine": "fsdpctl", "optimizer.momentum": 0.95}),
     *((UNSHARDED, f"fsdp_config:\n  {key}: 2", {"strategy": "full_shard", "engine": "fsdp2"})
       for key in ("fsdp_version", "version")),
+    # axolotl 0.20 and transformers 5 shard by FSDP 2 if nothing is of FSDP 1.
+    (UNSHARDED, "fsdp_config: {reshard_after_forward: true}", {"precision": "bf16_true"}),
+    (UNSHARDED, "fsdp_config: {forward_prefetch: true}", {"precision": "bf16"}),
+    *((UNSHARDED, f"layer_offloading: true\n{adapter}", {"strategy.offload": offload})
+      for adapter, offload in {"adapter: lora": "params", "": "none"}.items()),
     *((EXPERTS, f"quantize_moe_experts: {str(packs).lower()}",
        {"model.quantize_experts": packs, "model.lora.targets": OF_EXPERTS})
       for packs in (False, True)),
@@ -298,6 +311,9 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
         "use_peft: true\nlora_target_modules: [c_attn]": 256,
         "label_smoothing_factor: 0.0\nuse_liger_kernel: true": None}.items()),
     (TRL, "", {"model.base_dtype": "float32"}),
+    (TRL, "fsdp: true\ngradient_accumulation_steps: 2", {"accumulation": "every"}),
+    (TRL, "activation_checkpointing: false", {"activation_checkpointing": "none"}),
+    (TRL, "activation_offloading: true", {"activation_checkpointing.offload": True}),
     (TRL, "bf16: false\ntf32: true", {"precision": "tf32"}),
     (TRL, "dtype: bfloat16", {"model.base_dtype": None}),
     (TRL, "bf16: false", {"model.base_dtype": None}),
@@ -348,7 +364,13 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     ("context_parallel_size: few", "expected a whole number"),
     ("cp_size: few", "train.context_parallel=few"), ("seq_length: -1", "train.seq_len=-1"),
     ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
-    ("adapter: ia3", "expected lora or qlora"), ("optimizer: ademamix", "unknown optimizer states"),
+    ("adapter: mixlora", "expected lora or qlora"),
+    ("attn_implementation: eager", "attn_implementation: eager: eager attention stores"),
+    ("nvfp4_merge_aware: true", "quantization-aware"), ("diffusion_lm: {t_eps: 1}", "masked diff"),
+    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 2}}", "every_n_layers: 2: fsdpctl recomputes every"),
+    ("gradient_checkpointing: true\nselective_checkpointing: {save_matmul_min_k: 9}",
+     "saves other outputs than fsdpctl; add activation_checkpointing=selective"),
+    ("optimizer: ademamix", "unknown optimizer states"),
     ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
     ("sequence_len: many", "train.seq_len=many"),
     ("gradient_accumulation_steps: 0", "expected at least 1, got 0"),
@@ -410,6 +432,8 @@ def test_files_are_never_executed(tmp_path):
     ("adapter: lora\nload_in_4bit: true\nbnb_config_kwargs:\n  x: 1", set()),
     ("adapter: lora\ngptq: true", set()),
     ("activation_offloading: true", {"activation_offloading"}),
+    ("ple_cpu_offload: true\nuse_sonicmoe: true", {"ple_cpu_offload", "use_sonicmoe"}),
+    ("adapter: lora\nnonexpert_quantization: nvfp4", {"nonexpert_quantization"}),
     ("activation_offloading: true\ngradient_checkpointing: true", set()),
     ("gradient_checkpointing: offload_disk", set()),
     ("deepspeed:\n  zero_optimization:\n    stage: 0\n    offload_optimizer:\n      device: cpu",

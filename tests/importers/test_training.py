@@ -86,7 +86,7 @@ def test_defaults_of_transformers_are_those_of_its_arguments():
         assert theirs == (text if isinstance(theirs, str) else float(text))
 
 
-# The keys of axolotl 0.18.0 and TRL 1.10 with transformers 5.23 that decide what is trained, by
+# The keys of axolotl 0.21.0 and TRL 1.16 with transformers 5.24 that decide what is trained, by
 # their schemas, without those that only matter with others, or are about validation.
 DECIDING = {
     "axolotl": (
@@ -101,12 +101,12 @@ DECIDING = {
         "use_pose chat_template chat_template_jinja chat_template_kwargs eot_tokens "
         "default_system_message tokens added_tokens_overrides tokenizer_config tokenizer_legacy "
         "processor_type role_boundaries dataloader_drop_last rl reward_model "
-        "process_reward_model trainer_cls plugins use_eaft neftune_noise_alpha "
-        "noisy_embedding_alpha scaling_softmax auto_find_batch_size embedding_lr "
-        "embedding_lr_scale lr_groups loraplus_lr_ratio lr_quadratic_warmup cosine_min_lr_ratio "
-        "cosine_constant_lr_ratio warmup_steps jagged_restart_steps optimizer optim_args "
-        "optim_target_modules adam_epsilon2 adam_beta3 dion_lr qgalore_rank fp8 fp32_norms "
-        "early_stopping_patience loss_watchdog_threshold resume_from_checkpoint "
+        "process_reward_model trainer_cls plugins use_dft use_eaft balance_labels "
+        "neftune_noise_alpha noisy_embedding_alpha scaling_softmax auto_find_batch_size "
+        "embedding_lr embedding_lr_scale lr_groups loraplus_lr_ratio lr_quadratic_warmup "
+        "cosine_min_lr_ratio cosine_constant_lr_ratio warmup_steps jagged_restart_steps optimizer "
+        "optim_args optim_target_modules adam_epsilon2 adam_beta3 dion_lr qgalore_rank fp8 "
+        "fp32_norms early_stopping_patience loss_watchdog_threshold resume_from_checkpoint "
         "load_best_model_at_end"
     ),
     "TRL": (
@@ -184,7 +184,7 @@ def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     ("axolotl", {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "Diffusion"),
     ("axolotl", {"plugins": ["a.b.KDPlugin"], "kd_alpha": 0.5}, "KDPlugin"),
     ("axolotl", {"processor_type": "AutoProcessor"}, "processor_type"),
-    ("axolotl", {"use_eaft": True}, "use_eaft"),
+    *(("axolotl", {key: True}, key) for key in ("use_dft", "use_eaft")),
     ("axolotl", {"optimizer": "lion"}, "optimizer: lion: expected AdamW"),
     ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
     ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
