@@ -1,14 +1,16 @@
 """The arguments of every command that takes a configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, NamedTuple
 
 import typer
 
 from fsdpctl.commands.console import note, say
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.keys import AUTO
 from fsdpctl.config.recipe import choices_of
-from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.schema import GROUPS, KEYS, Config, Origin
+from fsdpctl.config.serialize import words_to_type, words_to_yaml
 from fsdpctl.errors import UsageError, nearest
 
 
@@ -46,6 +48,9 @@ RanksPerNode = Annotated[
 YAML = (".yaml", ".yml")
 
 
+_SHOWN = set(Origin) - {Origin.DEFAULT}  # of the origins of values
+
+
 class ConfigArguments(NamedTuple):
     """The arguments that a configuration is composed of."""
 
@@ -78,6 +83,17 @@ def note_changes(composed: Composed) -> None:
     """Print the ignored and the renamed keys of a configuration."""
     say(*composed.ignored)
     note(*composed.renamed)
+
+
+def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
+    """Return a configuration as a recipe with the origins of values, without some settings."""
+    words = words_to_type(config)
+    kept = {name: x for name, x in words.items() if not {name, name.split(".")[0]} & {*left_out}}
+    found = {name: config.origin(name) for name in kept}
+    origins = {
+        name: each.value for name, each in found.items() if each in _SHOWN and kept[name] != AUTO
+    }
+    return words_to_yaml(kept, origins).rstrip()
 
 
 def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:

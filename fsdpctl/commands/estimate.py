@@ -47,6 +47,9 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         typer.Option(metavar="DIR", help="Directory to write a chart of the strategies to."),
     ] = None,
     as_json: AsJson = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the recipe of what is estimated.")
+    ] = False,
     source: Annotated[
         list[Path] | None,
         typer.Option(
@@ -63,6 +66,9 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     `auto` is resolved for `cluster`. `cluster.memory=80GiB` sets the memory of a rank.
     """
     check_choice("--fit", fit, _FITTED)
+    if print_config and (source or all_strategies or plot or as_json):
+        why = "conflicts with --from, --all-strategies, --plot and --json"
+        raise UsageError(f"--print-config: {why}; `fsdpctl convert` writes the recipe of a file")
     asked = normalized(settings, recipe)
     runs = _runs_of(source or [])
     is_single = len(runs) == len(runs[:1]) and not any(map(Path.is_dir, source or []))
@@ -82,13 +88,16 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         composed = others.composed
     else:
         others, composed = None, compose_config(asked.settings, asked.recipe)
-        if not as_json:
+        if not as_json and not print_config:
             note_changes(composed)
-    from fsdpctl.commands.estimate_text import show_estimates
+    from fsdpctl.commands import estimate_text
 
-    fits = show_estimates(
-        composed, others, every=all_strategies, fit=fit, plot=plot, as_json=as_json
-    )
+    if print_config:
+        fits = estimate_text.print_recipe(composed, fit)
+    else:
+        fits = estimate_text.show_estimates(
+            composed, others, every=all_strategies, fit=fit, plot=plot, as_json=as_json
+        )
     if require_fit and not fits:
         raise typer.Exit(DoesNotFitError.exit_code)
 

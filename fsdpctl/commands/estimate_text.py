@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.commands.console import fail, note, say, show_json, show_table
+from fsdpctl.commands.config_args import recipe_text
+from fsdpctl.commands.console import emit, fail, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates
-from fsdpctl.config.auto import STRATEGY, left_open, unset
+from fsdpctl.config.auto import STRATEGY, Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import SIZES, Config, Origin
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import differs_here
@@ -26,6 +28,12 @@ from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
 
 _SMALL = ("rounding", "workspaces")  # purposes without a column
+# Keys that follow from the machine or the data.
+_SIZED_BY = (
+    "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
+    SIZES[0], "launch.nproc_per_node", "launch.device",
+)  # fmt: skip
+_NOT_OF_RUN = (SIZES[1], "cluster.price")  # the samples of a step are known
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -48,9 +56,7 @@ def show_estimates(
     found = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in found]
     (note if as_json else say)(*notes_on_cores(estimates[0].config))
-    asked = composed.config
-    names = [*unset(asked), *(x for x in left_open(asked) if x != STRATEGY)]
-    fits = [largest_that_fits(estimator, x.plan, fit, names) for x in estimates if fit is not None]
+    fits = [_fitted(estimator, composed.config, each, fit) for each in estimates if fit is not None]
     if plot is not None:
         note(f"written: {draw_estimates(estimates, plot)}")
     if as_json:
@@ -79,6 +85,39 @@ def show_estimates(
             say(*describe_ranking(ranking))
         _show_one(estimator, estimates[0], fits)
     return any(each.fits for each in estimates)
+
+
+def print_recipe(composed: Composed, fit: str | None) -> bool:
+    """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
+    estimator, config = Estimator(), composed.config
+    note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
+    ((found, ranking),) = estimates_of(estimator, composed, every=False)
+    note(*(describe_ranking(ranking) if ranking is not None else ()))
+    values: dict[str, int] = {}
+    if fit is not None:
+        largest = _fitted(estimator, config, found, fit)
+        note(f"fit     {_fit_line(largest)}")
+        if largest.estimate is not None:
+            found, values = largest.estimate, largest.values
+    emit(recipe_text(_sized(config, found).changed(values, Origin.SELECTED)))
+    note(*_conclusions(found)[-1:])
+    return found.fits
+
+
+def _fitted(estimator: Estimator, asked: Config, found: RunEstimate, fit: str) -> Fit:
+    names = [*unset(asked), *(each for each in left_open(asked) if each != STRATEGY)]
+    return largest_that_fits(estimator, found.plan, fit, names)
+
+
+def _sized(asked: Config, found: RunEstimate) -> Config:
+    """Return settings with the selection, and with values of `auto` that differ elsewhere."""
+    names = {*unset(asked), *left_open(asked)}
+    config = selected(opened(asked, names), Selection.of(found.config))
+    origins = {name: found.config.origin(name) for name in names}
+    fixed = (key for key in _SIZED_BY if asked.is_auto(key))
+    values = {key: found.config.value(key) for key in fixed}
+    config = config.changed({**values, **dict.fromkeys(_NOT_OF_RUN)})
+    return replace(config, origins={**config.origins, **origins})
 
 
 def show_verdicts(

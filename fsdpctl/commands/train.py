@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -17,13 +18,13 @@ from fsdpctl.commands.config_args import (
     Settings,
     normalized,
     note_changes,
+    recipe_text,
 )
 from fsdpctl.commands.console import emit, fail, note, out, plan, say, show_panel
 from fsdpctl.commands.convert import converted, lines_about, words_beside
 from fsdpctl.config.auto import Selection, left_open, selected, unset
 from fsdpctl.config.compose import Composed, First, compose_config
-from fsdpctl.config.schema import Config, Origin
-from fsdpctl.config.serialize import words_to_type, words_to_yaml
+from fsdpctl.config.schema import Config
 from fsdpctl.errors import (
     FINAL,
     LOST,
@@ -138,23 +139,19 @@ def _print_config(composed: Composed, resume: str) -> None:
         plan, _, lines = decide_run(_opened(composed, resume)[1], Estimator(), note)
         note(*lines)
         config = selected(config, Selection.of(plan.config))
-    words, left_out = words_to_type(config), {*unset(composed.config)}
-    kept = {name: text for name, text in words.items() if not {name, name.split(".")[0]} & left_out}
-    shown = (Origin.TYPED, Origin.RECIPE, Origin.SELECTED, Origin.OPTION, Origin.DERIVED)
-    found = {name: config.origin(name) for name in kept}
-    origins = {name: each.value for name, each in found.items() if each in shown}
-    emit(words_to_yaml(kept, origins).rstrip())
+    emit(recipe_text(config, unset(composed.config)))
 
 
 def _opened(composed: Composed, resume: str) -> "tuple[Prepared, Look]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
-    from fsdpctl.resolve.launchers import Role
-    from fsdpctl.resolve.place import on_this_machine
+    from fsdpctl.resolve.place import on_this_machine, role_of_dry_run
     from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import look
 
-    composed = on_this_machine(composed)
-    opened = prepare(composed, Role(composed.config.launch, is_dry=True), resume=resume)
+    if (role := role_of_dry_run(composed)).is_here:
+        composed = on_this_machine(composed)
+        role = replace(role, launch=composed.config.launch)
+    opened = prepare(composed, role, resume=resume)
     return opened, look(opened.config, resume)
 
 
@@ -173,9 +170,11 @@ def _dry_run(composed: Composed, resume: str) -> None:
     if is_finished(seen, say):
         return
     unread = check_dry(opened, seen)
-    would = "it would run"
-    if (launcher := plan.config.launch.name) != "local":
-        would += f" within a job of launch={launcher}"
+    would, launch = "it would run", plan.config.launch
+    if launch.name != "local":
+        would += f" within a job of launch={launch.name}"
+    elif launch.nnodes > 1:
+        would += " on each node, with its launch.node_rank and the same launch.rdzv_endpoint"
     say(f"{would}; {unread}nothing was trained")
 
 

@@ -294,10 +294,16 @@ class Fit:
     names: tuple[str, ...] = ()  # of the settings that are selected if their defaults do not fit
 
     @property
-    def settings(self) -> str:
-        words, found = [f"{self.key}={self.value}"], self.estimate
+    def values(self) -> dict[str, int]:
+        """The value, and the samples of a step that it needs."""
+        values, found = {self.key: self.value}, self.estimate
         if found is not None and self.key == MICRO_BATCH:
-            words.append(f"train.global_batch_size={found.batches.global_batch_size}")
+            values["train.global_batch_size"] = found.batches.global_batch_size
+        return values
+
+    @property
+    def settings(self) -> str:
+        words, found = [f"{name}={value}" for name, value in self.values.items()], self.estimate
         if found is not None and self.names:
             words += Selection.of(found.config).words(self.names, Selection.usual(found.config))
         return " ".join(words)

@@ -49,7 +49,12 @@ class Role:
 
     launch: LaunchConfig | None  # with the nodes of the launcher; None: a described cluster
     rank: LauncherRank | None = None  # that this process is, if another launcher has started it
-    is_dry: bool = False  # nothing runs: no weights are fetched
+    is_dry: bool = False  # nothing runs: no weights are fetched; data and model are opened
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks are on this machine."""
+        return self.launch is not None
 
     @property
     def is_alone(self) -> bool:

@@ -125,6 +125,21 @@ def on_this_machine(composed: Composed) -> Composed:
     return replace(composed, config=config)
 
 
+def role_of_dry_run(composed: Composed) -> Role:
+    """Return the role of a dry run: the ranks of a job if the recipe is for GPUs of elsewhere."""
+    config, cluster = composed.config, composed.config.cluster
+    is_for_gpus = config.launch.device == "cuda" and not config.is_typed("launch.device")
+    is_described = cluster.name != LOCAL or cluster.memory is not None
+    is_elsewhere = is_for_gpus and is_described and not torch.cuda.is_available()
+    return Role(None if is_elsewhere else config.launch, is_dry=True)
+
+
+def note_on_job(placed: Placed) -> str:
+    """Return a line about what a dry run without a GPU checks a recipe for."""
+    cluster = placed.cluster
+    return f"checked for cluster={cluster.name}, {cluster.memory:g} GiB per rank; no GPU is here"
+
+
 def notes_on_cluster(composed: Composed) -> tuple[str, ...]:
     """Return a line if a run is not on the machine that its recipe describes."""
     if composed.cluster in (None, LOCAL) or composed.config.cluster.name != LOCAL:

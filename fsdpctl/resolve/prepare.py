@@ -45,7 +45,13 @@ from fsdpctl.resolve.data import (
 )
 from fsdpctl.resolve.launchers import CLUSTER, Role, role_of
 from fsdpctl.resolve.own import Task
-from fsdpctl.resolve.place import notes_on_cluster, notes_on_cores, on_this_machine, place
+from fsdpctl.resolve.place import (
+    note_on_job,
+    notes_on_cluster,
+    notes_on_cores,
+    on_this_machine,
+    place,
+)
 from fsdpctl.resolve.rules import check_preflight, check_trained, checked
 from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
@@ -93,7 +99,8 @@ def prepare(
     and data in place of those of the settings. With `every`, the strategy is not the one that
     counts. UsageError if the configuration is invalid; the message names the key.
     """
-    asked = asked if role is CLUSTER else on_this_machine(asked)
+    if role is None or role.is_here:
+        asked = on_this_machine(asked)
     role = role or role_of(asked.config.launch)
     preparation = _Preparation(asked, role, task, read, every)
     if role is CLUSTER:
@@ -118,11 +125,12 @@ class _Preparation:
     every: bool
 
     @property
-    def is_here(self) -> bool:
+    def is_run(self) -> bool:
+        """Whether this is a run, or a dry one, rather than an estimate."""
         return self.role is not CLUSTER
 
     def prepared(self) -> Prepared:
-        facts = Facts(self.is_here, recipe=self.asked.recipe)
+        facts = Facts(self.role.is_here, recipe=self.asked.recipe)
         config, notes = self._placed(facts)
         if self.task is None:
             config, more = self._with_model(config, facts)
@@ -135,7 +143,7 @@ class _Preparation:
         module, more = self._module(config, facts)
         config = filled(config, Stage.LENGTH, facts._replace(module=module))
         notes = (*notes, *on_cache, *more)
-        if facts.data is not None and self.is_here:
+        if facts.data is not None and self.is_run:
             steps = config.train.steps or 0
             notes += () if self.task else notes_on_epochs(config, facts.data, steps)
             config = config.changed(dict.fromkeys(_REPLACED))
@@ -147,7 +155,7 @@ class _Preparation:
 
     def _placed(self, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
         """Return the configuration with its ranks, after the rules of settings, and notes."""
-        if self.is_here:
+        if self.is_run:
             check_preflight(self.asked.config)
         config = place(self.asked.config, self.role, facts)
         try:  # an error does not wait for the data
@@ -157,8 +165,8 @@ class _Preparation:
             is_of_recipe = config.origins.get(key) is Origin.RECIPE
             sets = f" (recipe {self.asked.recipe} sets {key})" if is_of_recipe else ""
             raise UsageError(f"{error}{sets}") from None
-        if not self.is_here:
-            return config, ()
+        if not self.role.is_here:
+            return config, (note_on_job(config),) if self.is_run else ()
         check_attention(config, here=True)
         notes = notes_on_cluster(self.asked)
         missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
@@ -170,15 +178,16 @@ class _Preparation:
     def _with_model(self, config: Placed, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
         """Return the configuration with what follows from the files of its model, and notes."""
         notes = tuple[str, ...]()
-        if self.is_here:
+        if self.role.is_here:
             notes = notes_on_cores(config) + notes_on_kernel(config)
+        if self.is_run:
             config = _with_path(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # whose tensors must be those that the file describes
         config = with_vocabulary(filled(config, Stage.MODEL, facts))
         config, on_packing = with_decoder(config)
         config = filled(config, Stage.DECODER, facts)
-        if not self.is_here:
+        if not self.is_run:
             return config, ()
         notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
         return config, notes + notes_on_gguf(config.model.path)
@@ -188,7 +197,7 @@ class _Preparation:
         if self.task is not None:
             check_validation(config, self.task.data)
             return self.task.data, ()
-        if self.is_here:
+        if self.is_run:
             cache = Path(config.train.run_dir or RUNS) / CACHE
             why = None if self.role.is_dry else keep_cache(cache)
             data = checked_data(config)
@@ -206,7 +215,7 @@ class _Preparation:
 
     def _module(self, config: Placed, facts: Facts) -> tuple[nn.Module | None, tuple[str, ...]]:
         """Return the module, after a check of what is trained and of its weights, and notes."""
-        if not self.is_here:
+        if not self.is_run:
             return None, ()
         module = self.task.module if self.task else build_model(config.model)
         check_trained(config, divide_module(module, None))

@@ -74,7 +74,7 @@ def make_inputs(folder: Path) -> Path:
     assert invoke("tokenize", *map(str, words))[0] == 0
     for suffix in (".bin", ".json"):
         shutil.copy(folder / f"tokens{suffix}", folder / f"tokens-00000{suffix}")
-    for name in ("my.yaml", "recipe.yaml", "best.yaml"):
+    for name in ("my.yaml", "recipe.yaml", "best.yaml", "job.yaml"):
         (folder / name).write_text("train: {seq_len: 16}\n")
     for name in ("run.yml", "run.yaml"):
         (folder / name).write_text(_AXOLOTL)

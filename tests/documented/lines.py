@@ -36,7 +36,7 @@ class Line:
     @property
     def words(self) -> list[str]:
         """What the shell passes on, the program first."""
-        return shlex.split(self.text)
+        return shlex.split(self.text.partition(" > ")[0])
 
 
 def documented_lines() -> list[Line]:

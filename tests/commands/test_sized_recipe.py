@@ -1,0 +1,72 @@
+"""The recipe of an estimate, and the dry run of it where its GPUs are not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.run import TINY, invoke, make_text
+
+JOBS = {
+    "selected": (["cluster=16xh100", "strategy=auto"], "16, on each of 2 nodes 8 on cuda"),
+    "does not fit": (["cluster=4xrtx4090", "cluster.memory=2.0"], "4 on cuda"),
+    "by tokens": (["cluster=8xH200", "train.global_batch_tokens=5000"], "8 on cuda"),
+    "of a size": (["cluster.memory=3", "cluster.price=2"], "1 on cuda"),
+    "fitted": (["cluster=2xa100_40", "cluster.memory=2.2", "--fit", "seq_len"], "2 on cuda"),
+    "of CPUs": (["launch.nproc_per_node=2"], "2 on cpu"),
+}
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [word for word in TINY if not word.startswith("train.global_batch_size")]
+    return [*given, f"data.path={make_text(tmp_path)}", "train.steps=10"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_printed_recipe_is_what_was_sized_and_a_dry_run_checks_it_for_its_ranks(words, job):
+    more, ranks = JOBS[job]
+    code, said = invoke("estimate-memory", *words, *more, "--print-config")
+    assert code == 0, said
+    recipe = said[said.index("model: ") : said.rindex("verdict ")]
+    Path("sized.yaml").write_text(recipe)
+    sized = _estimated(*words, *more)
+    sized = sized.get("fit", {}).get("estimate", sized)
+    again = _estimated("sized.yaml")
+    assert "selected" not in again  # all of it is in the recipe
+    same = ("strategy", "world_size", "seq_len", "micro_batch_size", "num_micro_batches",
+            "peak_reserved_bytes", "memory_bytes")  # fmt: skip
+    assert {name: again[name] for name in same} == {name: sized[name] for name in same}
+    assert "cluster.price" not in recipe  # `train` rejects it
+    code, said = invoke("train", "--dry-run", "sized.yaml", "train.require_fit=false")
+    assert (code, "it would run" in said) == (0, True), said
+    assert f"ranks   {ranks}" in said
+    assert ("checked for cluster=" in said) == (job != "of CPUs")
+
+
+def test_a_dry_run_of_a_job_refuses_what_its_ranks_cannot_run(words):
+    Path("job.yaml").write_text("cluster: 16xh100\nlaunch.device: cuda\n")
+    for wrong in ("strategy.dp_shard_size=3", "train.global_batch_size=8"):
+        code, said = invoke(
+            "train", "--dry-run", "job.yaml", *words, wrong, "strategy=hybrid_shard"
+        )
+        assert (code, said.startswith(f"{wrong}: ")) == (2, True), said
+    _, said = invoke("train", "--dry-run", "job.yaml", *words, "launch.device=cpu")
+    assert "on cpu" in said
+    code, said = invoke("train", "job.yaml", *words)
+    assert (code, said.startswith("launch.device=cuda: torch finds no CUDA device")) == (2, True)
+
+
+def test_a_recipe_of_several_estimates_is_refused(words):
+    for more in (["--all-strategies"], ["--json"], ["--from", "no.yaml"]):
+        code, said = invoke("estimate-memory", *words, *more, "--print-config")
+        assert (code, said.startswith("--print-config: conflicts with --from")) == (2, True)
+
+
+def _estimated(*words: str) -> dict[str, Any]:
+    code, said = invoke("estimate-memory", *words, "--json")
+    assert code == 0, said
+    found: dict[str, Any] = json.loads(said[said.index("{") :])
+    return found
