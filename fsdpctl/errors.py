@@ -95,7 +95,6 @@ class SignalError(BaseException):
     """
 
     def __init__(self, number: int) -> None:
-        """Describe the signal with this number."""
         is_interrupt = number == signal.SIGINT
         super().__init__("interrupted" if is_interrupt else "stopped")
         self.exit_code = (InterruptError if is_interrupt else StoppedError).exit_code

@@ -56,10 +56,7 @@ class Conversation:
 
 
 def filled(message: Message, filler: str) -> Message:
-    """Replace the content of a message, and the names and arguments of its calls, by `filler`.
-
-    If the message has neither, its reasoning is replaced.
-    """
+    """Replace content, or else reasoning, and what a message calls, by `filler`."""
     content = message["content"]
     changed = dict(message)
     if isinstance(content, list):

@@ -134,7 +134,6 @@ def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    """Return which keys to rename, as the end of a message."""
     asked = next((key for key in _LIKE_ASKED if key in fields), None)
     answered = next((key for key in _LIKE_ANSWERED if key in fields), None)
     if asked is None or answered is None:
@@ -145,10 +144,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
 
 
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
-    """Return the content of a row in the format `name`, and the names of the keys besides it.
-
-    UsageError if the row has another format, or can't be trained on.
-    """
+    """Return the content of a row and the names of its other keys; UsageError if it is invalid."""
     if name == COLUMN:
         return _column(fields)
     _check_kind(fields, name)
@@ -217,10 +213,7 @@ def _instruction(row: _Fields) -> Chat:
 
 
 def _alpaca(row: _Fields) -> Plain:
-    """Convert a row of Alpaca into its text, as axolotl's `type: alpaca` does.
-
-    Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
-    """
+    """Convert a row of Alpaca into its text, as axolotl 0.18.0 does (prompters.py)."""
     asked, added, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")

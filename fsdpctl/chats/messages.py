@@ -80,10 +80,7 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
 def loss_flag(
     fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LIKE_FLAGS
 ) -> bool | None:
-    """Return whether a message or row asks for a loss, None if it does not say.
-
-    UsageError if a flag is neither 0 nor 1, or if another key means a loss.
-    """
+    """Return whether a message or row asks for a loss; None if it does not say."""
     found = None
     for key, value in fields.items():
         if key in FLAGS:
@@ -103,10 +100,7 @@ def is_empty(value: object) -> bool:
 
 
 def system_message(text: str, messages: Sequence[Message], key: str) -> list[Message]:
-    """Return the message for a row's system text, or none if the messages begin with it.
-
-    UsageError if the messages begin with another system message.
-    """
+    """Return the message for a row's system text, or none if the messages begin with it."""
     first = messages[0]
     if not text or (first["role"] == "system" and first["content"] == text):
         return []

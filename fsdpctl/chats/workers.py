@@ -167,7 +167,6 @@ def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | 
 
 
 def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
-    """Compile the template, and return the function that renders a chat with it."""
     plain = Renderer(setup.template, setup.special_tokens, setup.date)
     with_tools = plain
     if setup.tool_template != setup.template:

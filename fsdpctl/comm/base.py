@@ -142,7 +142,6 @@ class InPlace:
             out.copy_(total).mul_(scale)
 
     def wait(self) -> None:
-        """Wait, and discard the result."""
         self._handle.wait()
 
 

@@ -58,7 +58,6 @@ class Moment:
         return Moment(out)
 
     def as_codes(self, like: "Moment") -> "Moment":
-        """Return numbers in codes of the same kind as `like`."""
         assert like.scales is not None
         codes = Moment(torch.empty_like(like.values), torch.empty_like(like.scales))
         new = self.values.float()

@@ -31,10 +31,7 @@ def _is_alone() -> bool:
 def collectives_for(
     device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
 ) -> Collectives:
-    """Return the collectives of this rank's group in `groups`, or of all ranks.
-
-    Those of another `purpose` may overlap with these.
-    """
+    """Return the collectives of this rank's group; those of other purposes may overlap."""
     if _is_alone() or (groups is not None and len(groups[0]) == 1):
         return Collectives()
     if device.type == "cuda":
@@ -43,10 +40,7 @@ def collectives_for(
 
 
 def sharing_collectives() -> Collectives:
-    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
-
-    If they cannot share any, returns those over gloo, with `not_shared`.
-    """
+    """Return the CPU's collectives over shared memory, or gloo's with `not_shared`. Collective."""
     if _is_alone():
         return Collectives()
     try:
@@ -88,7 +82,6 @@ class Mesh:
         return lambda: sum(seconds() for seconds in taken)
 
     def measure_waits(self) -> None:
-        """Measure waiting on CUDA too from now on."""
         for each in self._groups():
             if isinstance(each.waits, CudaWaits):
                 each.waits.measures = True
@@ -116,10 +109,7 @@ class Mesh:
 
 
 def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
-    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
-
-    `dp_shard_size` divides the number of ranks.
-    """
+    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective."""
     if dp_shard_size == world.size:
         world.separate_reductions()
         return Mesh(world, world, None)

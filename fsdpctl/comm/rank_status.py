@@ -57,7 +57,6 @@ class RankStatusPage:
         self._page = _Page()
 
     def open(self, path: Path, index: int) -> None:
-        """Write to page `index` of the file at `path` from now on."""
         self._page = _mapped(path)[index]
         self._page.pid = os.getpid()
 
@@ -69,7 +68,6 @@ class RankStatusPage:
         self._page.count += 1
 
     def wait(self, *, begins: bool) -> None:
-        """Record that the rank begins or ends to wait for other ranks."""
         self._page.waits = begins
         self._page.count += 1
 
@@ -98,10 +96,7 @@ class HostPages:
         self._pages = _mapped(path)
 
     def statuses(self) -> list[RankStatus]:
-        """Return the status of every rank; the text may be half written.
-
-        Only a changed `count` shows that a rank makes progress.
-        """
+        """Return the status of every rank; the text may be half written."""
         return [
             RankStatus(
                 each.count, each.steps - 1 if each.steps else None, bool(each.waits),
@@ -114,7 +109,6 @@ class HostPages:
         self._pages[index].is_asked = True
 
     def answer(self, index: int) -> Recorded | None:
-        """Return what a rank has answered, or None: nothing so far."""
         page = self._pages[index]
         return msgspec.json.decode(page.answer, type=Recorded) if page.has_answered else None
 

@@ -213,7 +213,6 @@ class Sharded(Protocol):
 
 
 def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
-    """Return the buffers that a state dict of `module` contains, by name."""
     found: dict[str, Tensor] = {}
     for prefix, each in module.named_modules():
         for key, buffer in each._buffers.items():
@@ -223,7 +222,6 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 def require_sharded(model: object, call: str) -> None:
-    """Check that `call` was given a sharded model; UsageError otherwise."""
     if not hasattr(model, "flat_shards"):
         raise UsageError(
             f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
@@ -252,7 +250,6 @@ def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None
 
 
 def trainable_shards(model: Sharded) -> Iterator[FlatShard]:
-    """Return the shards that the optimizer steps."""
     return (shard for shard in model.flat_shards() if shard.trainable)
 
 

@@ -233,10 +233,7 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
 
 
 def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
-    """Check that nested configurations are those that the model has, and are mappings.
-
-    UsageError if they aren't.
-    """
+    """Check that nested configurations are mappings, and those that the model has."""
     for name in {*_PARTS, *parts} & content.keys():
         value = content[name]
         if value is not None and name not in parts:

@@ -58,7 +58,6 @@ class Composed:
 
     @property
     def has_recipes_cluster(self) -> bool:
-        """Whether the recipe describes the machine that it is for."""
         return self.config.origins.get("cluster") is Origin.RECIPE
 
     @property
@@ -131,7 +130,6 @@ def compose_config(
 
 
 def _autos(values: Mapping[str, Value], pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield the keys whose value is `auto`."""
     yield from (name for name, value in values.items() if value is None and KEYS[name].auto)
     yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].is_selected)
 
@@ -247,7 +245,6 @@ def _split(word: str) -> Pair:
 
 
 def _meant_by(word: str) -> str:
-    """Return a suggestion for a word without a value."""
     if word in KEYS or word in GROUPS:
         return ""
     if word in recipe_names():

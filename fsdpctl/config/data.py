@@ -96,7 +96,6 @@ class DataConfig:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The tokens of `new_tokens`."""
         return tuple(json.loads(self.new_tokens or "[]"))
 
     @property
@@ -111,7 +110,6 @@ class DataConfig:
 
     @property
     def holds_documents(self) -> bool:
-        """Whether a sequence can have several documents."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
 
 

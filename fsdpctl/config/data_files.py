@@ -117,10 +117,7 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
 
 
 def option_of_data(path: str) -> str:
-    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
-
-    UsageError if a directory has files of several options.
-    """
+    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist."""
     if path.startswith("hf://"):
         return CHAT
     is_here = os.path.exists(path) or any(glob.iglob(path))
@@ -256,7 +253,6 @@ def _role_of(file: Path) -> str:
 
 
 def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> str:
-    """Return the kind of the files that are read."""
     present = [kind for kind in _READS[option] if kinds[kind]]
     are_many = len([kind for kind in kinds if kinds[kind]]) > 1
     if TEXT in present and are_many and all(b"\0" in _start(each) for each in kinds[TEXT]):
@@ -324,7 +320,6 @@ def _parts_of(
 
 
 def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> None:
-    """Check that the files to train on are of one split and one configuration of `datasets`."""
     is_dict, card = (root / "dataset_dict.json").is_file(), root / "README.md"
     found = set[str]()
     for file in groups[TRAIN] or (groups[""] if is_dict else []):

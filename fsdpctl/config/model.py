@@ -135,5 +135,4 @@ class ModelConfig:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the initial weights are read from `path`."""
         return self.init == "pretrained" or (self.init == "auto" and self.path is not None)

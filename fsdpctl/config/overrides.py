@@ -50,10 +50,7 @@ def _value(text: str) -> Any:
 
 
 def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, Any]:
-    """Return the content of a config.json with changes, which are JSON.
-
-    UsageError if a key is unknown to transformers' class of such models.
-    """
+    """Return a config.json's content with changes, in JSON; UsageError if a key is unknown."""
     given = parse_json(changes, dict[str, Any], OVERRIDES)
     family = given.get("model_type", content["model_type"])
     known = known_names(read_configuration({**content, "model_type": family}, where))

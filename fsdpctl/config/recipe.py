@@ -47,7 +47,6 @@ class Gpu(NamedTuple):
 
 @cache
 def known_gpu(device_name: str) -> Gpu | None:
-    """Return the GPU that torch calls `device_name`; None if it is unknown."""
     found = {}
     for cluster, content in _clusters():
         for name in content.get("device_names", ()):
@@ -101,10 +100,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> list[tuple[str, str]]:
-    """Return the settings of a recipe, in its order.
-
-    UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
-    """
+    """Return the settings of a recipe, in its order; UsageError if it is not one."""
     content = read_yaml(path)
     source = SourceConfig(path, content)
     if (tool := tool_of(source)) is not None:

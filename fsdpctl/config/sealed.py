@@ -33,10 +33,7 @@ def _checksum(text: str) -> str:
 
 
 def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
-    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
-
-    CheckpointError if it is missing, corrupted, or has an unsupported version.
-    """
+    """Read and verify a manifest; CheckpointError if it is missing, corrupted or unsupported."""
     path = folder / name
     if not path.exists():
         if not folder.is_dir():

@@ -30,10 +30,7 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:
-    """Create the configuration from the result of `config_words`, on any machine.
-
-    UsageError if this version doesn't know a key, or doesn't allow its value.
-    """
+    """Create the configuration from the result of `config_words`, on any machine."""
     for name in words.keys() - {*GROUPS}:
         known_key(name)
     values = {
@@ -86,7 +83,6 @@ def words_to_type(config: Config) -> dict[str, str]:
 
 
 def _is_of_an_unused_part(config: Config, name: str) -> bool:
-    """Return whether a key is in a subsection that has only defaults."""
     part = name.rpartition(".")[0]
     return "." in part and (inner := config.value(part)) == type(inner)()
 

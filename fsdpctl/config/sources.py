@@ -27,7 +27,6 @@ class DataSource:
         return self.given_name or next((each for each in found[::-1] if each), self.path)
 
     def text(self, path: str) -> str:
-        """Return the source as it is given, at another path."""
         name = "" if self.given_name is None else f"{self.given_name}="
         return f"{name}{path}" + ("" if self.share is None else f":{self.share!r}")
 

@@ -72,10 +72,7 @@ def documents(
 
 
 def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], PassedOver]:
-    """Read the documents of files whole, and what was passed over.
-
-    UsageError as for `documents`, or if there is no text.
-    """
+    """Read the documents of files whole, and what was passed over; UsageError without text."""
     passed = PassedOver()
     texts = [each.text.encode() for each in documents(found, key, passed)]
     if not texts:
@@ -103,10 +100,7 @@ def standard_library() -> list[bytes]:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Return whether a document is in the `fraction` that is held out for validation.
-
-    A hash of its content decides, so more data moves no document from one part to the other.
-    """
+    """Return whether a document is held out, by its hash, so that more data moves no other one."""
     return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
 
 

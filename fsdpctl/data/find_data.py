@@ -56,7 +56,6 @@ def find_data(
 
 
 def is_fetched(path: str, key: str = "data.path") -> bool:
-    """Return whether the files of a data set on the Hub are in the cache."""
     with suppress(UsageError):
         return bool(_hub_files(path, key, None, may_fetch=False).train)
     return False

@@ -53,7 +53,6 @@ class ShareSchedule:
         self._sums = np.concatenate([np.zeros((1, len(shares)), np.int64), table.cumsum(0)])
 
     def counts(self, position: int) -> Counts:
-        """Return the samples of each source before a position."""
         periods, place = divmod(position, PERIOD)
         found: Counts = periods * self._sums[PERIOD] + self._sums[place]
         return found
@@ -81,7 +80,6 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the content and the shares."""
         about = (f"{each.content.fingerprint} {each.share!r}" for each in self.parts)
         return xxhash.xxh3_64_hexdigest("\n".join(about).encode())
 
@@ -92,7 +90,6 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int | None:
-        """The bytes of all text, if known."""
         sizes = [each.content.num_bytes for each in self.parts]
         return None if None in sizes else sum(each or 0 for each in sizes)
 
@@ -136,7 +133,6 @@ class MixedRows(Rows):
             rows.fetch([place])
 
     def source_of(self, number: int) -> int:
-        """Return the index of the source that a sample is of."""
         return bisect_right(self._begins, number) - 1
 
     def _place(self, number: int) -> tuple[Rows, int]:

@@ -71,10 +71,7 @@ class Rendering:
 
 
 def rendering_of(config: DataConfig, seed: int) -> Rendering:
-    """Open the tokenizer and the template of the section `data`.
-
-    UsageError if one of them can't be used.
-    """
+    """Open the tokenizer and the template of `data`; UsageError if one can't be used."""
     if config.tokenizer in (None, BYTES):
         raise UsageError(
             "data=chat: requires a model's tokenizer; set model=hf model.path=DIR, or "
@@ -131,7 +128,6 @@ def open_chats(
 
 
 def has_read_chats(rendering: Rendering, config: DataConfig, files: DataFiles) -> bool:
-    """Return whether the cache has the tokens of files, without reading those."""
     known = read_cache(_name_of_sums(files))
     return known is not None and read_cache(_entry_name(config, files, rendering)) is not None
 
@@ -185,7 +181,6 @@ def _date(day: str | None) -> str:
 def setup_of(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> TemplateSetup:
-    """Return what a process needs to render conversations."""
     about = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
     rules = config.train_on, config.rewritten_turns
     return TemplateSetup(*about, today, *rules, MOST_SECONDS, MOST_BYTES)

@@ -196,7 +196,6 @@ def _estimate(
 
 
 def _spans_of(files: Sequence[Path]) -> dict[Path, list[Span]]:
-    """Return files with evenly spread parts of each."""
     sizes = [each.stat().st_size for each in files]
     ends, spans = [*accumulate(sizes)], defaultdict[Path, list[Span]](list)
     size = min(PLACE_BYTES, -(-ends[-1] // PLACES))

@@ -86,7 +86,6 @@ def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) ->
 
 
 def has_read_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
-    """Return whether the cache has the tokens of files."""
     return _mapped(_name_of((*files.train, *files.validation), tokenizer, config)) is not None
 
 

@@ -70,7 +70,6 @@ class Rows(ABC):
         return None
 
     def order(self, position: int, length: int, seed: int) -> Indices:
-        """Return those at these positions of a run."""
         return samples_at(position, length, len(self), seed)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:

@@ -81,7 +81,6 @@ def _opened(path: Path, stamp: tuple[int, int]) -> _OpenFile:
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:
-    """Return what tells that a file has changed."""
     return found.st_size, found.st_mtime_ns
 
 
@@ -104,7 +103,6 @@ class ShardTokens:
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "ShardTokens":
-        """Return tokens that are not read yet."""
         return ShardTokens(self.shards, self._start + start, self._start + stop)
 
     def __getitem__(self, span: slice) -> Values:
@@ -115,14 +113,12 @@ class ShardTokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
 
     def fetch(self, start: int, stop: int) -> None:
-        """Begin to fetch tokens that are in an object store, and their flags."""
         for number, first, last in self._in(start, stop):
             self.shards[number].fetch(first, last)
         if self.flags is not None:
             self.flags.fetch(start, stop)
 
     def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the shards in which a span is, with the span of tokens in each."""
         at, end = self._start + start, self._start + stop
         number = bisect_right(self._begins, at) - 1
         while at < end:
@@ -152,10 +148,7 @@ def _numbers(file: IO[bytes], path: Path, count: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def _ends(shard: Shard) -> NDArray[np.int64]:
-    """Return the ends of a shard's documents, in tokens, in order.
-
-    UsageError if they are not in order, or beyond the tokens.
-    """
+    """Return the ends of a shard's documents, in tokens; UsageError if they are not in order."""
     about = shard.index
     assert about is not None
     with open(open_regular(about.path, follows=True), "rb") as file:

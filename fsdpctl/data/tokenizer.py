@@ -117,10 +117,7 @@ class FileTokenizer:
     """A Hugging Face tokenizer, as transformers loads it. Documents end with its end token."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Set the contents of the files in the tokenizer's directory, and `name`, its location.
-
-        UsageError if transformers can't load the tokenizer, or if it exceeds a limit.
-        """
+        """Set the files by name, and `name`, their place; UsageError if one can't be used."""
         self.name = name
         self._where = f"tokenizer {name}"
         self._files = {
@@ -148,7 +145,6 @@ class FileTokenizer:
             )
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer adds before and after each text."""
         plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
         size = len(plain)
         for start in range(len(whole) - size + 1):
@@ -183,10 +179,7 @@ class FileTokenizer:
     def around(
         self, tokens: Sequence[int] | Tokens, *, begins: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens to add before and after a document of these, without those it has.
-
-        `begins`: whether they are those of the beginning of a document.
-        """
+        """Return the tokens to add around a document, which `begins` here, without those it has."""
         before, after = self.before * begins, self.after
         if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
             before = []
@@ -241,10 +234,7 @@ class FileTokenizer:
         )
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokenize each text as it is; control tokens in it become control tokens.
-
-        UsageError if the tokenizer doesn't give the characters of each token.
-        """
+        """Tokenize texts, with the characters of each token; control tokens stay such."""
         if not self.auto.is_fast:
             raise UsageError(
                 f"{self._where}: {type(self.auto).__name__} gives no positions of tokens, which "
@@ -272,10 +262,7 @@ class FileTokenizer:
         return Encoded(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, adds: bool = True) -> list[int]:
-        """Tokenize the prompt; an empty one becomes the end of a previous document.
-
-        `adds`: whether to add the tokens that the tokenizer adds to texts.
-        """
+        """Tokenize the prompt, or the end of a document; `adds` the tokenizer's own tokens."""
         with guarded(self._where):
             tokens = next(self._ids([prompt], adds=adds))
         return tokens or [self.end or 0]
@@ -345,10 +332,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
-    """Open the byte tokenizer (`bytes` or None), or the one in a directory.
-
-    UsageError if the directory has no valid tokenizer.
-    """
+    """Open the byte tokenizer (`bytes` or None), or the one in a directory."""
     if name in (None, BYTES):
         return ByteTokenizer()
     folder = Path(str(name))

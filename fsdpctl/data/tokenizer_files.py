@@ -99,10 +99,7 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
 
 
 def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
-    """Return `name` if it can be that of a file with the weights: of data, in this directory.
-
-    An error of type `refusal` if it isn't.
-    """
+    """Return `name` if it can be that of a file with the weights; else raise `refusal`."""
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
     if name.startswith(_TEMPLATE_PIECE):
         plain_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", where, refusal)
@@ -111,10 +108,7 @@ def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
 
 
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
-    """Return the tokenizer that `AutoTokenizer` makes of `files`, contents by name.
-
-    UsageError if a file is damaged, or if transformers can't load it.
-    """
+    """Return the tokenizer that `AutoTokenizer` makes of `files`; UsageError if it can't."""
     where = f"tokenizer {name}"
     copied = _copied(files, where)
     with guarded(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:

@@ -215,7 +215,6 @@ class _Writer:
 def write_header(
     path: Path, tokenizer: Tokenizer, num_tokens: int, xxh3: str, num_bytes: int | None
 ) -> None:
-    """Write the header of NAME.bin, which exists."""
     header = {
         "format": OURS[0], "version": OURS[1], "dtype": np.dtype(tokenizer.dtype).name,
         "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,

@@ -69,7 +69,6 @@ class UnitBuffer:
 
     @property
     def rests_on_host(self) -> bool:
-        """Whether `part` is in host memory."""
         return self.shard.is_on_host if self.resting is None else self.resting.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
@@ -181,7 +180,6 @@ class UnitBuffer:
             param.grad = None
 
     def drop_gradients(self) -> None:
-        """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:
             param.grad = None
         self.shard.grad = self.shard.grad_on_host = None

@@ -73,7 +73,6 @@ class OutermostBackward:
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def end(self) -> None:
-        """Forget the backward, which is complete or has failed."""
         self._number, self._ending = _NONE, None
 
     @staticmethod
@@ -106,7 +105,6 @@ class Forward:
         self._is_unknown = False  # some output has no witness
 
     def witness(self, output: Tensor) -> Witness | None:
-        """Return an object for the hook of `output` to hold."""
         node = output.grad_fn
         for own, _ in () if node is None else node.next_functions:
             if own is not None and type(own) is not _OF_PARAMETER:
@@ -160,7 +158,6 @@ class Calls:
         self._hidden: set[str] = set()
 
     def begin_forward(self, *, tracks: bool) -> None:
-        """Begin a forward of the outermost module; `tracks`: whether autograd is enabled."""
         self.running.close()
         self.running = Forward()
         self._tracks = tracks
@@ -192,7 +189,6 @@ class Calls:
                 each.takes_part = takes_part
 
     def ran(self, unit: str, *, tracks: bool) -> None:
-        """Record the forward of a unit; `tracks`: whether autograd is enabled."""
         if self._tracks and not tracks:  # a backward within the backward may recompute it
             self._hidden.add(unit)
 

@@ -113,7 +113,6 @@ class GradientReducer:
                 self.ledger.free(Buffer.GRADS, unit.name, index)
 
     def drop_gradients(self) -> None:
-        """Drop all gradients that are not in flight."""
         self.free_left()
         for unit in self.units.values():
             for index, buffer in enumerate(unit.trained_buffers):

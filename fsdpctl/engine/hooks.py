@@ -23,10 +23,7 @@ from fsdpctl.errors import EngineError, ModuleError
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
-    """Return the tensors with a graph that a forward made.
-
-    Tensors passed through from `inputs` show nothing about this module's backward.
-    """
+    """Return the tensors with a graph that a forward made, not those of `inputs`."""
     if not torch.is_grad_enabled():
         return []
     tensors = (leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
@@ -61,10 +58,7 @@ def _hook(
     before: Callable[[Any, Any], Any],
     after: Callable[[Any], None],
 ) -> None:
-    """Register `before(args, kwargs)` and `after(outputs)` for this object.
-
-    A copy of the module has the hooks too, and must not run them.
-    """
+    """Register `before(args, kwargs)` and `after(outputs)` for this object, not its copies."""
     own = id(module)
 
     def before_own(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -172,7 +166,6 @@ def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether a parameter of the module or its children is sharded already."""
     return any(map(is_marked, module.parameters()))
 
 

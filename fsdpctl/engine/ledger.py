@@ -22,7 +22,6 @@ class Ranges:
         return record_function(f"{what} {unit}") if self.is_on else _NOTHING
 
     def begin(self, what: str, unit: str) -> None:
-        """Begin a range, possibly within another one."""
         if self.is_on:
             named = record_function(f"{what} {unit}")
             named.__enter__()
@@ -33,7 +32,6 @@ class Ranges:
             self._open.pop().__exit__(None, None, None)
 
     def end_all(self) -> None:
-        """End all open ranges, such as after an exception."""
         while self._open:
             self.end()
 
@@ -73,7 +71,6 @@ class Ledger:
             self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
 
     def free(self, buffer: Buffer, unit: str, index: int) -> None:
-        """Remove a buffer, if it exists."""
         nbytes = self._held.pop((buffer, unit, index), None)
         if nbytes is None:
             return

@@ -74,7 +74,6 @@ class ShardedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's parameters under its own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     @property
@@ -98,7 +97,6 @@ class ShardedModel(nn.Module):
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives of all ranks."""
         return self._runtime.mesh.world
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
@@ -143,11 +141,9 @@ class ShardedModel(nn.Module):
         self._runtime.sync_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients, reduced or not."""
         self._runtime.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, for any `set_to_none`."""
         self.drop_gradients()
 
     def prefetch_forward_params(self) -> None:
@@ -202,10 +198,7 @@ class ShardedModel(nn.Module):
         return (states.nbytes if states else 0) + (params.nbytes if params else 0)
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Make writes to the masters on any rank visible to the next forward. Collective.
-
-        Optimizers call it with `trained_only`: masters of frozen parameters are unchanged.
-        """
+        """Make writes to the masters visible to the next forward, or `trained_only`. Collective."""
         self._runtime.masters_changed(trained_only=trained_only)
 
     def update_shards(self, flat: Tensor) -> None:

@@ -149,7 +149,6 @@ class HostStates:
         return self._worker.call(function)
 
     def gradients(self) -> HostGradients | None:
-        """Return what takes gradients to the host, if it keeps them."""
         if not self._left:
             return None
 
@@ -168,10 +167,7 @@ class HostStates:
     def step(
         self, units: Sequence[ShardedUnit], update: HostUpdate, scalars: HostScalars
     ) -> Mapping[str, tuple[Job, list[list[Tensor]]]]:
-        """Start to step `units` in this order.
-
-        Returns for each its job, and the gradients on the device, to be dropped after the job.
-        """
+        """Start to step `units` in order; return each one's job, and gradients to drop after it."""
         found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
         steps: list[_Step] = []
         for unit in units:

@@ -90,7 +90,6 @@ def unmark_sharded(param: nn.Parameter) -> None:
 
 
 def is_marked(param: Tensor) -> bool:
-    """Return whether the parameter belongs to a sharded model."""
     return isinstance(param, _Sharded)
 
 

@@ -68,10 +68,7 @@ class ParamSync:
             self.finish()
 
     def start_after(self, jobs: Mapping[str, tuple[Job, list[list[Tensor]]]]) -> None:
-        """Send the master weights of units once the host has stepped them.
-
-        Each has a job, and gradients on the device that are dropped after it.
-        """
+        """Send units' master weights once the host has stepped them, then drop their gradients."""
         for name, (job, gradients) in jobs.items():
             unit = self._units[name]
             unit.masters_changed()
@@ -222,7 +219,6 @@ class Runtime:
         self._do(self.schedule.begin_forward(trains=trains))
 
     def begin_unit(self, unit: ShardedUnit) -> None:
-        """Begin a unit's forward, or its recomputation in backward."""
         if in_backward():
             self._do(self.schedule.recompute_unit(unit.name))
             return
@@ -272,7 +268,6 @@ class Runtime:
         self.ledger.ranges.begin("backward", unit.name)
 
     def end_backward(self) -> None:
-        """End the backward when autograd has completed it."""
         self.ledger.ranges.end_all()
         self._do(self.schedule.end_units(reduces=self.reduces))
         if self.reduces:

@@ -100,17 +100,13 @@ class RunTime:
 
 
 def has_length(config: Config) -> bool:
-    """Return whether the length of a run is set."""
     return config.is_set(*LENGTHS)
 
 
 def run_time(
     estimator: Estimator, estimate: RunEstimate, step: StepPrediction | None = None
 ) -> RunTime:
-    """Predict the time of a run, or use its predicted `step`.
-
-    UsageError if the device is a CPU, or its specs are incomplete.
-    """
+    """Predict the time of a run, or use its predicted `step`; UsageError on a CPU."""
     config, source = with_speed(estimate.config)
     if config.launch.device == "cpu":
         raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")

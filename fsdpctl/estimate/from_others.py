@@ -105,7 +105,6 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
 
 
 def _is_shown(row: TranslationRow) -> bool:
-    """Return whether a row affects memory, or is a note."""
     names = settings_of([row])
     return not names or any(affects_memory(name) or name in _SHOWN for name in names)
 

@@ -43,7 +43,6 @@ def first_place(
 
 
 def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
-    """Return the plan of the first rank for a resolved configuration."""
     given, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
     division = divide(

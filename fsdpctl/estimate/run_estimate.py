@@ -60,7 +60,6 @@ class RunEstimate:
 
     @property
     def peak_reserved(self) -> int:
-        """The peak bytes that the run's allocator reserves."""
         return self.step.peak_reserved
 
     @property
@@ -104,7 +103,6 @@ class RunEstimate:
 
     @property
     def verdict(self) -> str:
-        """The verdict of `StepEstimate.verdict`, also for the memory of the host."""
         return "too_large" if self.lacks_host_memory else self.step.verdict(self.available)
 
     @property
@@ -124,7 +122,6 @@ class RunEstimate:
 
     @property
     def excess(self) -> str:
-        """The first memory that does not suffice."""
         what, needed, limit = self._lacking[0]
         return f"{needed} of {limit}{f' {what}' if what != 'memory' else ''}"
 

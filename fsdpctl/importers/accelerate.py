@@ -38,7 +38,6 @@ def read_accelerate(source: SourceConfig) -> Translation:
 
 
 def read_launch(found: Translation) -> None:
-    """Translate the ranks and how they shard."""
     source = found.source
     place = source.take("compute_environment")
     if place is not None and place.text.strip() != "LOCAL_MACHINE":

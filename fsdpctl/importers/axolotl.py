@@ -186,7 +186,6 @@ def _read_layer_offload(found: Translation, *, adapts: bool) -> None:
 
 
 def _read_adapters(found: Translation) -> bool:
-    """Translate the adapters, and return whether there are any."""
     source = found.source
     adapter = source.take("adapter")
     rank = source.take("lora_r")

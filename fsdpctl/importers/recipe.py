@@ -41,10 +41,7 @@ _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 
 
 def read_others(path: Path, beside: Path | None = None) -> Translation:
-    """Translate another tool's configuration, also with that of accelerate `beside` it.
-
-    UsageError if its training can't be estimated, or if two files aren't of one run.
-    """
+    """Translate another tool's configuration, also with that of accelerate `beside` it."""
     tool, source = _opened(path)
     if beside is not None:
         other, second = _opened(beside)
@@ -242,7 +239,6 @@ def _left_out(found: Translation) -> Iterator[str]:
 
 
 def _changes(found: Translation, value: SourceKey) -> bool:
-    """Return whether a value without a counterpart changes the training."""
     name, text = value.key, value.text.strip().lower()
     is_off = value.is_off or not (value.is_list or text.strip("0."))
     usual = HARMLESS.get(name, HARMLESS.get(f"{name.partition('.')[0]}.*"))

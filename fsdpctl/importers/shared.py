@@ -207,10 +207,7 @@ def check_attention(source: SourceConfig) -> None:
 
 
 def read_recomputation(found: Translation, usual: str) -> bool:
-    """Translate recomputation, also with the inputs of blocks on the host; return whether it is on.
-
-    `usual` is the option of a file that doesn't set it.
-    """
+    """Translate recomputation, by default `usual`, and its offload; return whether it is on."""
     source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), found.settings.get(names[0])
     every = source.take(*(f"{name}_kwargs.every_n_layers" for name in names))
@@ -341,7 +338,6 @@ def read_deepspeed(found: Translation, value: SourceKey) -> None:
 
 
 def read_zero(found: Translation, source: SourceConfig, section: str, stage_key: str) -> None:
-    """Translate the stage of ZeRO, which is the key `stage_key` of `section`."""
     stage = source.whole(f"{section}{stage_key}") or 0
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:
@@ -374,7 +370,6 @@ def _is_known(name: str) -> bool:
 
 
 def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
-    """Translate the model, which `value` names, of the key `key`."""
     way_on = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
         found.missing.append(("model", f"{key}: not set; {way_on}"))

@@ -161,7 +161,6 @@ def _by_strategy(found: Translation, value: SourceKey | None, key: str, ours: st
 
 
 def is_fraction(text: str) -> bool:
-    """Return whether a text is a number between 0 and 1."""
     try:
         return 0 < float(text) < 1
     except ValueError:

@@ -101,7 +101,6 @@ class Translation:
 
     @property
     def shown_batch(self) -> tuple[str, str]:
-        """The keys of the batch that the file has, and their values."""
         names = self.batch.keys if self.batch else ()
         given = (*self.source.all_keys(), *(self.deepspeed.all_keys() if self.deepspeed else ()))
         own = {each.key: each.text for each in given if each.key in names and each.text != "auto"}
@@ -110,10 +109,7 @@ class Translation:
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the key `default` that isn't set.
-
-        Without settings, it is a note on the estimate. Settings whose value is wrong are missing.
-        """
+        """Add a row for `value`, or for the unset key `default`; without settings, it is a note."""
         shown = (default, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
             self.missing.append((name, f"{shown[0]}: {why}"))

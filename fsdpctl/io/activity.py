@@ -70,7 +70,6 @@ def is_first() -> bool:
 
 
 def _frames(stream: IO[str]) -> str:
-    """Return the characters of a spinner that the encoding of a terminal has."""
     try:
         _FRAMES.encode(getattr(stream, "encoding", None) or "ascii")
     except UnicodeError:

@@ -91,7 +91,6 @@ class Repository:
         return "no such directory, and " if self.kind == "model" else ""
 
     def lacks(self, file: str) -> UsageError:
-        """Return the error that the cache lacks a file where nothing may be fetched."""
         what = f"{file} is missing in the Hugging Face cache"
         if self.snapshot() is None:
             what = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
@@ -210,7 +209,6 @@ class Repository:
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE forbids to fetch."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE

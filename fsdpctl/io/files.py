@@ -167,10 +167,7 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_cache(instead: Path) -> str | None:
-    """Let this process and its children use another cache if the user's cannot be written.
-
-    Return why that is.
-    """
+    """Let this process use another cache if the user's cannot be written; return why that is."""
     os.environ.pop(_CACHE_INSTEAD, None)
     usual = cache_folder("")
     try:

@@ -68,10 +68,7 @@ def is_below(name: str) -> bool:
 
 
 def cached_names(listing: Path) -> list[str]:
-    """Return the names in a listing of the cache, or none if it has no such file.
-
-    UsageError if it is not a listing, or has a name outside its repository.
-    """
+    """Return the names in a listing of the cache, or none without one; UsageError if invalid."""
     files = read_json(listing, _Listing).files if listing.is_file() else {}
     if outside := next((each for each in files if not is_below(each)), None):
         raise UsageError(f"{listing}: {outside[:80]!r} is not a file of a repository; delete it")

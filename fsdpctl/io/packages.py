@@ -13,7 +13,6 @@ _NAMES = {"hydra": "hydra-core", "yaml": "pyyaml"}  # of packages, by module
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that computes the losses."""
     found = {name: _version(name) for name in ("torch", "transformers")}
     return {"fsdpctl": __version__, **found, "python": platform.python_version()}
 

@@ -55,7 +55,6 @@ class StoredFile:
     refusal: Refusal = FsdpctlError  # if the store does not answer
 
     def inside(self, name: str) -> "StoredFile":
-        """Return the file `name` below this one."""
         url, path = f"{self.url}/{name}", f"{self.path}/{name}"
         return StoredFile(self.store, url, path, self.refusal)
 
@@ -97,7 +96,6 @@ class StoredFile:
         return True
 
     def remove(self, *, recursive: bool = False) -> None:
-        """Delete it, if it exists."""
         try:
             asked(self.url, lambda: self.store.rm(self.path, recursive=recursive))
         except FsdpctlError:

@@ -52,7 +52,6 @@ class Begun:
 
     @property
     def launch(self) -> LaunchConfig:
-        """The ranks of the current round."""
         return self.config.launch
 
 
@@ -177,7 +176,6 @@ def sized_for(estimate: RunEstimate) -> tuple[str, ...]:
 
 
 def change_lines(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
-    """Return lines with the changes that make a configuration fit."""
     if not changes:
         return ["to fit  no change found that makes it fit"]
     return [

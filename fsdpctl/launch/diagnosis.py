@@ -28,7 +28,6 @@ class RankState:
 
     @property
     def when(self) -> str:
-        """The step in progress."""
         return "before its first step" if self.step is None else f"step {self.step}"
 
     def __str__(self) -> str:

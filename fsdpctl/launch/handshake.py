@@ -60,10 +60,7 @@ class Handshake:
             raise UsageError(f"{noun} {own}: already in use by another {noun}")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
-        """Send the run directory to the others and wait until all are ready; only number 0 does.
-
-        UsageError if one of them cannot take part; then none does.
-        """
+        """Send the run directory to the others and wait until all are ready; only number 0 does."""
         token = run_dir / HANDSHAKE
         plan = Plan(
             str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
@@ -89,10 +86,7 @@ class Handshake:
         self._wait_for_others("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
-
-        UsageError if this or another member cannot, or nothing starts.
-        """
+        """Receive the plan of number 0; `check` returns why this member cannot take part, or ""."""
         plan = self._receive("plan", Plan)
         if plan.refusal:
             self._send(f"ready/{self.own}", "")
@@ -143,7 +137,6 @@ class Handshake:
 
 
 def encode(value: object) -> str:
-    """Return a message that `decode` reads."""
     return msgspec.json.encode(value).decode()
 
 
@@ -184,7 +177,6 @@ def _software() -> str:
 
 
 def source_digest() -> str:
-    """Return a digest of the program's source."""
     root = Path(fsdpctl.__file__).parent
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -87,7 +87,6 @@ class Exchange:
         return self._is_lost or any(each.ended and each.ended.has_failed for each in others)
 
     def hangs_elsewhere(self, number: int) -> bool:
-        """Return whether ranks of another node hang in this round."""
         return any(each.hangs for each in self._others(number).values())
 
     def tell_states(self, number: int, own: list[RankState]) -> None:
@@ -107,10 +106,7 @@ class Exchange:
         return found, min([self.own, *(node for node, told in others.items() if told.hangs)])
 
     def leave(self, after: int | None = None) -> None:
-        """Leave the run, but not before node `after`.
-
-        Node 0 waits a moment for the others, because its store exits with it.
-        """
+        """Leave the run after node `after`; node 0 waits, because its store exits with it."""
         if after is not None:
             self._await(_STATES_SECONDS, lambda told: False, [after])
         self._tell(has_left=True)

@@ -51,7 +51,6 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """Why it failed, in one line."""
         if self.was_killed:
             if self.out_of_memory:
                 return "killed by the kernel: this machine or its memory limit is out of memory"
@@ -118,12 +117,10 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a worker did not finish."""
         return bool(self.failures or self.hang or self.were_ended)
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line."""
         if self.lost or self.hang or self.cause is None:
             return self.lost or self.hang or "another node has failed"
         return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.cause}"
@@ -141,7 +138,6 @@ class Outcome:
 
     @property
     def stopped(self) -> str:
-        """The ranks that stopped in consequence."""
         ranks = [str(each.rank) for each in self.failures]
         named = f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)}"
         return f"{named if ranks else 'the ranks of this node'} stopped"

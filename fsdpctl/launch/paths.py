@@ -42,7 +42,6 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
 
 
 def _check_data(config: DataConfig, kind: str = "") -> None:
-    """Check the data whose paths begin with `kind`."""
     for key, path in (("data.path", config.path), ("data.val_path", config.val_path)):
         if path is None or kind not in path or config.name == "python_stdlib":
             continue

@@ -41,10 +41,7 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Prepared, plan: RunPlan, seen: Look, estimate: RunEstimate | None
 ) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was not set.
-
-    Without an estimate, it is a script's.
-    """
+    """Yield the first lines of a run, or of a script's without an estimate; unset values marked."""
     rows = [
         ("model", _model(opened)),
         ("data", _data(opened.data)),
@@ -244,7 +241,6 @@ def _blocks(config: Config) -> str:
 
 
 def _software(seen: Look) -> str:
-    """Return which versions differ from those that a run resumes from."""
     if seen.standing is not Standing.RESUMES:
         return ""
     before = seen.source.manifest.versions if seen.source else newest_versions(seen.run_dir)

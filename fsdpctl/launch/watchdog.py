@@ -111,7 +111,6 @@ class Watchdog:
         self._beats = beats
 
     def _decides(self) -> bool:
-        """Return whether it is for this process to judge the ranks of this host."""
         before = self._unwatched[: self._local_rank]
         is_asked = any(each.is_asked for each in self._beats)  # another watchdog ends a hang
         decides = not is_asked and all(each > _SUCCEED_SECONDS for each in before)

@@ -19,7 +19,6 @@ _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -65,7 +64,6 @@ def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[Uni
 
 
 def block_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's repeated blocks, in the order of forward."""
     return [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
 
 
@@ -83,7 +81,6 @@ def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], li
 
 
 def _name_of_submodule(module: nn.Module, getter: str) -> str | None:
-    """Return the name of the module that `module.getter()` returns, as in transformers."""
     method = getattr(module, getter, None)
     try:
         found = method() if callable(method) else None
@@ -95,7 +92,6 @@ def _name_of_submodule(module: nn.Module, getter: str) -> str | None:
 
 
 def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield the name, the module, the attribute and the parameter of each place of a parameter."""
     for prefix, each in module.named_modules(remove_duplicate=False):
         for key, param in each._parameters.items():
             if param is not None:
@@ -137,10 +133,7 @@ def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -
 
 
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
-    """Return whether a parameter of several dimensions is a bias, the weight of a norm, or alike.
-
-    Biases of experts have a row for each, next to the matrices.
-    """
+    """Return whether a parameter of several dimensions is a bias, a norm's weight, or alike."""
     if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
         return True
     if isinstance(owner, nn.Linear | nn.Embedding):

@@ -104,7 +104,6 @@ class _Renames:
         return self._first.get(target, target), pattern or ""
 
     def ignores(self, name: str) -> bool:
-        """Return whether transformers ignores a stored tensor that the model does not have."""
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return name.endswith(_CONSTANTS) or any(re.search(each, name) for each in patterns)
 

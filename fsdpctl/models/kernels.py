@@ -113,7 +113,6 @@ def without_cudnn() -> Iterator[None]:
 
 
 def device_type(x: Tensor) -> str:
-    """Return the device type whose kernels compute with `x`."""
     return x.device.type if x.device.type != "meta" else _in_use.assumed
 
 

@@ -204,7 +204,6 @@ class NameFilter:
         return any(each.search(name) for each in self.patterns.values())
 
     def matches_by(self, word: str, name: str) -> bool:
-        """Return whether what is found in a name needs `word` there."""
         masked = name.replace(word, "")
         found = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
         return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in found)

@@ -47,7 +47,6 @@ _Copy = tuple[ModelConfig, TransformersDecoder]
 
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
-    """Return a copy with random weights on a device, without dropout."""
     module = meta_copy(model)
     allocate(module)
     for name, param in module.named_parameters():

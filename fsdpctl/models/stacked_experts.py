@@ -158,7 +158,6 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def matrices_of(experts: nn.Module) -> list[str]:
-    """Return the names of the matrices, in the order of the module's parameters."""
     if isinstance(experts, StackedExperts):
         return [*experts.shapes]
     found = experts._parameters.items()

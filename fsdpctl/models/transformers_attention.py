@@ -137,7 +137,6 @@ def _sight(
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of the functions that a mask is made of."""
     cells = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
     inner = [each for cell in cells if isinstance(cell, tuple) for each in cell if callable(each)]
     name = str(getattr(function, "__qualname__", "")).partition(".")[0]

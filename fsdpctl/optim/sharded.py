@@ -144,18 +144,15 @@ class ShardedSteps(torch.optim.Optimizer):
             self._model.host.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, after the last step."""
         self._settle()
         return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, for any `set_to_none`."""
         self._model.drop_gradients()
         for run, _ in self.runs:
             run.param.grad = None
 
     def memory_bytes(self) -> int:
-        """Return the bytes of this rank's optimizer states."""
         values = (value for state in self.state.values() for value in state.values())
         return sum(each.nbytes for each in values if isinstance(each, Tensor))
 

@@ -77,7 +77,6 @@ class FullyShard:
 
 
 def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
-    """Yield the modules as FSDPModule, the class that `fully_shard` gave them."""
     for each in modules:
         assert isinstance(each, FSDPModule)
         yield each

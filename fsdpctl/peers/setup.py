@@ -65,7 +65,6 @@ class Values:
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
-        """Initialize the parameters of `part` that are not initialized yet."""
         for param in list(part.parameters()):
             if param not in self._homes:
                 continue

@@ -77,10 +77,7 @@ class Muon:
     nesterov: bool = True
 
     def tensors(self, shape: Shape, itemsize: int) -> Iterator[tuple[str, int]]:
-        """Yield the temporary tensors of an update with their bytes as they are made, 0: freed.
-
-        `itemsize` is that of the master weights.
-        """
+        """Yield an update's temporary tensors with their bytes as they are made, 0: freed."""
         numel, square = prod(shape), shape[0] * min(shape[1:]) ** 2
         update, following = "update", "next update"
         if self.nesterov and itemsize != 2:
@@ -165,11 +162,9 @@ class KeptStates:
         return self.dtype not in (None, "float32")
 
     def key(self, param: ParamSpec) -> int:
-        """Return the key of a parameter by which runs are cut."""
         return run_group(param) if self._is_divided else decay_group(param)
 
     def is_alone(self, param: ParamSpec) -> bool:
-        """Return whether a parameter is stepped as a matrix of its own."""
         return self.muon is not None and is_muons(param)
 
     def of_run(self, run: Run, master: int) -> list[int]:

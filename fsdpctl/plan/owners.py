@@ -123,7 +123,6 @@ class OwnerMap:
 
     @staticmethod
     def from_dict(content: Mapping[str, list[list[list[int]]]]) -> "OwnerMap":
-        """Invert `to_dict`."""
         parts = tuple(tuple(Span(*span) for span in block) for block in content["parts"])
         sizes = tuple(block[-1].stop if block else 0 for block in parts)
         return OwnerMap(sizes, parts)

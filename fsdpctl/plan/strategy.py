@@ -77,7 +77,6 @@ STRATEGIES_ELSEWHERE = {
 
 
 def get_strategy(name: str) -> Strategy:
-    """Return the strategy called `name`, here or in other tools."""
     name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
@@ -126,7 +125,6 @@ def effective_strategy(
 
 
 def ranks_per_replica(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
-    """Return how many ranks share one replica of the model."""
     if not strategy.replicates:
         if dp_shard_size is not None:
             raise UsageError(

@@ -45,7 +45,6 @@ def kernel_of(config: Config, *, here: bool = False) -> str | None:
 
 
 def can_run(config: Config, kernel: str | None) -> bool:
-    """Return whether a kernel can run a configuration that is placed on this machine."""
     return not _problem(config, kernel, here=True)
 
 

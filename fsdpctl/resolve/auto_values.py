@@ -178,7 +178,6 @@ def _epochs(c: Config) -> float:
 
 
 def _rounded_down(count: float) -> int:
-    """Return the power of two below, at least 1."""
     return 1 << max(0, int(count).bit_length() - 1)
 
 
@@ -211,10 +210,7 @@ def _warmup(c: Config, f: Facts) -> int | None:
 
 
 def total_steps(c: Config, data: DataSet | None) -> int | None:
-    """Return the steps of a run; None if they follow from data that is unknown.
-
-    UsageError if there is too little data for one.
-    """
+    """Return the steps of a run; None if they are unknown, UsageError if there is not one."""
     train, asked = c.train, None if c.is_auto("train.steps") else c.train.steps
     epochs = None if data is None else _steps_of_epochs(c, data)
     if train.epochs is not None:
@@ -313,7 +309,6 @@ def _chunk(tokens: int, few: int) -> int:
 
 
 def check_chunks(c: Config, batches: BatchPlan) -> None:
-    """Check that chunks that are set are not too many."""
     tokens = _tokens(c, Facts(batches=batches))
     least = -(-tokens // _MOST_CHUNKS)
     for key in _CHUNKED:

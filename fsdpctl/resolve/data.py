@@ -42,7 +42,6 @@ def estimated_data(config: Config) -> DataSet:
 
 
 def check_validation(config: Config, data: DataSet) -> None:
-    """Check whether validation data exists if its loss decides something."""
     if data.val is None and config.compares_losses:
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
         way = "val_data" if config.model.is_own else "data.val_fraction or data.val_path"
@@ -80,10 +79,7 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
 
 
 def with_data(config: C, data: DataSet) -> C:
-    """Name the tokenizer of the data, and make its paths absolute.
-
-    UsageError if the model has too few rows for its tokens.
-    """
+    """Name the tokenizer of the data, if the model has its rows, and make its paths absolute."""
     if (vocab_size := vocabulary_of(config, data)) < data.vocab_size:
         raise UsageError(
             f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
@@ -103,7 +99,6 @@ def with_data(config: C, data: DataSet) -> C:
 
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
-    """Return notes about the data, a line each."""
     length = config.train.seq_len
     rows = [each.rows(length) for each in contents_of(data.train)]
     packed = [each for each in rows if isinstance(each, PackedRows)]

@@ -95,10 +95,7 @@ def role_of(
 
 
 def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Role:
-    """Return the role of a script: a rank of torchrun or srun, or else the only one.
-
-    UsageError if the variables are missing, contradict `launch`, or are another launcher's.
-    """
+    """Return the role of a script: a rank of torchrun or srun, or else the only one."""
     name = launch.name
     if name == "local" and _RANKS[0] in environ:
         name = "env"

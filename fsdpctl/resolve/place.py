@@ -102,10 +102,7 @@ def on_cluster(config: C) -> C:
 
 
 def on_this_machine(composed: Composed) -> Composed:
-    """Return the configuration of a run without the other machine that its recipe describes.
-
-    UsageError if `cluster` is typed and is not this machine.
-    """
+    """Return the configuration without the machine of its recipe; UsageError if it is typed."""
     given, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = known_gpu(_machine(config)) if device == "cuda" else None
@@ -203,7 +200,6 @@ def notes_on_memory(config: Config) -> tuple[str, ...]:
 
 
 def shares_memory(config: Config) -> bool:
-    """Return whether the ranks of a placed configuration share the memory of one machine."""
     return may_share_memory(config) and (config.launch.nproc_per_node or 1) > 1
 
 
@@ -244,7 +240,6 @@ def _memory_here(device: str, ranks: int) -> float:
 
 
 def supported_strategies(config: Config) -> list[str]:
-    """Return the strategies that the engine and the optimizer support."""
     is_muon = config.optimizer.name == MUON
     return [
         name

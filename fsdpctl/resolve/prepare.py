@@ -70,13 +70,11 @@ class Prepared:
 
     @property
     def data(self) -> DataSet:
-        """The data of a run."""
         assert isinstance(self.opened, DataSet)
         return self.opened
 
     @property
     def module(self) -> Any:
-        """The module of a run."""
         return self.built
 
 
@@ -240,7 +238,6 @@ def _with_path(config: C, part: Part | None) -> C:
 
 
 def _ends_with_data(config: Config) -> bool:
-    """Return whether the number of steps follows from the data."""
     train, data = config.train, config.data
     is_chat = data.name == CHAT and is_here(data)
     return train.epochs is not None or (is_chat and train.tokens is None and train.steps is None)

@@ -24,10 +24,7 @@ _MULTIPLE = 64  # of rows, for GPUs
 
 
 def with_vocabulary(config: C) -> C:
-    """Return a configuration whose model has the rows and the ties that it will be trained with.
-
-    UsageError if the tokenizer can't get the new tokens.
-    """
+    """Return a configuration whose model has the rows and the ties that it will be trained with."""
     path = config.model.path
     here = path is not None and Path(path).exists()
     if config.model.lora.path is not None and config.model.is_pretrained:
@@ -49,7 +46,6 @@ def with_vocabulary(config: C) -> C:
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
-    """Return lines about the rows of new tokens."""
     if (first := config.model.first_new_token) is None:
         return ()
     names, _ = vocabulary_shapes(module)

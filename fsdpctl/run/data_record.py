@@ -48,7 +48,6 @@ def _state(file: Path) -> str:
 
 
 def write_record(run_dir: Path, data: DataSet) -> None:
-    """Write what is known about the data of a run and the files that it is read from."""
     with files.refusing(f"train.run_dir={run_dir}"):
         files.replace(run_dir / DATA, json.dumps(asdict(_record_of(data)), indent=1) + "\n")
 

@@ -322,10 +322,7 @@ def _of_model(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings that differ, except for the run's directory and its rendezvous.
-
-    A config.json counts if no other setting of the model differs.
-    """
+    """Return the settings that differ, a config.json only if no other one of the model does."""
     names = sorted({*before, *now} - {*_WHERE})
     found = [name for name in names if before.get(name) != now.get(name)]
     others = [name for name in found if name.startswith("model.") and name != MODEL_CONFIG]

@@ -105,7 +105,6 @@ class StartRecord:
 
 
 def read_records(run_dir: Path) -> list[StartRecord]:
-    """Return what was recorded of each start, oldest first."""
     records = [each.get(RECORD, {}) for each in read_starts(run_dir)]
     return as_type(records, list[StartRecord], str(run_dir / ENVIRONMENT))
 
@@ -117,7 +116,6 @@ def device_name(device: "torch.device") -> str:
 
 
 def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
-    """Return the entry of this start, with the devices of its ranks."""
     import torch
     from torch.cuda import nccl
 

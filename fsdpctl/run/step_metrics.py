@@ -54,7 +54,6 @@ class StepClock:
         self._last = now
 
     def times(self) -> StepTimes:
-        """Return the times of all laps; may wait for the device."""
         if isinstance(self._last, torch.cuda.Event):
             self._last.synchronize()
         spent = {"data": 0.0, "compute": 0.0, "optimizer": 0.0}

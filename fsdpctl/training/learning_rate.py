@@ -14,7 +14,6 @@ _LEFT: dict[str, Callable[[float], float]] = {
 
 
 def warmup_steps(config: LrSchedulerConfig, total_steps: int) -> int:
-    """Return the number of steps in which the learning rate rises to its peak."""
     steps, ratio = config.warmup_steps, config.warmup_ratio
     if ratio is None:
         assert steps is not None

@@ -116,7 +116,6 @@ class CompilerReport(Callback, logging.Handler):
     _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
     def __init__(self, journal: Journal) -> None:
-        """Warn in `journal`."""
         logging.Handler.__init__(self, logging.WARNING)
         self._journal: Journal | None = journal
 
