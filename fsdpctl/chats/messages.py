@@ -85,9 +85,8 @@ def loss_flag(
     for key, value in fields.items():
         if key in FLAGS:
             if isinstance(value, str) or value not in (0, 1):
-                raise UsageError(
-                    f"{where}{key} {value!s:.20}: not supported; expected true, false, 0 or 1"
-                )
+                problem = "not supported; expected true, false, 0 or 1"
+                raise UsageError(f"{where}{key} {value!s:.20}: {problem}")
             found = bool(value) and found is not False
         elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
             raise UsageError(f"{where}{key}: not supported; expected {', '.join(FLAGS)}")

@@ -88,10 +88,8 @@ def _content(talk: Conversation, index: int, count: int) -> tuple[int, int]:
     low, high = found
     inside = talk.controls.findall(whole, low, high) if talk.controls else []
     if foreign := first_absent(inside, str(talk.messages[index])):
-        raise TurnError(
-            f"message {index + 1}: boundaries not found: the span that changes with its text "
-            f"contains {foreign}"
-        )
+        problem = f"boundaries not found: the span that changes with its text contains {foreign}"
+        raise TurnError(f"message {index + 1}: {problem}")
     return low, high
 
 
@@ -175,10 +173,8 @@ def _check_header(
         return
     else:
         why = "the rendering does not begin with the prompt"
-    raise TurnError(
-        f"message {index + 1}: its beginning was not found: {why}, and {ahead.strip()[:40]!r} "
-        "precedes the content"
-    )
+    problem = f"its beginning was not found: {why}, and {ahead.strip()[:40]!r} precedes the content"
+    raise TurnError(f"message {index + 1}: {problem}")
 
 
 def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:

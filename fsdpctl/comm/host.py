@@ -291,10 +291,8 @@ class SentInput:
         version, self._version = self._version, None
         wait_for(self._left)
         if kind is None and given is not None and version not in (None, given._version):
-            raise ModuleError(
-                "activation_checkpointing.offload=true: not supported, because a block writes to "
-                "its own input; set it to false"
-            )
+            problem = "not supported, because a block writes to its own input; set it to false"
+            raise ModuleError(f"activation_checkpointing.offload=true: {problem}")
 
     def _taken(self) -> Tensor:
         self.fetch()

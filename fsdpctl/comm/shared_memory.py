@@ -77,9 +77,8 @@ class SharedCollectives(GlooCollectives):
         try:
             return self.memory.allocate(sizes)
         except NotShared as error:
-            raise EngineError(
-                f"memory that ranks share: {error}; set launch.share_memory=false"
-            ) from None
+            problem = f"{error}; set launch.share_memory=false"
+            raise EngineError(f"memory that ranks share: {problem}") from None
 
     def reserve(self, nbytes: int) -> int:
         """Provide an outbox for gradients of `nbytes`. Collective."""

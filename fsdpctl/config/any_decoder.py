@@ -164,10 +164,8 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     if family not in known:
         hint = nearest(family, list(known))
         own = ", and fsdpctl runs no code from model directories" if own_code else ""
-        raise UsageError(
-            f"{where}: model_type {family}: not a causal decoder of transformers {version}"
-            f"{own}{hint}"
-        )
+        problem = f"model_type {family}: not a causal decoder of transformers {version}{own}{hint}"
+        raise UsageError(f"{where}: {problem}")
     if not known[family].endswith(("ForCausalLM", "LMHeadModel")):
         raise UsageError(
             f"{where}: model_type {family}: {known[family]} is not a text decoder; expected the "
@@ -237,9 +235,8 @@ def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str])
     for name in {*_PARTS, *parts} & content.keys():
         value = content[name]
         if value is not None and name not in parts:
-            raise UsageError(
-                f"{where}: {name}: not supported; {content.get('model_type')} has no such part"
-            )
+            problem = f"{name}: not supported; {content.get('model_type')} has no such part"
+            raise UsageError(f"{where}: {problem}")
         if value is not None and not isinstance(value, Mapping):
             raise UsageError(f"{where}: {name}: expected a mapping, got {_shown(value)}")
 

@@ -210,14 +210,11 @@ def _split(word: str) -> Pair:
         known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
         if name in TRAIN_OPTIONS:
             raise UsageError(f"{name}: not an option of this command; `fsdpctl train` has it")
-        raise UsageError(
-            f"{word}: no such option; settings have the form KEY=VALUE"
-            f"{known or hint(name, list(TRAIN_OPTIONS))}"
-        )
+        way = f"settings have the form KEY=VALUE{known or hint(name, list(TRAIN_OPTIONS))}"
+        raise UsageError(f"{word}: no such option; {way}")
     if name[:1] in ("+", "~") or "@" in name:
-        raise UsageError(
-            f"{name}: adding and removing keys is not supported; `fsdpctl list` shows all keys"
-        )
+        problem = "adding and removing keys is not supported; `fsdpctl list` shows all keys"
+        raise UsageError(f"{name}: {problem}")
     if not name:
         raise UsageError(f"{word!r}: expected KEY=VALUE")
     try:
@@ -225,9 +222,8 @@ def _split(word: str) -> Pair:
     except UnicodeEncodeError:
         raise UsageError(f"{word!r}: not valid UTF-8; rename it, or set PYTHONUTF8=1") from None
     if name == "hydra" or name.startswith("hydra."):
-        raise UsageError(
-            f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
-        )
+        problem = "settings of Hydra are not supported; `fsdpctl list` shows all keys"
+        raise UsageError(f"{name}: {problem}")
     if word.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{word}: {NO_TOML}")
     if name in KEYS and KEYS[name].instead:
@@ -237,10 +233,8 @@ def _split(word: str) -> Pair:
     if names_model(word):
         return "model", word
     if is_hub_name(word):
-        raise UsageError(
-            f"{word}: unknown model{nearest(word, hub_models())}; if it is on the Hub, set "
-            f"model={word}"
-        )
+        way = f"if it is on the Hub, set model={word}"
+        raise UsageError(f"{word}: unknown model{nearest(word, hub_models())}; {way}")
     raise UsageError(f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}")
 
 
@@ -280,10 +274,8 @@ def _check_one(name: str, text: str) -> None:
         if (name, text) == ("data", "own") or (name == "model" and text.startswith(OWN)):
             raise UsageError(f"{name}={text}: {NO_DECODER}")
         if text not in choices:
-            raise UsageError(
-                f"{name}={text}: no such option{_choice_hint(name, text, choices)} "
-                f"({', '.join(choices)})"
-            )
+            problem = f"no such option{_choice_hint(name, text, choices)} ({', '.join(choices)})"
+            raise UsageError(f"{name}={text}: {problem}")
     elif name in SECTIONS or any(key.startswith(f"{name}.") for key in KEYS):
         section = name.split(".")[0]
         raise UsageError(f"{name}: a section, not a key; `fsdpctl list {section}` shows its keys")

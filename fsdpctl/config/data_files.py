@@ -266,9 +266,8 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
         if TEXT in present and CHAT in present and option != TOKENIZE:
             what = "all" if len(present) == 2 else "text and rows"
             way += f"to read {what}, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
-        raise UsageError(
-            f"{where}: has files of several kinds, {counts}; {way}name the files of one kind"
-        )
+        problem = f"has files of several kinds, {counts}; {way}name the files of one kind"
+        raise UsageError(f"{where}: {problem}")
     if present or (kinds[_ABOUT_DATA] and not are_many and TEXT in _READS[option]):
         return (*present, TEXT)[0]
     got = [f"{x.name}{' (empty)' * (role == _EMPTY)}" for role in kinds for x in kinds[role]]
@@ -333,7 +332,5 @@ def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> 
     found |= configs if len(configs) > 1 else set()
     if len(found) > 1:
         names = sorted(each or "." for each in found)
-        raise UsageError(
-            f"{where}: several sets to train on, {first_of(names)}; name the directory or the "
-            "files of one of them"
-        )
+        way = "name the directory or the files of one of them"
+        raise UsageError(f"{where}: several sets to train on, {first_of(names)}; {way}")

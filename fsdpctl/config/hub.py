@@ -46,10 +46,8 @@ def local_model(
         if is_offline():
             raise repository.lacks(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
-            raise UsageError(
-                f"{repository.where}: no such directory{nearest_path(path)}; as {parent} is one, "
-                "it is not looked for on the Hub"
-            )
+            way = f"as {parent} is one, it is not looked for on the Hub"
+            raise UsageError(f"{repository.where}: no such directory{nearest_path(path)}; {way}")
         with repository.alone():
             for each in ("tokenizer", part) if part == "weights" else (part,):
                 _fetch(repository, each)

@@ -70,9 +70,8 @@ def values_of_model(
     else:
         for name in ("path", "init"):
             if given.get(f"model.{name}") not in (None, "auto", "random"):
-                raise UsageError(
-                    f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
-                )
+                problem = f"only valid with model={FROM_PATH}"
+                raise UsageError(f"model.{name}={given[f'model.{name}']}: {problem}")
         file = package_folder("conf") / "model" / str(named)
         words, where = words_of_file(file), f"model={file.stem}"
     is_random = option != FROM_PATH or given.get("model.init") == "random"
@@ -195,18 +194,14 @@ def model_words(path: str) -> dict[str, str]:
         if name.startswith("model.") and name not in _NOT_THE_MODELS
     }
     if not words and has_adapters(folder):
-        raise UsageError(
-            f"model.path={path}: adapters without a model; set model.path to the model that they "
-            f"were trained on, and model.lora.path={path}"
-        )
+        way = f"set model.path to the model that they were trained on, and model.lora.path={path}"
+        raise UsageError(f"model.path={path}: adapters without a model; {way}")
     if not words:
-        raise UsageError(
-            f"model.path={path}: no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
-        )
+        problem = f"no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
+        raise UsageError(f"model.path={path}: {problem}")
     if MODEL_CONFIG not in words:
-        raise UsageError(
-            f"model.path={path}: model.config_json: missing; written by another version"
-        )
+        problem = "model.config_json: missing; written by another version"
+        raise UsageError(f"model.path={path}: {problem}")
     return words
 
 

@@ -64,10 +64,8 @@ def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, An
     rope = found.get(named)
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else ""
     if kind in (None, "default") and "factor" in (given.get(named) or {}):
-        raise UsageError(
-            f"{OVERRIDES}.{_OLD_ROPE}.factor: the model has no scaling; expected "
-            f"{OVERRIDES}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
-        )
+        way = f"expected {OVERRIDES}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
+        raise UsageError(f"{OVERRIDES}.{_OLD_ROPE}.factor: the model has no scaling; {way}")
     return found
 
 

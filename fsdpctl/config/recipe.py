@@ -94,9 +94,8 @@ def find_recipe(name: str) -> Path:
     if path.suffix:
         raise UsageError(f"{name}: no such file{nearest_path(name)}")
     names = recipe_names()
-    raise UsageError(
-        f"--recipe {name}: no such recipe or file{nearest(name, names)} ({', '.join(names)})"
-    )
+    problem = f"no such recipe or file{nearest(name, names)} ({', '.join(names)})"
+    raise UsageError(f"--recipe {name}: {problem}")
 
 
 def read_recipe(path: Path) -> list[tuple[str, str]]:

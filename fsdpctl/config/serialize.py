@@ -53,9 +53,8 @@ def config_of_checkpoint(
     try:
         return config_from_words(words)
     except UsageError as error:
-        raise CheckpointError(
-            f"{where}: corrupted, or written by another version: {error}"
-        ) from None
+        problem = f"corrupted, or written by another version: {error}"
+        raise CheckpointError(f"{where}: {problem}") from None
 
 
 def config_words(config: Config) -> dict[str, str]:

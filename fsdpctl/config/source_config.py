@@ -155,10 +155,8 @@ def as_whole(text: str) -> int | None:
 def tool_of(source: SourceConfig) -> str | None:
     """Return the tool that a YAML file belongs to; UsageError if its files are not read."""
     if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
-        raise UsageError(
-            f"{source.file}: a file of {other}: not supported; write fsdpctl's names to a recipe: "
-            "the error for a key of another tool has ours"
-        )
+        way = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
+        raise UsageError(f"{source.file}: a file of {other}: not supported; {way}")
     return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
 
 

@@ -48,9 +48,8 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
     shares = [each.share for each in found if each.share is not None]
     if shares and len(shares) < len(found):
         missing = next(each.path for each in found if each.share is None)
-        raise UsageError(
-            f"{key}={text}: {missing} has no share; give a share for all files or none"
-        )
+        problem = f"{missing} has no share; give a share for all files or none"
+        raise UsageError(f"{key}={text}: {problem}")
     if len(found) == 1 or not shares:
         return [DataSource(each.path, given_name=each.given_name) for each in found]
     total = sum(shares)

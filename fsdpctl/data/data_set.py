@@ -72,10 +72,8 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
     pairs = zip(sources, found, strict=True)
     shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
     if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
-        raise UsageError(
-            f"{key}: {least}: its share is less than one of {PERIOD:,} samples; give it "
-            "a larger one, or join it with another source"
-        )
+        way = "give it a larger one, or join it with another source"
+        raise UsageError(f"{key}: {least}: its share is less than one of {PERIOD:,} samples; {way}")
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in found]

@@ -135,10 +135,8 @@ def _of_card(
     train, validation = found[chosen], found[held] if held else []
     kinds = {_kind(each.name): each for each in (*train, *validation)}
     if None in kinds or (len(kinds) > 1):
-        raise UsageError(
-            f"{where}: {kinds.get(None, train[0]).name}: not supported; expected files of one "
-            "kind, JSON Lines, Parquet, Arrow, CSV or text"
-        )
+        way = "expected files of one kind, JSON Lines, Parquet, Arrow, CSV or text"
+        raise UsageError(f"{where}: {kinds.get(None, train[0]).name}: not supported; {way}")
     (kind,) = kinds
     if option == CHAT and kind != CHAT:
         raise UsageError(f"{where}: text without conversations; set data=text")
@@ -190,9 +188,8 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
             raise UsageError(f"{where}: data_files in the data set's card: expected split and path")
         patterns = [f"{above}{str(each).removeprefix('./')}" for each in paths]
         if wrong := next((x for x in patterns if re.search(r"[^/]\*\*|\*\*[^/]", x)), None):
-            raise UsageError(
-                f"{where}: {wrong} in the data set's card: expected /**/ for directories"
-            )
+            problem = f"{wrong} in the data set's card: expected /**/ for directories"
+            raise UsageError(f"{where}: {problem}")
         found.setdefault(str(row["split"]), []).extend(patterns)
     return found
 

@@ -73,10 +73,8 @@ class Rendering:
 def rendering_of(config: DataConfig, seed: int) -> Rendering:
     """Open the tokenizer and the template of `data`; UsageError if one can't be used."""
     if config.tokenizer in (None, BYTES):
-        raise UsageError(
-            "data=chat: requires a model's tokenizer; set model=hf model.path=DIR, or "
-            "data.tokenizer=DIR; or data=text, for rows of text"
-        )
+        way = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
+        raise UsageError(f"data=chat: requires a model's tokenizer; {way}")
     today = _date(config.date)
     tokenizer = tokenizer_of(config)
     assert isinstance(tokenizer, FileTokenizer)

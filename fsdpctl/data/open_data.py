@@ -83,10 +83,8 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
         train, val = train.cut(count - min(int(count * config.held_out), MOST_HELD_OUT))
     both = (*files, *held)
     if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
-        raise UsageError(
-            f"data.packing=true: {unknown.shard.path}: its format, {unknown.kind}, does not tell "
-            "where documents end"
-        )
+        problem = f"its format, {unknown.kind}, does not tell where documents end"
+        raise UsageError(f"data.packing=true: {unknown.shard.path}: {problem}")
     tokenizer = _tokenizer_of(files[0])
     notes = tuple(dict.fromkeys(each.hint for each in both if each.hint))
     if any(each.shard.flags is not None for each in both):

@@ -142,15 +142,12 @@ def open_token_files(
         for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
             ours, theirs = (getattr(each, what) or "unknown" for each in (first, other))
             if ours != theirs:
-                raise UsageError(
-                    f"{key}: {other.shard.path}: {what}: expected {ours}, as in "
-                    f"{first.shard.path}, got {theirs}"
-                )
+                problem = f"{what}: expected {ours}, as in {first.shard.path}, got {theirs}"
+                raise UsageError(f"{key}: {other.shard.path}: {problem}")
     lacking = [each.shard.path for each in opened if each.shard.flags is None]
     if lacking and len(lacking) < len(opened):
-        raise UsageError(
-            f"{key}: {lacking[0]}{LOSS}: not found; expected one next to every token file, or none"
-        )
+        problem = f"{lacking[0]}{LOSS}: not found; expected one next to every token file, or none"
+        raise UsageError(f"{key}: {problem}")
     count = len(found.train)
     return TokenFiles(opened[:count], opened[count:], found)
 

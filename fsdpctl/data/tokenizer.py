@@ -139,10 +139,8 @@ class FileTokenizer:
             self.before, self.after = self._added()
         self.first_new: int | None = None  # of those that `data.new_tokens` has added
         if self.vocab_size > MOST_TOKENS:
-            raise UsageError(
-                f"{self._where}: token {self.vocab_size - 1}: exceeds the limit of "
-                f"{MOST_TOKENS:,} tokens"
-            )
+            problem = f"token {self.vocab_size - 1}: exceeds the limit of {MOST_TOKENS:,} tokens"
+            raise UsageError(f"{self._where}: {problem}")
 
     def _added(self) -> tuple[list[int], list[int]]:
         plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))

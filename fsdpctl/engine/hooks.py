@@ -171,10 +171,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(map(is_at_rest, module.parameters(recurse=False))):
-        raise EngineError(
-            "the module's own state_dict() has no weights between steps; call model.state_dict(), "
-            "or call it within model.full_parameters()"
-        )
+        way = "call model.state_dict(), or call it within model.full_parameters()"
+        raise EngineError(f"the module's own state_dict() has no weights between steps; {way}")
 
 
 def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:

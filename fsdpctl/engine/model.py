@@ -294,10 +294,8 @@ class GradAccumulator:
         if steps < 1:
             raise EngineError(f"GradAccumulator: steps={steps}: expected at least 1")
         if reduce not in _REDUCE:
-            raise EngineError(
-                f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, "
-                "last"
-            )
+            problem = f"reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, last"
+            raise EngineError(f"GradAccumulator: {problem}")
         self.model, self.steps = model, steps
         self.ready = False  # the window is complete and its gradient is reduced
         self._reduce = reduce

@@ -42,10 +42,8 @@ class _Sharded:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         if not self._is_lent:
-            raise EngineError(
-                "copying the module: only possible before shard_model or within "
-                "model.full_parameters()"
-            )
+            problem = "only possible before shard_model or within model.full_parameters()"
+            raise EngineError(f"copying the module: {problem}")
         copied: nn.Parameter = deepcopy(self._alone("copying"))
         memo[id(self)] = copied
         return copied

@@ -201,9 +201,8 @@ class Runtime:
     def prefetch_forward(self) -> None:
         """Start to gather the first units of a forward, up to the first whose slot is in use."""
         if not self.strategy.shards_params:
-            raise EngineError(
-                f"prefetch_forward_params: {self.strategy.name} has nothing to gather"
-            )
+            problem = f"{self.strategy.name} has nothing to gather"
+            raise EngineError(f"prefetch_forward_params: {problem}")
         if self.schedule.is_prefetched:
             raise EngineError("prefetch_forward_params: called twice without a forward between")
         self._do(self.schedule.prefetch_forward())

@@ -36,10 +36,8 @@ def check_module(module: nn.Module, *, needs_values: bool) -> None:
     for name, param in module.named_parameters():
         is_bytes = param.dtype == torch.uint8 and not param.requires_grad
         if not (param.dtype.is_floating_point or is_bytes):
-            raise ModuleError(
-                f"parameter {name} is {param.dtype}; expected a real floating-point dtype, or "
-                "frozen uint8"
-            )
+            way = "expected a real floating-point dtype, or frozen uint8"
+            raise ModuleError(f"parameter {name} is {param.dtype}; {way}")
         if param.is_meta and needs_values:
             raise ModuleError(f"parameter {name} is on the meta device, without values")
     for name, each in module.named_modules():
@@ -105,9 +103,8 @@ def shard_from(
     def division() -> tuple[Strategy, Division]:
         check_module(module, needs_values=source.initialize is None and not source.is_empty)
         if is_sharded(module):
-            raise UsageError(
-                "shard_model: the module is sharded already; call model.unwrap() first"
-            )
+            problem = "the module is sharded already; call model.unwrap() first"
+            raise UsageError(f"shard_model: {problem}")
         row = requested_strategy(sharding)
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         units = units_of(module, sharding)
@@ -198,7 +195,5 @@ def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoRetur
         for mine, theirs in zip_longest(answers[0], answers[other], fillvalue="nothing more")
         if mine != theirs
     )
-    raise ModuleError(
-        "the ranks were given different models or settings: "
-        f"rank 0 has {first}, rank {other} has {second}"
-    )
+    problem = f"rank 0 has {first}, rank {other} has {second}"
+    raise ModuleError(f"the ranks were given different models or settings: {problem}")

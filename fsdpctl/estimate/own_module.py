@@ -173,9 +173,8 @@ class _Run:
             self._run(module)
         except RuntimeError as error:  # torch's, NotImplementedError too
             why = [*str(error).strip().splitlines(), repr(error)][0]
-            raise UsageError(
-                f"estimate_memory: the module cannot run on the meta device: {why}"
-            ) from error
+            problem = f"the module cannot run on the meta device: {why}"
+            raise UsageError(f"estimate_memory: {problem}") from error
 
     def _run(self, module: nn.Module) -> None:
         given = _cast(self.input_fn(), self.dtype)

@@ -75,9 +75,8 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
         if not follows:
             real, flags = Path(os.path.realpath(path)), flags | os.O_NOFOLLOW
             if not _stays_inside(Path(os.path.realpath(path.parent)), real):
-                raise refusal(
-                    f"{path}: links to {real}, outside its directory; copy the file there"
-                )
+                problem = f"links to {real}, outside its directory; copy the file there"
+                raise refusal(f"{path}: {problem}")
         descriptor = os.open(real, flags)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
@@ -92,10 +91,8 @@ def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
     root = Path(os.path.realpath(folder))
     for file in files:
         if not _stays_inside(root, real := Path(os.path.realpath(file))):
-            raise UsageError(
-                f"{where}: {file} links to {real}, outside the directory; to read such files, "
-                f"name them, as {folder}/*"
-            )
+            way = f"to read such files, name them, as {folder}/*"
+            raise UsageError(f"{where}: {file} links to {real}, outside the directory; {way}")
 
 
 def _stays_inside(folder: Path, real: Path) -> bool:

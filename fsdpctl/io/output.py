@@ -40,10 +40,8 @@ class PatientStream:
         """Flush the stream; FsdpctlError if text was lost and its reader still exists."""
         self.flush()
         if self._failure:
-            raise FsdpctlError(
-                f"standard output: {self._failure}; what was printed is incomplete, files that the "
-                "command wrote are complete"
-            )
+            way = "what was printed is incomplete, files that the command wrote are complete"
+            raise FsdpctlError(f"standard output: {self._failure}; {way}")
 
     def _try(self, name: str, *args: str) -> None:
         try:

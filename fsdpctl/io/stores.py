@@ -40,9 +40,8 @@ def is_remote(path: str, where: str = "") -> bool:
         return True
     if os.path.exists(path):
         return False
-    raise UsageError(
-        f"{where or path}: not supported; expected a local path, or a URL of s3:// or gs://"
-    )
+    problem = "not supported; expected a local path, or a URL of s3:// or gs://"
+    raise UsageError(f"{where or path}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)

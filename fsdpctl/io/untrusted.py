@@ -71,10 +71,8 @@ def check_version(
     if content.get("format") != format_name:
         raise refusal(f"{where}: not {what}")
     if content.get("version") != version:
-        raise refusal(
-            f"{where}: version {content.get('version')!s:.20} is not supported; expected version "
-            f"{version}"
-        )
+        way = f"expected version {version}"
+        raise refusal(f"{where}: version {content.get('version')!s:.20} is not supported; {way}")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

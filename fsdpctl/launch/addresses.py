@@ -71,10 +71,8 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
         # Debian, for example, maps a host's own name to 127.0.1.1.
         own = [each for each in own if _is_6(each) == _is_6(address)] or own
         if len(own) > 1:
-            raise UsageError(
-                f"{where}: {host} is a loopback address on this machine; expected an address that "
-                f"other nodes reach: {', '.join(sorted(own))}"
-            )
+            way = f"expected an address that other nodes reach: {', '.join(sorted(own))}"
+            raise UsageError(f"{where}: {host} is a loopback address on this machine; {way}")
         address = next(iter(own), address)
     return address, port
 
@@ -109,9 +107,8 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
         try:
             probe.connect(_place(towards, 9))
         except OSError as error:
-            raise UsageError(
-                f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
-            ) from None
+            problem = f"no route to {towards}: {error.strerror}"
+            raise UsageError(f"launch.rdzv_endpoint: {problem}") from None
         address = _text(probe.getsockname())
     name = interface_of(address)
     if name is None:
@@ -155,10 +152,8 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
     limit = f"within {patience:g} s (launch.timeout)"
     while cause := _refusal(address, port, max(_MOMENT, deadline - time.monotonic())):
         if time.monotonic() + _MOMENT > deadline:
-            raise UsageError(
-                f"{where}: node 0 not reachable {limit}: {cause}; start the command with "
-                "launch.node_rank=0 on that host"
-            )
+            problem = f"{cause}; start the command with launch.node_rank=0 on that host"
+            raise UsageError(f"{where}: node 0 not reachable {limit}: {problem}")
         time.sleep(_MOMENT)
     # Torch prints a C++ stack for each answer that is not a store's, until its own timeout. A call
     # that is left behind must not end while the process exits, which would abort.

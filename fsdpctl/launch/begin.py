@@ -161,10 +161,8 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     for line in (*change_lines(changes), *(() if changes else sized_for(estimate))):
         say(line)
     if estimate.config.train.require_fit:
-        raise DoesNotFitError(
-            f"{'; '.join(lacking)}; change the settings, or set train.require_fit=false to start "
-            "nevertheless"
-        )
+        way = "change the settings, or set train.require_fit=false to start nevertheless"
+        raise DoesNotFitError(f"{'; '.join(lacking)}; {way}")
 
 
 def sized_for(estimate: RunEstimate) -> tuple[str, ...]:

@@ -56,9 +56,8 @@ def launch_workers(
     configured without `nodes`. FsdpctlError if torch's agent fails.
     """
     if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
-        raise UsageError(
-            f"launch={launch.name} launch.nnodes={launch.nnodes}: only supported by `fsdpctl train`"
-        )
+        problem = "only supported by `fsdpctl train`"
+        raise UsageError(f"launch={launch.name} launch.nnodes={launch.nnodes}: {problem}")
     assert launch.nproc_per_node is not None
     logger = logging.getLogger("torch.distributed")  # of the agent: fsdpctl reports failures
     logger.propagate, logger.handlers = False, [logging.NullHandler()]

@@ -65,15 +65,11 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
         notes.append(f"model.attention={THEIRS} (auto): {family}: {found.problem}")
     if config.data.holds_documents:
         if not found.ignores_padding:
-            raise UsageError(
-                f"data={config.data.name}: {family}: not supported; padding of a sequence changes "
-                "its documents"
-            )
+            problem = f"{family}: not supported; padding of a sequence changes its documents"
+            raise UsageError(f"data={config.data.name}: {problem}")
         if config.data.packing and not found.isolates:
-            raise UsageError(
-                f"data.packing=true: {family} mixes the documents of a sequence; set "
-                "data.packing=false"
-            )
+            problem = f"{family} mixes the documents of a sequence; set data.packing=false"
+            raise UsageError(f"data.packing=true: {problem}")
         if config.data.packing is None and not found.isolates:
             notes.append(
                 f"data.packing=false (auto): {family} would mix the documents of a sequence"
@@ -125,9 +121,8 @@ def _checked(model: ModelConfig) -> Found:
         except Exception as error:  # the code of a family raises what it likes
             failure = error
     line = str(failure).partition("\n")[0]
-    raise UsageError(
-        f"model: {family_of(model)}: not supported; a small copy fails: {line}"
-    ) from failure
+    problem = f"{family_of(model)}: not supported; a small copy fails: {line}"
+    raise UsageError(f"model: {problem}") from failure
 
 
 def _try(model: ModelConfig) -> Found:

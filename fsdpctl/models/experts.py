@@ -47,10 +47,8 @@ def aux_loss_factor(model: Any) -> float:
     """Return the factor of the routers' auxiliary loss; UsageError if there is another loss."""
     for name in _OTHER_LOSSES:
         if found := getattr(model, name, None):
-            raise UsageError(
-                f"{CONFIG_OF}: {name}={found}: not supported; set it to 0, or "
-                "model.router_aux_loss=none to train without it"
-            )
+            way = "set it to 0, or model.router_aux_loss=none to train without it"
+            raise UsageError(f"{CONFIG_OF}: {name}={found}: not supported; {way}")
     found = next((value for name in _FACTORS if (value := getattr(model, name, None))), 0.0)
     routers: list[Any] = []
     for part in model.modules():  # the backbone of some families has a list of its own

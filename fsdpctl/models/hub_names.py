@@ -140,6 +140,5 @@ def _check_numbers(name: str, stored: Sequence[str]) -> None:
     numbers = zip(*(map(int, re.findall(r"\d+", each)) for each in stored), strict=True)
     varying = [each for each in numbers if len({*each}) > 1]
     if len(stored) > 1 and varying != [(*range(len(stored)),)]:
-        raise CheckpointError(
-            f"{name}: {stored[0]} to {stored[-1]}: expected {len(stored)} tensors numbered from 0"
-        )
+        problem = f"{stored[0]} to {stored[-1]}: expected {len(stored)} tensors numbered from 0"
+        raise CheckpointError(f"{name}: {problem}")

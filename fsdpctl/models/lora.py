@@ -69,10 +69,8 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
         _pack(module, PACKINGS[config.base_dtype], also, experts=config.quantize_experts)
     targets, stacked = _targets(module, config.lora, also)
     if also and not targets and not stacked:
-        raise UsageError(
-            f"{ALSO}={config.lora.also}: conflicts with {TARGETS}={config.lora.targets}: no layer "
-            "is left for adapters"
-        )
+        problem = f"conflicts with {TARGETS}={config.lora.targets}: no layer is left for adapters"
+        raise UsageError(f"{ALSO}={config.lora.also}: {problem}")
     module.requires_grad_(False)
     for name, words in stacked.items():
         stacked_experts.adapt(module.get_submodule(name), words, config.lora)
@@ -226,10 +224,8 @@ def _listed(key: str, text: str) -> list[str]:
         if (other := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
             return names
         problem = f"{other} in a list"
-    raise UsageError(
-        f"{key}={text}: {problem if names else 'empty'}; expected names such as q_proj,v_proj, or "
-        "one regular expression such as q_proj|v_proj"
-    )
+    way = "expected names such as q_proj,v_proj, or one regular expression such as q_proj|v_proj"
+    raise UsageError(f"{key}={text}: {problem if names else 'empty'}; {way}")
 
 
 def _pattern_for(name: str, ends: bool) -> str:

@@ -187,10 +187,8 @@ def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
     for name, buffer in module.named_buffers():
         is_unknown = bool(buffer.isnan().any())
         if not torch.equal(buffer, built[name]) and not (is_unknown and name in read):
-            raise UsageError(
-                f"model: {type(module.transformers_model).__name__}: not supported; "
-                f"transformers does not say how {name} is computed"
-            )
+            problem = f"not supported; transformers does not say how {name} is computed"
+            raise UsageError(f"model: {type(module.transformers_model).__name__}: {problem}")
         buffer.copy_(built[name])
 
 

@@ -200,13 +200,11 @@ def adapt(experts: Any, words: list[str], config: LoraConfig) -> None:
     """Add an adapter to each of the matrices `words`; UsageError if its settings cannot be."""
     assert config.rank is not None
     if config.rank % _ROWS:
-        raise UsageError(
-            f"model.lora.rank={config.rank}: adapters of experts need a multiple of {_ROWS}"
-        )
+        problem = f"adapters of experts need a multiple of {_ROWS}"
+        raise UsageError(f"model.lora.rank={config.rank}: {problem}")
     if config.dropout:
-        raise UsageError(
-            f"model.lora.dropout={config.dropout:g}: not supported with adapters of experts"
-        )
+        problem = "not supported with adapters of experts"
+        raise UsageError(f"model.lora.dropout={config.dropout:g}: {problem}")
     adopted: Any = adopt(experts)
     adopted.scale = config.scale
     for word in (each for each in adopted.shapes if each in words):

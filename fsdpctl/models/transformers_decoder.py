@@ -198,10 +198,8 @@ class TransformersDecoder(nn.Module):
         projection = model.get_output_embeddings()
         head = next((name for name, each in model.named_children() if each is projection), "")
         if not self._backbone or not head or not isinstance(projection, nn.Linear):
-            raise UsageError(
-                f"model: {type(model).__name__}: not supported; expected a model that "
-                "is a backbone and a linear output head"
-            )
+            problem = "not supported; expected a model that is a backbone and a linear output head"
+            raise UsageError(f"model: {type(model).__name__}: {problem}")
         setattr(model, head, OwnHead(model, self._backbone, head))
         for name, child in model.named_children():
             self.add_module(name, child)

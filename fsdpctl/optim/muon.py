@@ -68,10 +68,8 @@ class ShardedMuon(ShardedAdamW):
                     f'strategy="shard_optimizer" and owner_map="{MATRICES}", or "no_shard"'
                 )
         if not any(is_muons(p) for shard in model.flat_shards() for p in shard.layout.params):
-            raise UsageError(
-                "ShardedMuon: the model has no trainable matrix in a repeated block; use "
-                "ShardedAdamW"
-            )
+            problem = "the model has no trainable matrix in a repeated block; use ShardedAdamW"
+            raise UsageError(f"ShardedMuon: {problem}")
 
     def _is_alone(self, param: ParamSpec) -> bool:
         return is_muons(param)

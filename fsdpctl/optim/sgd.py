@@ -45,10 +45,8 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
             is_narrow = run.param.device.type == "cpu" and run.param.itemsize < 4
             if is_narrow or run.shard.remainder is not None:
                 bits = "16 bits on a CPU" if run.shard.remainder is None else "24 bits"
-                raise UsageError(
-                    f"ShardedSGD: master weights of {bits} are not supported; set "
-                    "master_dtype=torch.float32, or use ShardedAdamW"
-                )
+                way = "set master_dtype=torch.float32, or use ShardedAdamW"
+                raise UsageError(f"ShardedSGD: master weights of {bits} are not supported; {way}")
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:

@@ -109,10 +109,8 @@ class ShardedSteps(torch.optim.Optimizer):
         are float32 scalars.
         """
         if hasattr(self, "found_inf"):  # set by a wrapper of the step
-            raise EngineError(
-                "GradScaler: fp16 gradients are not supported; use bf16, which needs no scaling: "
-                "Precision(param_dtype=torch.bfloat16)"
-            )
+            way = "use bf16, which needs no scaling: Precision(param_dtype=torch.bfloat16)"
+            raise EngineError(f"GradScaler: fp16 gradients are not supported; {way}")
         loss = None
         if closure is not None:
             with torch.enable_grad():

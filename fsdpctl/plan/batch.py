@@ -85,10 +85,8 @@ def plan_batches(
     if not groups:
         raise UsageError(f"train.context_parallel={context_parallel}: more than {world_size} ranks")
     if global_batch_size < groups:
-        raise UsageError(
-            f"train.global_batch_size={global_batch_size}: expected at least "
-            f"{groups}, one sample per {each}"
-        )
+        problem = f"expected at least {groups}, one sample per {each}"
+        raise UsageError(f"train.global_batch_size={global_batch_size}: {problem}")
     per_rank = -(-global_batch_size // groups)
     if micro_batch_size is None:
         micro_batch_size = -(-per_rank // (num_micro_batches or 1))

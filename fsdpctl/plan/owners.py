@@ -15,9 +15,8 @@ OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
 
 def _check(num_blocks: int, world_size: int) -> None:
     if num_blocks < 1 or world_size < 1:
-        raise UsageError(
-            f"owner map: expected blocks and ranks, got {num_blocks} blocks on {world_size} ranks"
-        )
+        problem = f"expected blocks and ranks, got {num_blocks} blocks on {world_size} ranks"
+        raise UsageError(f"owner map: {problem}")
 
 
 @dataclass(frozen=True, slots=True)

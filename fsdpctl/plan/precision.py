@@ -63,9 +63,8 @@ class Precision:
                     raise UsageError(f"{name}={dtype}: expected one of {', '.join(_KNOWN)}{hint}")
                 object.__setattr__(self, name, dtype)
         if self.reduce_dtype == "float16":
-            raise EngineError(
-                "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
-            )
+            problem = "sums over ranks overflow at 65504; use bfloat16 or float32"
+            raise EngineError(f"reduce_dtype float16: {problem}")
         if self.has_remainders and not self.param_dtype == self.master_dtype == "bfloat16":
             raise EngineError(
                 "has_remainders: expected param_dtype and master_dtype bfloat16, got "

@@ -127,17 +127,14 @@ def effective_strategy(
 def ranks_per_replica(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
     if not strategy.replicates:
         if dp_shard_size is not None:
-            raise UsageError(
-                f"strategy.dp_shard_size={dp_shard_size}: only valid with hybrid strategies, not "
-                f"with {strategy.name}"
-            )
+            problem = f"only valid with hybrid strategies, not with {strategy.name}"
+            raise UsageError(f"strategy.dp_shard_size={dp_shard_size}: {problem}")
         return world_size
     size = dp_shard_size or world_size
     if world_size % size:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise UsageError(
-            f"strategy.dp_shard_size={size}: must divide the {world_size} ranks ({divisors})"
-        )
+        problem = f"must divide the {world_size} ranks ({divisors})"
+        raise UsageError(f"strategy.dp_shard_size={size}: {problem}")
     return size
 
 
@@ -156,9 +153,8 @@ def strategies_of(engine: str) -> list[str]:
 def check_strategy(engine: str, strategy: Strategy) -> None:
     can = strategies_of(engine)
     if strategy.name not in can:
-        raise UsageError(
-            f"engine={engine}: strategy={strategy.name} not supported; expected {', '.join(can)}"
-        )
+        problem = f"strategy={strategy.name} not supported; expected {', '.join(can)}"
+        raise UsageError(f"engine={engine}: {problem}")
 
 
 class Offload(Flag):
@@ -175,10 +171,8 @@ class Offload(Flag):
         """Return the states that a word, or a list of words with or without brackets, names."""
         words = [each.strip().upper() for each in text.strip("[] ").split(",")]
         if not all(each in cls.__members__ for each in words):
-            raise UsageError(
-                f"strategy.offload={text}: expected none, all, or a list of states, gradients, "
-                "params"
-            )
+            problem = "expected none, all, or a list of states, gradients, params"
+            raise UsageError(f"strategy.offload={text}: {problem}")
         found = reduce(or_, (cls[each] for each in words))
         if cls.GRADIENTS in found and cls.STATES not in found:
             raise UsageError(f"strategy.offload={text}: gradients require states; add states")

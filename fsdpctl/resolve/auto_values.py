@@ -160,10 +160,8 @@ def _samples(c: Config, f: Facts) -> int:
     """
     if (tokens := c.train.global_batch_tokens) is not None:
         if tokens < c.train.seq_len:
-            raise UsageError(
-                f"train.global_batch_tokens={tokens}: fewer than the "
-                f"train.seq_len={c.train.seq_len} of one sample"
-            )
+            problem = f"fewer than the train.seq_len={c.train.seq_len} of one sample"
+            raise UsageError(f"train.global_batch_tokens={tokens}: {problem}")
         return tokens // c.train.seq_len
     size = c.train.global_batch_size
     if c.data.name == CHAT and f.data is not None:

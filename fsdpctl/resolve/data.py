@@ -72,19 +72,15 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
     """Return the vocabulary of the model, by default the data's; UsageError if neither is known."""
     if found := config.model.vocab_size or data.vocab_size:
         return found
-    raise UsageError(
-        f"data.path={config.data.path}: does not tell its vocabulary; set model.vocab_size, or "
-        "data.tokenizer=DIR"
-    )
+    problem = "does not tell its vocabulary; set model.vocab_size, or data.tokenizer=DIR"
+    raise UsageError(f"data.path={config.data.path}: {problem}")
 
 
 def with_data(config: C, data: DataSet) -> C:
     """Name the tokenizer of the data, if the model has its rows, and make its paths absolute."""
     if (vocab_size := vocabulary_of(config, data)) < data.vocab_size:
-        raise UsageError(
-            f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
-            f"{data.vocab_size}"
-        )
+        problem = f"smaller than the vocabulary of the data, {data.vocab_size}"
+        raise UsageError(f"model.vocab_size={vocab_size}: {problem}")
     given, name = config.data, data.tokenizer.name
     values: dict[str, Any] = {
         key: absolute_paths(value, key)

@@ -85,10 +85,8 @@ def role_of(
         return Role(launch)
     ranks = rank.local_world_size
     if launch.nproc_per_node not in (None, ranks):
-        raise UsageError(
-            f"launch.nproc_per_node={launch.nproc_per_node}: the launcher has started {ranks} "
-            f"rank{'s' * (ranks > 1)} on this node"
-        )
+        problem = f"the launcher has started {ranks} rank{'s' * (ranks > 1)} on this node"
+        raise UsageError(f"launch.nproc_per_node={launch.nproc_per_node}: {problem}")
     nodes = rank.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")
     return Role(replace(launch, nproc_per_node=ranks, nnodes=nodes), rank)
@@ -131,14 +129,11 @@ def check_nodes(launch: LaunchConfig) -> None:
     if launch.rdzv_endpoint is not None:
         host_and_port(launch.rdzv_endpoint)
     if launch.name == "local" and nodes == 1 and (node or launch.rdzv_endpoint):
-        raise UsageError(
-            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
-            "their number"
-        )
+        way = "set launch.nnodes to their number"
+        raise UsageError(f"launch.node_rank and launch.rdzv_endpoint require several nodes; {way}")
     if nodes > 1 and node is not None and node >= nodes:
-        raise UsageError(
-            f"launch.node_rank={node}: expected 0 to {nodes - 1} with launch.nnodes={nodes}"
-        )
+        problem = f"expected 0 to {nodes - 1} with launch.nnodes={nodes}"
+        raise UsageError(f"launch.node_rank={node}: {problem}")
 
 
 def _check_node_count(launch: LaunchConfig, nodes: int, who: str) -> None:
@@ -168,10 +163,8 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
             )
     for name, choice in _TASKS.items():
         if _above_one(name, environ):
-            raise UsageError(
-                f"launch=local: started as one of several processes ({name}={environ[name]}); "
-                f"{choice}"
-            )
+            problem = f"started as one of several processes ({name}={environ[name]}); {choice}"
+            raise UsageError(f"launch=local: {problem}")
     for name in _NODES:
         if launch.nnodes == 1 and _above_one(name, environ):
             raise UsageError(
@@ -208,10 +201,8 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
 
 def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
     if launch.node_rank is not None:
-        raise UsageError(
-            f"launch.node_rank={launch.node_rank}: not supported with {choice}, which reads it "
-            "from the launcher"
-        )
+        problem = f"not supported with {choice}, which reads it from the launcher"
+        raise UsageError(f"launch.node_rank={launch.node_rank}: {problem}")
 
 
 def _of_slurm(
@@ -229,16 +220,13 @@ def _of_slurm(
     _check_node_count(launch, nodes, "Slurm has started the step on")
     each = environ["SLURM_STEP_TASKS_PER_NODE"]
     if not _SAME_EVERYWHERE.fullmatch(each) or tasks % nodes:
-        raise UsageError(
-            f"SLURM_STEP_TASKS_PER_NODE={each}: expected the same number of tasks on every "
-            "node; set srun --ntasks-per-node="
-        )
+        problem = "expected the same number of tasks on every node; set srun --ntasks-per-node="
+        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={each}: {problem}")
     names = ("PROCID", "NODEID", "LOCALID")
     task, node, local = (_number(f"SLURM_{name}", environ) for name in names)
     if task != node * (tasks // nodes) + local:
-        raise UsageError(
-            f"SLURM_PROCID={task}: expected consecutive tasks on every node; set srun -m block"
-        )
+        problem = "expected consecutive tasks on every node; set srun -m block"
+        raise UsageError(f"SLURM_PROCID={task}: {problem}")
     endpoint = launch.rdzv_endpoint
     if endpoint is None:  # a port that all tasks of a step agree on, and hardly any other step uses
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
@@ -253,10 +241,8 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     """Return the host and the port of HOST:PORT; an IPv6 address is in brackets there."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
-        raise UsageError(
-            f"launch.rdzv_endpoint={endpoint}: expected HOST:PORT of node 0, such as "
-            "10.0.0.1:29500 or [fd00::1]:29500"
-        )
+        problem = "expected HOST:PORT of node 0, such as 10.0.0.1:29500 or [fd00::1]:29500"
+        raise UsageError(f"launch.rdzv_endpoint={endpoint}: {problem}")
     return match["address"] or match["host"], int(match["port"])
 
 

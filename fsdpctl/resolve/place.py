@@ -50,17 +50,15 @@ def _here(config: Config, launch: LaunchConfig, role: Role) -> Config:
     if launch.device == "cuda" and not has_cuda:
         has_support = torch.version.cuda or torch.version.hip
         why = "" if has_support else f" (torch {torch.__version__} is a CPU build)"
-        raise UsageError(
-            f"launch.device=cuda: torch finds no CUDA device{why}; expected cpu or auto"
-        )
+        problem = f"torch finds no CUDA device{why}; expected cpu or auto"
+        raise UsageError(f"launch.device=cuda: {problem}")
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or ranks_here(device)
     # A launcher of ranks may make only its own device visible to each.
     if available is not None and ranks > available and not (role.rank and available == 1):
-        raise UsageError(
-            f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
-        )
+        problem = f"expected at most {available}, the CUDA devices"
+        raise UsageError(f"launch.nproc_per_node={ranks}: {problem}")
     make_room_for_files(ranks)
     return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
 

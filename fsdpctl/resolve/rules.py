@@ -278,10 +278,8 @@ def check_preflight(config: Config) -> None:
             raise UsageError(f"log.{name}=true: {lacking(name)}")
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
-        raise UsageError(
-            f"checkpoint.remote={remote}: expected a directory in an object store, such as "
-            "s3://BUCKET/runs"
-        )
+        problem = "expected a directory in an object store, such as s3://BUCKET/runs"
+        raise UsageError(f"checkpoint.remote={remote}: {problem}")
 
 
 def _is_installed(package: str) -> bool:
@@ -294,6 +292,5 @@ def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
     params = [param for unit in units for param in unit.params]
     config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
     if config.optimizer.name == MUON and not any(map(is_muons, params)):
-        raise UsageError(
-            "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"
-        )
+        problem = "the model has no trained matrix in a block; use optimizer=adamw"
+        raise UsageError(f"optimizer=muon: {problem}")

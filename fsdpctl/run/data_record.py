@@ -75,10 +75,8 @@ def check_same_data(run_dir: Path, data: DataSet, known: str, where: str | None 
         state = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW to train on it from "
         own = isinstance(data.train, OwnData)
         way += ", or " + ("set another train.run_dir" if own else f"{state}the run's state")
-    raise UsageError(
-        f"{where or f'train.run_dir={run_dir}'}: the data has changed since the run's earlier "
-        f"steps{_difference(run_dir, data)}{way}"
-    )
+    problem = f"the data has changed since the run's earlier steps{_difference(run_dir, data)}{way}"
+    raise UsageError(f"{where or f'train.run_dir={run_dir}'}: {problem}")
 
 
 def _difference(run_dir: Path, data: DataSet) -> str:

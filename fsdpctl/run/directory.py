@@ -216,9 +216,8 @@ def _is_run(run_dir: Path) -> bool:
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
     is_run = (run_dir / RUN_CONFIG).is_file()
     if not is_run and run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
-        raise UsageError(
-            f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
-        )
+        problem = "not empty, and not a run of fsdpctl; choose another"
+        raise UsageError(f"train.run_dir={run_dir}: {problem}")
     return is_run
 
 
@@ -254,9 +253,8 @@ def open_best(source: str) -> CheckpointReader:
         folder = best_checkpoint(newest_checkpoint(found.parent) or found)
         if folder is not None:
             return CheckpointReader(folder)
-    raise UsageError(
-        f"{source}: no best checkpoint found; a run has one with checkpoint.keep_best=true"
-    )
+    problem = "no best checkpoint found; a run has one with checkpoint.keep_best=true"
+    raise UsageError(f"{source}: {problem}")
 
 
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:

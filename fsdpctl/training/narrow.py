@@ -67,6 +67,5 @@ def refusing_dtypes(config: Config) -> Iterator[None]:
         what, way = str(error).strip().splitlines()[0], "set precision=fp32, or cast there"
         if dtype == "float32":
             way = "call module.float() before fsdpctl.train, or cast there"
-        raise UsageError(
-            f"precision.param_dtype={dtype}: {where}{one_line(what)}; {way}"
-        ) from error
+        problem = f"{where}{one_line(what)}; {way}"
+        raise UsageError(f"precision.param_dtype={dtype}: {problem}") from error

@@ -92,9 +92,8 @@ class SelfCheck(Callback):
         for line in (*found, *warnings):
             run.journal.say(f"self-check: {line}")
         if found and self._mode == "auto":
-            raise SelfCheckError(
-                f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
-            )
+            problem = f"{found[0]}; set train.self_check=warn to train nevertheless"
+            raise SelfCheckError(f"train.self_check: {problem}")
         if is_first and not (found or warnings):
             run.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
