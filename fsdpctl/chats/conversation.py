@@ -81,11 +81,7 @@ def _filled_call(call: dict[str, Any], filler: str) -> dict[str, Any]:
 
 
 def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
-    """Return the chat with the arguments of all calls as objects, or as JSON text.
-
-    Data has either form, and a template supports one of them. UsageError if arguments are text that
-    isn't JSON.
-    """
+    """Return the chat with all arguments as objects, or as JSON text; UsageError if they aren't."""
     messages = [
         {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}
         if each.get("tool_calls")

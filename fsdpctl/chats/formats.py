@@ -273,10 +273,7 @@ def _tools(row: _Fields) -> list[Any] | None:
 
 
 def _wrapped(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in the form that templates expect: its function within an object with a type.
-
-    Tables have the function alone, and its parameters as JSON.
-    """
+    """Return a tool as templates expect it; tables have the function alone, with JSON in it."""
     function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{where}: function")
     if not isinstance(function.get("parameters", {}), dict):
         parameters = as_object(function["parameters"], f"{where}: parameters")

@@ -42,10 +42,7 @@ class ProcessGroupCollectives(Collectives):
     def __init__(
         self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
     ) -> None:
-        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
-
-        Collectives with the same groups and another `purpose` overlap with these.
-        """
+        """Join this rank's group of `groups`; collectives with another `purpose` overlap."""
         self._groups = groups or [range(dist.get_world_size())]
         self.gather_group = (
             dist.distributed_c10d._get_default_group()

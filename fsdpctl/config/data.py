@@ -131,10 +131,7 @@ def _tokens(text: str) -> str:
 
 
 def check_kind(config: DataConfig, typed: Collection[str] = ()) -> None:
-    """Check that no key is set that only other kinds of data have; UsageError if there is one.
-
-    Keys that are `typed` are set even if they have their defaults.
-    """
+    """Check that no key of other kinds of data is set, or is one of the `typed`."""
     default = DataConfig()
     for name, kinds in _ONLY_WITH.items():
         value, key = getattr(config, name), f"data.{name}"

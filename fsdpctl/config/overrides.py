@@ -19,10 +19,7 @@ def read_run_config(file: Path) -> dict[str, str]:
 
 
 def gathered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace settings such as `model.overrides.KEY.KEY` by one with all of them, as JSON.
-
-    UsageError if one sets a value in a mapping, and another one the mapping.
-    """
+    """Replace settings `model.overrides.KEY.KEY` by one, in JSON; UsageError if they conflict."""
     inside = [(name, text) for name, text in pairs if name.startswith(f"{OVERRIDES}.")]
     if not inside:
         return [*pairs]

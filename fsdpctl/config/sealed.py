@@ -18,10 +18,7 @@ _BLANK = "0" * 32
 
 
 def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
-    """Return the text of a manifest, or of a file of another format `kind`.
-
-    Its checksum is that of the text with zeros in its place.
-    """
+    """Return the text of a file of the format `kind`, with the checksum of it with zeros there."""
     whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
     text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(_BLANK)

@@ -43,11 +43,7 @@ def config_from_words(words: Mapping[str, str]) -> Config:
 def config_of_checkpoint(
     words: Mapping[str, str], where: str, *, is_decoder: bool = True
 ) -> Config:
-    """Create the configuration in a manifest, which is at `where`.
-
-    CheckpointError if `config_from_words` fails. UsageError if it must be that of a decoder, and is
-    not.
-    """
+    """Create the configuration in a manifest at `where`; CheckpointError if it is invalid."""
     if is_decoder and words.get("model", "").startswith(OWN):
         raise UsageError(f"{where}: {NO_DECODER}")
     try:

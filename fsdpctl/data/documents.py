@@ -54,10 +54,7 @@ def documents(
     most: int | None = None,
     advance: Advance = lambda count: None,
 ) -> Iterator[TextPiece]:
-    """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
-
-    UsageError if a row has no text, or if the only file isn't text. The message names `key`.
-    """
+    """Yield the documents of `found.train`, in pieces above `most` bytes; `key` is for errors."""
     for file in found.train:
         left = file.stat().st_size
         unfolds = _UNFOLDS if file.name.lower().endswith(_PACKED) else 1

@@ -87,10 +87,7 @@ def open_chats(
     key: str = "data.path",
     found: DataFiles | None = None,
 ) -> DataSet:
-    """Open the conversations at `config.path`, which `key` names, in files that may be `found`.
-
-    UsageError if a file, a line or the template can't be used.
-    """
+    """Open the conversations at `config.path`, which `key` names, in files that may be `found`."""
     found = found or find_data(str(config.path), key, CHAT)
     held = found.validation if config.takes_validation else ()
     files = DataFiles(found.option, found.train, held)

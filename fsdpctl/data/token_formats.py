@@ -153,10 +153,7 @@ def open_token_files(
 
 
 def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
-    """Read and check all tokens; `vocab_size` is that of the model.
-
-    UsageError if the checksum differs from the header's, or a token isn't in the vocabulary.
-    """
+    """Read and check all tokens; UsageError if the checksum or the vocabulary differs."""
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
     most = file.vocab_size or vocab_size or MOST_TOKENS
     with doing(f"checking {path}", BYTES, file.size) as advance:

@@ -161,10 +161,7 @@ class FileTokenizer:
         return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        """Tokenize pieces, concatenated; those that end a document have its end token.
-
-        UsageError if the tokens of a part depend on text that is far from it.
-        """
+        """Tokenize pieces, and ends of documents; UsageError if distant text decides a part."""
         with guarded(self._where):
             rows, found = self._ids([each.text for each in pieces if each.span is None]), []
             for piece in pieces:
@@ -271,10 +268,7 @@ class FileTokenizer:
             return str(self.auto.decode([int(each) for each in tokens], skip_special_tokens=skips))
 
     def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-        """Yield the text of tokens that arrive one by one, as characters are complete.
-
-        Without a backend, which takes single tokens, yield the whole text at the end.
-        """
+        """Yield text as its characters are complete; without a backend, whole at the end."""
         stream, left = DecodeStream([*before], skip_special_tokens=True), list[int]()
         for token in tokens:
             left.append(token)

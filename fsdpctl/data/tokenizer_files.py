@@ -52,11 +52,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_files(folder: Path, *others: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer that exist, and `others`, by name relative to `folder`.
-
-    Those of a GGUF file are the files that transformers would save. UsageError if a file is too
-    large, not regular, or links out of the directory.
-    """
+    """Read the files of a tokenizer, also in a GGUF file, and `others` in `folder`, by name."""
     if is_gguf(folder):
         made = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
         return {name: text for name, text in made.items() if name != CONFIG_JSON or name in others}

@@ -112,10 +112,7 @@ class UnitBuffer:
             param.data = rest
 
     def collect(self, share: Span) -> Tensor:
-        """Return the gradients of the elements `share` of every rank's part, in rank order.
-
-        Missing gradients are zero. The parameters keep theirs.
-        """
+        """Return gradients of `share` of every rank's part, in rank order; missing ones are 0."""
         size = self.layout.owned_parts[0].numel  # parts are even if reductions are in pieces
         shape, dtype = (len(self.layout.owned_parts), share.numel), self.reduce_dtype
         flat = torch.zeros(shape, dtype=dtype, device=self.whole.device)

@@ -237,10 +237,7 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
 
 
 def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
-    """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
-
-    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
-    """
+    """Translate the FSDP section, with or without `fsdp_`; a `strategy` is set outside of it."""
 
     def take(name: str) -> SourceKey | None:
         return found.source.take(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
@@ -279,10 +276,7 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
 
 
 def read_sharding(found: Translation, default: str, note: str = "") -> str:
-    """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
-
-    Returns what shards, as accelerate names it; empty if the keys `default` are not set.
-    """
+    """Translate `deepspeed`, `fsdp`, `fsdp_config`; return what shards, as accelerate names it."""
     source = found.source
     if file := source.take("deepspeed"):
         read_deepspeed(found, file)

@@ -122,10 +122,7 @@ class Translation:
         self.program.append(TranslationRow(key, value, (setting,), note))
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
-        """Add a row for a value of the training, unless its setting is rejected.
-
-        Then the file is rejected too if the value `decides` the training.
-        """
+        """Add a row for a value of the training, or refuse an invalid one that `decides`."""
         for name, why in _invalid(settings):
             if decides:
                 self.ask(value, name, why)

@@ -68,10 +68,7 @@ def culprits(states: Sequence[RankState]) -> list[int]:
 
 
 def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
-
-    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
-    """
+    """Describe which ranks had no heartbeat for `limit` s; `is_usual`: launch.hang_timeout."""
     found = culprits(states)
     shown = [each for each in states if each.rank in found] or list(states)
     named = "; ".join(map(str, shown[:_MOST]))

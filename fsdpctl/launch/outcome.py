@@ -62,10 +62,7 @@ class Failure:
 
 
 def _innermost(message: str) -> str:
-    """Return the line of torch.compile's message that names the error: the compiler's, if it ran.
-
-    Around it are commands, source, and advice to developers.
-    """
+    """Return the line of torch.compile's message that names the error, without advice."""
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
     inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
     lines = (inner if inner.strip() else text).strip("\n").splitlines()

@@ -68,10 +68,7 @@ def block_names(module: nn.Module) -> list[str]:
 
 
 def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of the parameters with a row for each token, by name.
-
-    The embedding is first. The list has all their names, with those that are tied.
-    """
+    """Return the shapes of parameters with a row for each token, by name, the embedding first."""
     getters = ("get_input_embeddings", "get_output_embeddings")
     owners = [_name_of_submodule(module, each) for each in getters]
     places = dict(module.named_parameters(remove_duplicate=False))

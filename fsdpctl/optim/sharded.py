@@ -51,11 +51,7 @@ class ShardedSteps(torch.optim.Optimizer):
     def _divided(
         self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the groups for torch's optimizer.
-
-        UsageError if a group names an unknown parameter, or the masters are on the host and the
-        optimizer does not step them there.
-        """
+        """Return the groups for torch's optimizer; UsageError if one names other parameters."""
         require_sharded(model, type(self).__name__)
         if model.host is not None and not self.steps_on_host:
             raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")

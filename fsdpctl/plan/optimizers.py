@@ -137,10 +137,7 @@ def moment_bytes(numel: int, dtype: str) -> list[int]:
 
 
 def tiled_dtype(asked: str | None, masters: Iterable[str]) -> str | None:
-    """Return the dtype of AdamW's moments if it steps in tiles, by the dtypes of its masters.
-
-    None: torch's kernel steps them, with moments in the dtype of the masters.
-    """
+    """Return the dtype of AdamW's moments in tiles, by its masters' dtypes; None: torch steps."""
     masters = set(masters)
     if SPLIT in masters:
         return asked or "float32"

@@ -210,10 +210,7 @@ def may_share_memory(config: Config) -> bool:
 
 
 def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
-    """Return what the strategy `row` of a placed configuration is on its ranks, and its shard size.
-
-    `size` ranks share a replica; None: all.
-    """
+    """Return what the strategy `row` is on ranks, `size` or all per replica, and its size."""
     ranks = config.num_ranks
     return effective_strategy(
         row,

@@ -51,10 +51,7 @@ class Rule(NamedTuple):
 
 
 def checked(config: C) -> C:
-    """Check the settings of a placed configuration against one another.
-
-    Returns the configuration with the sizes of its strategy, unless that is `auto`.
-    """
+    """Check settings against one another; return them with the sizes of a set strategy."""
     if not config.is_auto("strategy"):
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)

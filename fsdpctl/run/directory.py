@@ -258,10 +258,7 @@ def open_best(source: str) -> CheckpointReader:
 
 
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
-    """Name the newest run if it has the same name and a different configuration.
-
-    If you change a setting, you do not always mean to start from the beginning.
-    """
+    """Name the newest run of the same name with other settings, which may be a mistake."""
     last = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
     if config.model.is_own or run_dir.parent.name != RUNS or last is None:

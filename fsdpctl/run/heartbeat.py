@@ -76,10 +76,7 @@ def pid_namespace() -> str:
 
 
 def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
-    """Return whether rank 0 and its launcher have exited without a last heartbeat.
-
-    Only known on their host: False elsewhere, and in another container there.
-    """
+    """Return whether rank 0 and its launcher exited without a last heartbeat, on this host."""
     here = socket.gethostname(), pid_namespace()
     if record.state != RUNNING or (record.host, record.namespace) != here or not all(here):
         return False
