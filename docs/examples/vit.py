@@ -57,10 +57,14 @@ class VisionTransformer(nn.Module):
         return scores
 
 
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Return the sum over the images, and their number."""
+def cross_entropy(
+    model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Return the sum over the images, their number, and how many were classified correctly."""
     images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
+    scores = model(images)
+    correct = (scores.argmax(1) == labels).sum()
+    return F.cross_entropy(scores, labels, reduction="sum"), len(labels), {"correct": correct}
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ from fsdpctl.errors import STOP_SIGNALS
 from fsdpctl.io.activity import DISPLAY, Talk, is_first
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+
+    from fsdpctl.data.own import Loss
 
 
 def train(
     *,
     module: "nn.Module",
-    loss: "Callable[[Any, Any], tuple[Tensor, int | Tensor]]",
+    loss: "Loss",
     data: Any,
     val_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -34,7 +36,8 @@ def train(
     Args:
         module: Any module with values; those of rank 0 are trained.
         loss: `loss(module, batch)` returns the sum of the losses of a batch, and the number of
-            what the loss is the mean over, such as samples, pixels or tokens.
+            what the loss is the mean over, such as samples, pixels or tokens; and optionally a dict
+            of other sums by name, which are divided by that number and reported.
         data: A map-style Dataset.
         val_data: Another one, for validation.
         collate_fn: Makes a batch of a list of samples; by default torch's `default_collate`.

@@ -1,6 +1,6 @@
 """A Dataset of a script as data: each sample counts as one token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,9 @@ from fsdpctl.data.packing import Rows, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Returned = tuple[Tensor, int | Tensor]
+    Loss = Callable[[Any, Any], Returned | tuple[*Returned, Mapping[str, float | Tensor]]]
+
 _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
@@ -18,12 +21,13 @@ _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 class OwnData(Rows):
     """The samples of a script in our order, what makes a batch of some, and its loss.
 
-    `loss(module, batch)` returns a sum, and the count of what it averages over.
+    `loss(module, batch)` returns a sum, and the count of what it averages over; also other sums by
+    name, if it has some.
     """
 
     samples: Any  # a map-style Dataset
     collate: Callable[[list[Any]], Any]
-    loss: "Callable[[Any, Any], tuple[Tensor, int | Tensor]]"
+    loss: "Loss"
     seq_len = 1
     origin = "data"
     num_bytes = None  # there is no text

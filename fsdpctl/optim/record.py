@@ -31,7 +31,9 @@ class LocalStepStats:
 
     flags: Sequence[bool] = ()  # its requests; equally many on every rank
     grad_norm: Tensor | None = None  # of its own gradient, if that is measured
-    by_source: Tensor | None = None  # losses and target tokens, (2, sources), of a mixture
+    # Losses and target tokens of each source of a mixture; or named sums of a script's loss, each
+    # with its count: (2, sources).
+    by_source: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class StepFigures:
     flags: tuple[bool, ...] = ()  # those that any rank has raised
     rank_losses: tuple[float, ...] = ()  # the mean over each rank's own tokens
     rank_grad_norms: tuple[float, ...] = ()  # of each rank's own gradient; 0 if not measured
-    source_losses: tuple[float | None, ...] = ()  # of each source; None: it had no tokens
+    source_losses: tuple[float | None, ...] = ()  # sums by tokens of `by_source`; None: no tokens
 
 
 @dataclass(frozen=True, slots=True)

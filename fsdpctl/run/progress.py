@@ -86,7 +86,7 @@ class RunProgress:
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._live is not None:
             self._figures = (
-                f"loss {metrics.figures.loss:.3f}  {_speed(metrics)}  "
+                f"loss {metrics.figures.loss:.3f}  {_named(metrics)}{_speed(metrics)}  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._figures)
@@ -128,9 +128,13 @@ def _figures(metrics: "StepMetrics") -> str:
     figures = metrics.figures
     each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.memory.total else ""
     return (
-        f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{_speed(metrics)}{each}  {_mfu(metrics)}".rstrip()
+        f"loss {figures.loss:.3f}  {_named(metrics)}grad_norm {figures.grad_norm:.2f}  "
+        f"lr {metrics.lr:.2g}  {_speed(metrics)}{each}  {_mfu(metrics)}".rstrip()
     )
+
+
+def _named(metrics: "StepMetrics") -> str:
+    return "".join(f"{name} {x:.4g}  " for name, x in metrics.named.items() if x is not None)
 
 
 def _speed(metrics: "StepMetrics") -> str:

@@ -3,8 +3,8 @@
 import math
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,15 @@ from fsdpctl.models.registry import count_active
 from fsdpctl.optim.record import StepFigures
 
 Phase = Literal["data", "compute", "optimizer"]
+# Names in lines of metrics.jsonl and of experiment loggers.
+RESERVED = frozenset((
+    "step", "samples", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "tokens_per_second",
+    "tokens_per_second_per_rank", "model_flops_per_token", "mfu", "loss_count",
+    "samples_per_second", "samples_per_second_per_rank", "seconds", "compute_seconds",
+    "exposed_communication_seconds", "data_seconds", "optimizer_seconds", "peak_allocated_bytes",
+    "peak_reserved_bytes", "num_alloc_retries", "rejected_step", "checkpoint_seconds",
+    "checkpoint_write_seconds", "upload_seconds",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,7 @@ class StepMetrics:
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
+    named: Mapping[str, float | None] = field(default_factory=dict)  # means of a script's sums
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,6 +188,7 @@ class StepMetrics:
             "loss": finite(self.figures.loss),
             "grad_norm": finite(self.figures.grad_norm),
             "lr": self.lr,
+            **{name: None if x is None else finite(x) for name, x in self.named.items()},
             **amounts,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),

@@ -23,6 +23,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.row_documents import Documents, make_documents, send
 from fsdpctl.models.transformers_decoder import Decoder, OwnHead, evaluating
 from fsdpctl.run.step_metrics import finite
+from fsdpctl.training.named_sums import NamedSums, checked_sums
 
 
 def summed_loss(
@@ -34,11 +35,18 @@ def summed_loss(
     return loss
 
 
-def own_loss(model: Any, own: OwnBatch, device: torch.device) -> tuple[Tensor, int | Tensor]:
-    """Return the sum and the count of a script's loss function; `model` is a ShardedModel."""
+def own_loss(
+    model: Any, own: OwnBatch, device: torch.device, named: NamedSums
+) -> tuple[Tensor, int | Tensor]:
+    """Return the sum and the count of a script's loss function, and add its other sums to `named`.
+
+    `model` is a ShardedModel.
+    """
     dtype = model.compute_dtype
     with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-        total, count = _checked(own.of.loss(model, _sent(own.value, device)))
+        total, count, *others = _checked(own.of.loss(model, _sent(own.value, device)))
+    sums = checked_sums(others[0]) if others else {}
+    named.add(sums if own.is_counted else dict.fromkeys(sums, 0.0))
     return (total, count) if own.is_counted else (0 * total, 0)
 
 
@@ -69,11 +77,12 @@ def _sent(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _checked(found: Any) -> tuple[Tensor, int | Tensor]:
+def _checked(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
     """Return what a script's loss function has returned; UsageError if it is something else."""
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise UsageError(f"loss: expected a tuple (sum, count), got {type(found).__name__}")
-    total, count = found
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        got = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+        raise UsageError(f"loss: expected a tuple (sum, count), got {got}")
+    total, count, *others = found
     if not isinstance(total, Tensor) or total.numel() != 1:
         what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise UsageError(f"loss: expected a sum, a tensor with one element, got {what}")
@@ -86,7 +95,7 @@ def _checked(found: Any) -> tuple[Tensor, int | Tensor]:
         is_whole = isinstance(count, int | np.integer) and int(count) >= 0
     if not is_whole:
         raise UsageError(f"loss: expected a whole number as the count, got {count!r:.60}")
-    return total.reshape(()), count
+    return total.reshape(()), count, *others
 
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
@@ -105,10 +114,12 @@ class ValidationLoss(NamedTuple):
     mean: float
     tokens: int  # predicted ones
     by_source: dict[str, float]
+    named: dict[str, float]  # other sums of a script's loss, divided by its count
 
     def to_line(self) -> dict[str, float | None]:
-        found = {f"val_loss/{name}": finite(loss) for name, loss in self.by_source.items()}
-        return {"val_loss": finite(self.mean), **found}
+        found = {f"val_loss/{name}": loss for name, loss in self.by_source.items()}
+        found |= {f"val_{name}": each for name, each in self.named.items()}
+        return {"val_loss": finite(self.mean), **{name: finite(x) for name, x in found.items()}}
 
 
 @torch.no_grad()
@@ -129,7 +140,7 @@ def validation_loss(
     passes. After each global batch, `goes_on(NUMBER)` is called; if it returns False, as on all
     ranks, this returns None.
     """
-    sums, done = {}, 0
+    sums, others, named, done = {}, list[float](), NamedSums(), 0
     for name, part in batches.parts().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
@@ -137,25 +148,28 @@ def validation_loss(
                 reseed(number, micro_step, collectives.rank)
                 batch = part.validation(number, collectives.rank, micro_step)
                 with evaluating(model):
-                    loss, count = _pass_loss(model, batch, device, chunk_tokens)
+                    loss, count = _pass_loss(model, batch, device, chunk_tokens, named)
                 total[0] += loss
                 total[1] += count
             done += 1
             if not goes_on(done):
                 return None
-        sums[name] = collectives.all_reduce(total).tolist()
+        total = torch.cat([total, named.take(collectives, device)])
+        sums[name], others = (found := collectives.all_reduce(total).tolist())[:2], found[2:]
     tokens = sum(count for _, count in sums.values())
     sums[""] = [sum(each for each, _ in sums.values()), tokens]
     # A loss mask may exclude all tokens.
     means = {name: each / count if count else math.nan for name, (each, count) in sums.items()}
-    return ValidationLoss(means.pop(""), int(tokens), means)
+    of_loss = [each / tokens if tokens else math.nan for each in others]
+    named_means = dict(zip(named.names or (), of_loss, strict=True))
+    return ValidationLoss(means.pop(""), int(tokens), means, named_means)
 
 
 def _pass_loss(
-    model: Decoder, batch: MicroBatch, device: torch.device, chunk_tokens: int
+    model: Decoder, batch: MicroBatch, device: torch.device, chunk_tokens: int, named: NamedSums
 ) -> tuple[Tensor, int | Tensor]:
     if batch.content is not None:
-        return own_loss(model, batch.content, device)
+        return own_loss(model, batch.content, device, named)
     count = int((batch.targets != IGNORED).sum())
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens), count
@@ -170,7 +184,7 @@ def describe_validation(found: ValidationLoss, data: DataSet) -> str:
     loss = found.mean
     text = f"validation loss {loss:.4f}"
     if isinstance(data.val, OwnData):
-        return text
+        return ", ".join([text, *(f"{name} {each:.4g}" for name, each in found.named.items())])
     text += " nats per token"
     if found.by_source:
         text += f" ({', '.join(f'{name} {each:.4f}' for name, each in found.by_source.items())})"

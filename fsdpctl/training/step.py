@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,6 +21,7 @@ from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
 from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.loss import SourceLosses, own_loss, reseed, summed_loss
+from fsdpctl.training.named_sums import NamedSums
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
@@ -52,6 +53,7 @@ class TrainingParts:
     train_batches: Batches
     val_batches: Batches | None
     device: torch.device
+    named: NamedSums = field(default_factory=NamedSums)  # of a script's loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class LaunchedStep:
     limits: Limits  # above which the step is not applied
     lr: float
     clock: StepClock
+    named: tuple[str, ...]  # sums of a script's loss besides its own
 
 
 def launch_step(
@@ -100,7 +103,8 @@ def launch_step(
         model.prefetch_forward_params()  # overlaps with what is between the steps
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
-    return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
+    named = parts.named.names or ()
+    return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock, named)
 
 
 def run_passes(
@@ -115,6 +119,9 @@ def run_passes(
     """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
     loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
+    if parts.named.names is not None:
+        sums = parts.named.take(parts.model.collectives, parts.device)
+        by_source = torch.stack([sums, tokens.double().expand_as(sums)])
     added = own()
     return record_step(
         parts.model,
@@ -132,9 +139,10 @@ def finish_step(
 ) -> StepMetrics:
     """Return the metrics of a launched step; may wait for the device."""
     figures, times = launched.record.figures(), launched.clock.times()
+    named = dict(zip(launched.named, figures.source_losses, strict=False))
     return StepMetrics(
         launched.step, launched.samples, launched.tokens, figures, launched.lr, times,
-        peak_memory(device), flops, num_ranks,
+        peak_memory(device), flops, num_ranks, named,
     )  # fmt: skip
 
 
@@ -163,7 +171,7 @@ def _run_micro_steps(
             chunk = config.train.loss_chunk_tokens or 0
             sources.begin()
             if batch.content is not None:
-                loss, count = own_loss(parts.model, batch.content, parts.device)
+                loss, count = own_loss(parts.model, batch.content, parts.device, parts.named)
             else:
                 loss = summed_loss(parts.model, batch, parts.device, chunk)
                 count = int((batch.targets >= 0).sum())

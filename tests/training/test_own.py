@@ -34,8 +34,10 @@ from fsdpctl.resolve.own import compose_task, make_task
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.directory import look, prepare_run_dir
+from fsdpctl.run.step_metrics import RESERVED
 from fsdpctl.training.assemble import make_trainer
 from fsdpctl.training.loss import _sent, own_loss
+from fsdpctl.training.named_sums import NamedSums
 from fsdpctl.training.step import LaunchContext
 from tests.distributed import distributed
 from tests.training.ranks import CPU, lines
@@ -176,6 +178,66 @@ def test_an_interruption_changes_no_bit(rank: int, world_size: int, tmp_path: Pa
         assert whole == cut
 
 
+def measured(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, ...]:
+    """The loss of the example, and sums of every kind; the last one in training only."""
+    total, count = squared_error(model, batch)
+    size = len(batch["time"])
+    sums = {"same": total, "size": size, "half": np.float32(size / 2), "known": count}
+    return total, count, sums | ({"steps/in.training": True} if model.training else {})
+
+
+@pytest.mark.parametrize(("world_size", "more"), [
+    (1, ["precision=bf16", "strategy=no_shard"]), (2, ["accumulation=last"]),
+    pytest.param(3, ["train.compile=true"], marks=pytest.mark.slow),
+])  # fmt: skip
+@distributed()
+def test_named_sums_are_of_all_ranks_and_micro_batches_and_change_no_bit(
+    rank: int, world_size: int, more: list[str], tmp_path: Path
+) -> None:
+    words, found = ["train.micro_batch_size=2", *more], []
+    for name, loss in (("plain", squared_error), ("named", measured)):
+        torch.manual_seed(0)
+        trained(tmp_path / name, Model(16, 2), Measurements(37, seed=1), *words, loss=loss)
+        found.append(lines(tmp_path / name) if rank == 0 else [])
+    for line, plain in zip(*reversed(found), strict=True):
+        assert {x: line[x] for x in ("loss", "val_loss", "grad_norm") if x in line} == {
+            x: plain[x] for x in ("loss", "val_loss", "grad_norm") if x in plain
+        }
+        start = "" if "loss" in line else "val_"
+        assert plain.keys() - {"val_loss"} <= RESERVED
+        assert line[f"{start}same"] == line[f"{start}loss"]
+        assert line[f"{start}known"] == 1
+        assert line[f"{start}size"] == 2 * line[f"{start}half"]
+        assert ("val_steps/in.training" in line, "steps/in.training" in line) == (False, not start)
+        if not start:
+            assert line["size"] * line["loss_count"] == pytest.approx(SIZE)
+
+
+@distributed(world_size=2)
+def test_names_that_differ_between_ranks_or_passes_are_refused(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    calls = 0
+
+    def differing(of: Callable[[], str]) -> Any:
+        return lambda model, batch: (*squared_error(model, batch), {of(): 1})
+
+    def counting() -> str:
+        nonlocal calls
+        calls += 1
+        return f"c{calls > 3}"
+
+    for number, (of, message) in enumerate((
+        (lambda: f"r{rank}", f"loss: rank {rank} has sums named r{rank}, rank {1 - rank} r"),
+        (counting, "loss: expected sums named cFalse, as in its first call, got cTrue"),
+    )):  # fmt: skip
+        with pytest.raises(UsageError) as found:
+            trained(
+                tmp_path / str(number), Model(8, 1), Measurements(37, seed=1), loss=differing(of)
+            )
+        assert str(found.value).startswith(message)
+
+
 GOOD: dict[str, Any] = {
     "module": Model(8, 1), "loss": squared_error, "data": Measurements(9, 0), "val_data": None,
     "collate": None,
@@ -243,18 +305,30 @@ def test_a_setting_of_decoders_is_named(words: Any, message: str) -> None:
     assert str(found.value).startswith(message)
 
 
+def named(sums: Any) -> tuple[Any, ...]:
+    return torch.ones((), requires_grad=True), 1, sums
+
+
 @pytest.mark.parametrize(("result", "message"), [
     (1.0, "loss: expected a tuple (sum, count), got float"),
     ((torch.ones(2), 1), "loss: expected a sum, a tensor with one element, got shape [2]"),
     ((torch.ones(()), 1), "loss: the sum depends on no trained parameter; was it detached?"),
     ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
     ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
+    ((torch.ones((), requires_grad=True), 1, {}, 1), "loss: expected a tuple (sum, count), got 4"),
+    (named([]), "loss: expected a dict of named sums, got list"),
+    (named({"a": torch.ones(2)}), "loss: a: expected a number, or a tensor with one elem"),
+    (named({"a": "1"}), "loss: a: expected a number, or a tensor with one element, got '1'"),
+    (named({"lr": 1}), "loss: lr: metrics.jsonl has another value of this name; rename it"),
+    (named({"val_a": 1}), "loss: 'val_a': expected as the name of a sum letters"),
+    (named({1: 1}), "loss: 1: expected as the name of a sum letters"),
+    (named({f"a{n}": 1 for n in range(101)}), "loss: expected at most 100 named sums, got 101"),
 ])  # fmt: skip
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
     batch = task.data.train.rows(1).content([0])
     with pytest.raises(UsageError) as found:
-        own_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU)
+        own_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU, NamedSums())
     assert str(found.value).startswith(message)
 
 

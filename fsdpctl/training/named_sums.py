@@ -1,0 +1,83 @@
+"""Sums by name that a script's loss returns besides its own, such as correct predictions."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.errors import UsageError
+from fsdpctl.run.step_metrics import RESERVED
+
+_NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
+
+
+class NamedSums:
+    """Sums of the passes on this rank, with the names of the first pass, which all ranks share."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] | None = None  # None: no pass has run
+        self._are_shared = False
+        self._sums: dict[str, float | Tensor] = {}
+
+    def add(self, sums: Mapping[str, float | Tensor]) -> None:
+        """Add the sums of a pass, without waiting for the device."""
+        if self.names is None:
+            self.names = tuple(sorted(sums))
+        if tuple(sorted(sums)) != self.names:
+            raise UsageError(f"loss: expected sums named {_listed(self.names)}, as in its first "
+                             f"call, got {_listed(sums)}")  # fmt: skip
+        for name, each in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + each
+
+    def take(self, ranks: Collectives, device: torch.device) -> Tensor:
+        """Return the sums of this rank in the order of their names, and reset them.
+
+        Collective the first time after a pass: UsageError if the names of another rank differ.
+        """
+        if self.names is not None and not self._are_shared:
+            for rank, names in enumerate(ranks.gather_objects(self.names)):
+                if names != self.names:
+                    raise UsageError(f"loss: rank {ranks.rank} has sums named "
+                                     f"{_listed(self.names)}, rank {rank} {_listed(names)}; "
+                                     "return the same names everywhere")  # fmt: skip
+            self._are_shared = True
+        found = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
+        for place, name in enumerate(self.names or ()):
+            found[place] += self._sums[name]
+        self._sums.clear()
+        return found
+
+
+def checked_sums(found: Any) -> dict[str, float | Tensor]:
+    """Return the sums that a loss function has returned, without gradients."""
+    if not isinstance(found, Mapping):
+        raise UsageError(f"loss: expected a dict of named sums, got {type(found).__name__}")
+    if len(found) > _MOST:
+        raise UsageError(f"loss: expected at most {_MOST} named sums, got {len(found)}")
+    return {_checked_name(name): _checked_sum(name, each) for name, each in found.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        expected = "letters, digits and ._/- after a letter, at most 64, not val_*"
+        raise UsageError(f"loss: {name!r:.80}: expected as the name of a sum {expected}")
+    if name in RESERVED:
+        raise UsageError(f"loss: {name}: metrics.jsonl has another value of this name; rename it")
+    return name
+
+
+def _checked_sum(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()).double()
+    if isinstance(value, int | float | np.integer | np.floating):
+        return float(value)
+    got = f"shape {[*value.shape]}" if isinstance(value, Tensor) else f"{value!r:.60}"
+    raise UsageError(f"loss: {name}: expected a number, or a tensor with one element, got {got}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names) or "nothing"
