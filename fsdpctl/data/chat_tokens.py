@@ -171,7 +171,8 @@ class Encoder:
         """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
         for batch in batches(texts, _size, _BATCH):
             cut = [text.text for text, _ in batch if _is_cut(text)]
-            parts = [part for text, _ in batch if not _is_cut(text) for part in _halves(text)]
+            pairs = ((x.text, x.untrained) for x, _ in batch if not _is_cut(x))
+            parts = [part for text, at in pairs for part in (text[:at], text[at:])]
             encoded = iter(self._tokenizer.encode_texts(cut) if cut else ())
             tokens = iter(self._tokenizer.encode_plain(parts))
             for text, label in batch:
@@ -212,7 +213,3 @@ def _size(item: tuple[ChatSample | Plain, Any]) -> int:
 
 def _is_cut(text: Plain) -> bool:
     return text.untrained > 0 and not text.is_apart
-
-
-def _halves(text: Plain) -> tuple[str, str]:
-    return text.text[: text.untrained], text.text[text.untrained :]

@@ -42,7 +42,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _MATMULS or (func in _PRODUCTS and args[1].ndim == 2):
         nbytes = sum(map(_bytes_of, (*_tensors(args), *made)))
         rows = made[0] if func in _MATMULS else made[0].flatten(0, -2)
-        return _matmul(func, args[_MATMULS.get(func, 0)], rows, nbytes)
+        batch = rows.shape[0] if rows.ndim == 3 else 1
+        dims = (batch, *rows.shape[-2:], args[_MATMULS.get(func, 0)].shape[-1])
+        return Work(_name(func), WorkKind.MATMUL, 2 * prod(dims), nbytes, rows.itemsize, dims)
     if func is _GROUPED:
         return _grouped(func, args, made[0])
     if func in _ATTENTION:
@@ -70,12 +72,6 @@ def _tensors(values: object) -> list[Tensor]:
     if not isinstance(values, list | tuple):
         return []
     return [tensor for each in values for tensor in _tensors(each)]
-
-
-def _matmul(func: Any, left: Tensor, made: Tensor, nbytes: int) -> Work:
-    batch = made.shape[0] if made.ndim == 3 else 1
-    dims = (batch, made.shape[-2], made.shape[-1], left.shape[-1])
-    return Work(_name(func), WorkKind.MATMUL, 2 * prod(dims), nbytes, made.itemsize, dims)
 
 
 def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:

@@ -62,7 +62,9 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     because one core takes an hour for 405B. So models with such matrices have other initial weights
     on a GPU than on a CPU, but the same for any number of ranks. `draw_adapter` draws adapters.
     """
-    family, number = "" if is_adapter(name) else family_of(config), _seed_of(name, seed)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 1
+    family = "" if is_adapter(name) else family_of(config)
     if family and family not in _PLAIN:
         draw_parameter(name, whole, number, config)
         return
@@ -85,8 +87,3 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     # Drawn on the CPU in float32, so that device and precision do not change the draw.
     values = torch.empty(whole.shape, dtype=torch.float32)
     whole.copy_(values.normal_(0.0, std, generator=generator))
-
-
-def _seed_of(name: str, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

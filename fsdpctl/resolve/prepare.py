@@ -202,7 +202,9 @@ class _Preparation:
             return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
         is_needed = config.model.vocab_size is None
         counts = any(map(config.is_auto, _OF_CONTENT)) and is_here(config.data)
-        if not (is_needed or counts or _ends_with_data(config)):
+        train, is_chat = config.train, config.data.name == CHAT and is_here(config.data)
+        ends_with_data = is_chat and train.tokens is None and train.steps is None
+        if not (is_needed or counts or ends_with_data or train.epochs is not None):
             return None, ()
         try:
             return self.read(filled(_with_path(config, "tokenizer"), Stage.MODEL)), ()
@@ -235,12 +237,6 @@ def _with_path(config: C, part: Part | None) -> C:
     if config.model.lora.path is not None:
         paths["model.lora.path"] = os.path.abspath(config.model.lora.path)
     return config.changed(paths)
-
-
-def _ends_with_data(config: Config) -> bool:
-    train, data = config.train, config.data
-    is_chat = data.name == CHAT and is_here(data)
-    return train.epochs is not None or (is_chat and train.tokens is None and train.steps is None)
 
 
 def _kept(config: Config) -> dict[str, Any]:

@@ -108,12 +108,6 @@ def read_config(run_dir: Path) -> Config:
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
-def _config_as_started(run_dir: Path) -> Config:
-    """Return the configuration of the last start by hand; restarts may have had fewer ranks."""
-    first = run_dir / LOGS / f"{_RESTART}1"
-    return read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
-
-
 def look(
     config: Filled, resume: str, fresh: Path | None = None, *, only_here: bool = False
 ) -> Look:
@@ -176,7 +170,8 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
     stored = None if remote is None else remote.newest()
     if is_here:
-        kept = _config_as_started(run_dir)
+        first = run_dir / LOGS / f"{_RESTART}1"  # restarts may have had fewer ranks
+        kept = read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
     elif stored is not None:
         kept = config_of_checkpoint(stored.manifest.config, stored.url, is_decoder=False)
     else:

@@ -93,16 +93,10 @@ def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -
         return ModelFlops(0, None)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
-    peak = _peak(config, device)
-    return ModelFlops(per_token, None if peak is None else peak * ranks)
-
-
-def _peak(config: Config, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a GPU in bfloat16, if the model computes in it; else None."""
-    if device.type != "cuda" or config.precision.param_dtype != "bfloat16":
-        return None
-    gpu = known_gpu(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.peak
+    gpu = None
+    if device.type == "cuda" and config.precision.param_dtype == "bfloat16":  # of its peak
+        gpu = known_gpu(torch.cuda.get_device_name(device))
+    return ModelFlops(per_token, None if gpu is None else gpu.peak * ranks)
 
 
 def _num_frozen(module: Any) -> int:
