@@ -41,11 +41,7 @@ _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
 def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
-    """Return the messages with normalized names, and which of them may be trained on.
-
-    Adds the paths of loss flags, and of keys that only a template may use, to `keys`. UsageError if
-    a message can't be trained on, or has a key whose meaning is not supported.
-    """
+    """Return normalized messages, and which may be trained on; paths of flags go to `keys`."""
     if not messages:
         raise UsageError("the conversation has no messages")
     checked: list[Message] = []

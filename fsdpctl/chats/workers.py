@@ -67,11 +67,7 @@ _REPLIES = msgspec.json.Decoder(ChatSamples | str)
 def rendered(
     setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
-    """Yield the samples of each chat, in order; `where` is the location of the template.
-
-    UsageError if the template can't be compiled, rejects a chat or exceeds a limit. The message
-    begins with a location.
-    """
+    """Yield the samples of each chat, in order; `where` is the location of the template."""
     encoded = (
         (msgspec.msgpack.encode(chat), place, setup.seconds_for(chat)) for chat, place in chats
     )

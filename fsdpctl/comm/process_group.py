@@ -31,11 +31,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]
 
 
 class ProcessGroupCollectives(Collectives):
-    """The common part of the collectives over gloo and NCCL.
-
-    All ranks use the default process group. If gathers and reductions overlap, reductions have a
-    group of their own. Each group costs sockets and threads, or memory of a GPU.
-    """
+    """Collectives over gloo or NCCL; those that overlap with others have a group of their own."""
 
     _device_type = "cpu"
 
@@ -78,11 +74,7 @@ class ProcessGroupCollectives(Collectives):
 
 
 def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
-
-    All have one type, else msgspec raises: plain values or dataclasses of them. Tuples and other
-    containers within them arrive as lists.
-    """
+    """Return the values of all ranks, of one type, in rank order; nothing is unpickled."""
     device = dist.distributed_c10d._get_object_coll_device(group)  # the one that torch's uses
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]

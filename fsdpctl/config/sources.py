@@ -32,11 +32,7 @@ class DataSource:
 
 
 def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
-    """Return what a key names: PATH, or NAME=PATH:SHARE for each, separated by commas.
-
-    Names are optional. Shares are normalized to a sum of one. UsageError if only some have a share,
-    or if a number is not allowed.
-    """
+    """Return what a key names: PATH, or NAME=PATH:SHARE for each, with shares of a sum of one."""
     if os.path.exists(text):
         return [DataSource(text)]
     inner = text.strip()

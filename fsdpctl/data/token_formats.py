@@ -117,11 +117,7 @@ class TokenFiles:
 def open_token_files(
     path: str, key: str = "data.path", kind: str = "auto", *, validates: bool = True
 ) -> TokenFiles:
-    """Open the token files at a path: a file, a directory, or a glob.
-
-    `validates`: also those of validation next to the others. UsageError if there are none, or if
-    one is damaged, of an unknown format, or of another tokenizer or vocabulary than the first.
-    """
+    """Open the token files at a path; if it `validates`, also those of validation there."""
     places: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
         folder, places = describe_remote(path, key)

@@ -72,11 +72,7 @@ class UnitBuffer:
         return self.shard.is_on_host if self.resting is None else self.resting.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
-        """Start to copy changed masters into the parameters that remain between steps.
-
-        If both have one dtype, the masters are a window into the parameters. `is_sent`: the host
-        has sent its own already.
-        """
+        """Start to copy changed masters into parameters that remain, unless they are sent."""
         if self.resting is None:
             return None
         shard, values = self.shard, self.resting.values

@@ -129,11 +129,7 @@ def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool =
 
 
 def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
-    """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
-
-    Its last `folders` directories must not be links either; a run directory may be one. `mode` is
-    "ab", "ab+" or "wb".
-    """
+    """Open a file that fsdpctl writes; OSError for links, also among its last `folders`."""
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
     *above, name = path.parts[-1 - folders :]
     descriptor = os.open(path.parents[folders], os.O_DIRECTORY)
@@ -209,11 +205,7 @@ def last_line(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Yield a new file that replaces `path` when the block ends without an exception.
-
-    Other processes see the old file or the complete new one. The error of a full disk names it. If
-    `durable`, the content is on the disk first, so that it survives a power loss.
-    """
+    """Yield a new file that replaces `path` after the block, if `durable` on the disk first."""
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         scratch.unlink(missing_ok=True)  # of an earlier process, or a link

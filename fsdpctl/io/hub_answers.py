@@ -77,11 +77,7 @@ def cached_names(listing: Path) -> list[str]:
 
 @contextmanager
 def checked_answers(home: str) -> Iterator[list[int]]:
-    """Check what huggingface_hub requests and receives in the block; `home` is the Hub's URL.
-
-    Yields the number of answers, so far, in a list. Requests of the library raise AnswerError if an
-    answer is not of the protocol, or exceeds a limit.
-    """
+    """Check huggingface_hub's requests and answers in the block; yield their number in a list."""
     import huggingface_hub
     from huggingface_hub.utils import _http
 

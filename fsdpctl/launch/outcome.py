@@ -148,11 +148,7 @@ class Outcome:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure that caused the others.
-
-        A worker that is killed breaks the connections of all others, and after a while the agent
-        kills the remaining ones.
-        """
+        """The failure that caused the others: a killed worker breaks their connections."""
         first = dict[str, int]()  # by host, because the clocks of hosts may differ
         for each in self.failures:
             first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))

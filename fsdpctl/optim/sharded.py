@@ -151,11 +151,7 @@ class ShardedSteps(torch.optim.Optimizer):
         return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
     def isolate(self, names: Collection[str]) -> None:
-        """Step each of the named parameters as a tensor of its own from now on.
-
-        A parameter without gradients is not stepped and neither is its counter, so it cannot share
-        a tensor with others. States are split accordingly.
-        """
+        """Step each of the named parameters, some without gradients, as a tensor of its own."""
         self._settle()
         runs: list[tuple[SteppedRun, int]] = []
         known = sorted(frozenset().union(*(run.names for run, _ in self.runs)))

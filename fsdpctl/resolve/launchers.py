@@ -68,11 +68,7 @@ CLUSTER = Role(None)
 def role_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
 ) -> Role:
-    """Return the role of this process, with the nodes of its launcher.
-
-    `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
-    are missing, contradict `launch`, or are another launcher's.
-    """
+    """Return this process's role; `are_ranks`: Slurm's tasks are ranks even if one per node."""
     rank: LauncherRank | None = None
     if launch.name == "env":
         rank = _of_env(launch, environ)
