@@ -160,7 +160,6 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
 
 
 def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
-    """Yield the text of each element of a JSON array, which is in memory."""
     read.place = "array"
     pieces = iter(lambda: read.call("read", MIB), b"")  # at once, all memory would be allocated
     content = b"".join(islice(pieces, MOST_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
@@ -227,7 +226,6 @@ def rows_of_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any]]:
-    """Return the names of all columns, and batches of those that are used."""
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(raw, buffer_size=MIB, pre_buffer=False)  # else row groups are read whole
@@ -236,7 +234,6 @@ def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any
 
 
 def _stream(arrow: Any, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:
-    """Return the names of the columns and the batches of an Arrow file, as `datasets` writes."""
     if raw.peek(6).startswith(b"ARROW1"):  # type: ignore[attr-defined]
         file = arrow.ipc.open_file(raw)
         return file.schema.names, (file.get_batch(n) for n in range(file.num_record_batches))

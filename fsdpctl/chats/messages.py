@@ -191,7 +191,6 @@ def _checked_call(call: Message, where: str) -> Message:
 
 
 def _ignored(message: Message) -> set[str]:
-    """Return the paths of keys that fsdpctl does not use, such as `messages[].name`."""
     found = {f"messages[].{key}" for key in message.keys() - _USED["message"]}
     if isinstance(message["content"], list):
         for part in message["content"]:

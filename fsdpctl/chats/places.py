@@ -53,7 +53,6 @@ def lines_near(path: str, spans: Sequence[Span], prompt: str) -> Iterator[NearLi
 
 
 def _line_start(raw: BufferedReader, at: int) -> int:
-    """Return the position at which the line of the byte `at` begins."""
     size, begin = _NEAR, at
     while begin and size < MOST_BYTES:  # of a line that can be read
         raw.seek(begin := max(0, at - size))

@@ -151,7 +151,6 @@ def _split(talk: Conversation, answers: list[Turn]) -> list[ChatSample]:
 
 
 def _is_unchanged(talk: Conversation, answer: Turn, text: str) -> bool:
-    """Return whether a longer rendering begins like the one that ends with the message."""
     return text.startswith(talk.upto(answer.index + 1).text[: answer.settled])
 
 

@@ -146,7 +146,6 @@ def _with_message(messages: list[Message], index: int, filler: str) -> list[Mess
 
 
 def _difference(whole: str, other: str) -> tuple[int, int] | None:
-    """Return the span of a rendering that another one lacks; None if they are equal."""
     if other == whole:
         return None
     same = common_prefix(whole, other)
@@ -208,5 +207,4 @@ def _marked(talk: Conversation, index: int, count: int) -> Turn:
 
 
 def _marks_before(talk: Conversation, index: int) -> int:
-    """Return the number of blocks before a message: those in its prompt."""
     return len(talk.upto(index, prompted=True).marks) if index else 0

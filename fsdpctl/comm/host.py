@@ -176,7 +176,6 @@ def _listed(text: str) -> set[int]:
 
 
 def _numa_node(device: torch.device) -> str | None:
-    """Return the directory of the NUMA node that a device is attached to, if it is known."""
     about: Any = torch.cuda.get_device_properties(device)
     try:
         place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"

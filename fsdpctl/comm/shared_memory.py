@@ -139,7 +139,6 @@ class SharedCollectives(GlooCollectives):
         return self._unread[-1]
 
     def _has_read(self) -> None:
-        """Declare that this rank has read the oldest message of all ranks."""
         self._read.append(self._unread.popleft())
         self.memory.raise_counter(_READ)
 
@@ -189,7 +188,6 @@ class SharedMemory:
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
 
     def _watch(self) -> None:
-        """Watch the processes of all ranks. Collective."""
         error = ""
         try:
             for pid in self._pids:

@@ -124,7 +124,6 @@ def _parts(columns: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
 
 
 def _of_columns(columns: Sequence[_Column], width: int, *, has_head: bool) -> Table:
-    """Return a table of at most `width`, if texts allow it."""
     widths = [each.least for each in columns]
     free = width - sum(widths) - _GAP * (len(columns) - 1)
     while free > 0 and widths != [each.most for each in columns]:  # what lacks most gets more

@@ -123,7 +123,6 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
 
 
 def _found(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
-    """Return the record of a rejected step, or None, and the samples consumed after the step."""
     bad, after, last = None, 0, 0
     for line in read_metrics(metrics):
         last = max(last, line.step)

@@ -197,7 +197,6 @@ def _time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
 
 
 def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
-    """Return lines with the configuration that is estimated, or with all of its alternatives."""
     first = estimates[0]
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
@@ -227,7 +226,6 @@ def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
 
 
 def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
-    """Return what may be selected: micro-batches, prefetch and recomputation."""
     batches, prefetch = estimate.batches, estimate.config.prefetch
     return (
         f"{batches.num_micro_batches} x {batches.micro_batch_size}",
@@ -305,7 +303,6 @@ def _conclusions(found: RunEstimate) -> list[str]:
 
 
 def _reserve(found: RunEstimate) -> str:
-    """Return whether a GPU has the memory left that a selection leaves."""
     if not found.reserve or not found.fits:
         return ""
     share = f"{format_bytes(found.reserve)}, the {RESERVE:.0%} that a selection leaves"
@@ -336,7 +333,6 @@ def _fit_line(found: Fit) -> str:
 
 
 def _show_translation(asked: ImportedConfig) -> None:
-    """Print the file's keys with their settings and notes, then the keys without any."""
     say(f"{asked.translation.tool}: {asked.translation.file}")
     for row in asked.rows:
         words = [word for word in row.settings if not (asked.own_engine and word[:7] == "engine=")]

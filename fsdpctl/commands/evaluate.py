@@ -68,14 +68,12 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
 
 
 def _settings_of_data(source: Path) -> list[tuple[str, str]]:
-    """Return the settings of the data of a checkpoint, which has the tokenizer; none of others."""
     of_run = read_manifest(source).config if (source / MANIFEST).exists() else {}
     found = (each for each in of_run.items() if each[0].startswith(_OF_THE_DATA))
     return [each for each in found if each[0] != "data.tokenizer"]
 
 
 def _evaluated(opened: Prepared) -> ValidationLoss:
-    """Compute the loss of a model on one rank on the validation data, or on all without any."""
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
     plan = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))

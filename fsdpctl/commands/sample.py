@@ -165,7 +165,6 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> It
 
 
 def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling) -> None:
-    """Print the answer to each question, by the model's chat template and all earlier ones."""
     generator = TextGenerator(source, count, sampling)
     tokenizer, messages = generator.tokenizer, list[Message]()
     if not isinstance(tokenizer, FileTokenizer):

@@ -187,7 +187,6 @@ def _setting(run_dir: Path, key: str) -> int | None:
 
 
 def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> tuple[str, str]:
-    """Return the state, and why the run ended unless it is complete."""
     is_killed = record is not None and was_killed(run_dir, record)
     is_alive = record is not None and record.is_alive and not is_killed
     if is_done and not is_alive and (record is None or record.state != FAILED):
@@ -208,7 +207,6 @@ def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> t
 
 
 def _first_error(run_dir: Path) -> str:
-    """Return the last line of the rank log that was written first; empty without logs."""
     logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
     found = []
     for each in logs:

@@ -179,7 +179,6 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
 
 def _show_samples(opened: "Prepared") -> None:
-    """Print the first conversations as they are trained, and the lengths of all."""
     from fsdpctl.data.chat_preview import histogram, preview
     from fsdpctl.data.data_set import contents_of
     from fsdpctl.data.packing import DocumentSet
@@ -199,7 +198,6 @@ def _show_samples(opened: "Prepared") -> None:
 
 
 def _check_large_token_files(opened: "Prepared") -> None:
-    """Check files with a checksum that are too large to be read before every run."""
     from fsdpctl.data.token_formats import check_tokens
     from fsdpctl.resolve.data import is_quick
 

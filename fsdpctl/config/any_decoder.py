@@ -129,7 +129,6 @@ def resized(content: Mapping[str, Any], sizes: Mapping[str, Any], where: str) ->
 
 
 def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that describe the model, in nested configurations too."""
     return {
         name: _of_the_model(value) if isinstance(value, Mapping) else value
         for name, value in content.items()
@@ -196,7 +195,6 @@ def known_names(config: Any) -> dict[str, Collection[str]]:
 
 @contextmanager
 def _silent(logging: Any) -> Iterator[None]:
-    """Keep transformers from printing warnings about values that it replaces."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -223,7 +221,6 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
 
 
 def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
-    """Check that nested configurations are mappings, and those that the model has."""
     for name in {*_PARTS, *parts} & content.keys():
         value = content[name]
         if value is not None and name not in parts:
@@ -234,7 +231,6 @@ def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str])
 
 
 def _check_about(content: Mapping[str, Any], where: str) -> None:
-    """Check the keys about the file, which nothing else reads; UsageError names one."""
     for name, known in _ABOUT.items():
         value = content.get(name)
         text = str(value).lower().removeprefix("torch.")

@@ -180,7 +180,6 @@ def _each(check: Callable[..., T], given: Sequence[tuple[str, ...]]) -> list[T]:
 
 @contextmanager
 def _named(recipe: Path | None) -> Iterator[None]:
-    """Begin messages of mistakes with the recipe's file."""
     try:
         yield
     except UsageError as error:
@@ -305,7 +304,6 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 
 
 def _values_of_choices(choices: Mapping[str, str]) -> dict[str, Value]:
-    """Return the values in the files of the selected options, and defaults for other keys."""
     values = {name: each.default for name, each in KEYS.items()}
     values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(choices))}
     return values

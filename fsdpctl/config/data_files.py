@@ -144,7 +144,6 @@ def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
 
 
 def _begins_with_rows(file: Path) -> bool:
-    """Return whether a file begins as JSON Lines, or as an array of rows."""
     if _start(file, 256).removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b"["):
         return False
     text = _start(file).decode("utf-8-sig", "replace").lstrip()
@@ -242,7 +241,6 @@ def select_files(
 
 
 def _role_of(file: Path) -> str:
-    """Return the kind of a file, or that it is about data, empty or of another format."""
     name, suffix, kind = file.name.lower(), file.suffix.lower(), kind_of(file)
     is_other = kind == TEXT and (suffix in _OTHER_FORMATS or suffix in TOKEN_NEIGHBORS)
     if kind == TEXT and not is_other and _ABOUT.fullmatch(name):
@@ -294,7 +292,6 @@ def _all_of(*kinds: list[Path]) -> str:
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:
-    """Return the splits that the directories of a file name, else those that its name has."""
     *folders, name = ({str(m.lastgroup) for m in _SPLIT.finditer(p.lower())} for p in parts)
     return set().union(*folders) or name
 
@@ -302,7 +299,6 @@ def _splits_of(parts: Sequence[str]) -> set[str]:
 def _parts_of(
     groups: dict[str, list[Path]], where: str, *, is_folder: bool
 ) -> tuple[list[Path], list[Path]]:
-    """Return the files to train on, or of data.val_path to validate on, and those of validation."""
     named = [each for each in groups.values() if each]
     if len(named) == 1 and not is_folder:
         return named[0], []

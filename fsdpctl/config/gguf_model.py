@@ -66,7 +66,6 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the content, and notes on what of the file it does not have."""
     header = read_header(path)
     kind = header.architecture
     if kind not in _FAMILIES:
@@ -158,7 +157,6 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _scale_rope(made: dict[str, Any], told: dict[str, Any], header: GgufHeader) -> list[str]:
-    """Add the scaling of rotary embeddings; return a note if it is not read."""
     kind = told.pop("rope.scaling.type", "none")
     scaling = {name: told.pop(key) for key, name in _SCALED.items() if key in told}
     if kind in ("linear", "yarn") and "factor" in scaling:
@@ -173,7 +171,6 @@ def _scale_rope(made: dict[str, Any], told: dict[str, Any], header: GgufHeader) 
 
 
 def _scale_attention(made: dict[str, Any], header: GgufHeader) -> list[str]:
-    """Add what scales attention; return a note if the file, and its family, do not tell."""
     kind, key = header.architecture, "query_pre_attn_scalar"
     if kind == "starcoder2" and header.get("attention.sliding_window") is None:
         return ["such files have no window of attention; set model.overrides.sliding_window"]

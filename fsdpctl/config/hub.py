@@ -99,7 +99,6 @@ def _fetch(repository: Repository, part: Part) -> None:
 
 
 def _missing(repository: Repository, part: Part) -> str:
-    """Return the first file of a part that the cache lacks, or an empty text."""
     snapshot = repository.snapshot()
     if snapshot is None:
         return CONFIG_JSON

@@ -126,7 +126,6 @@ class Key:
 
 
 def _written(number: float) -> str:
-    """Return digits if the number is whole."""
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 

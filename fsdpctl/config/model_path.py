@@ -90,7 +90,6 @@ def values_of_model(
 
 
 def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the settings that follow from config.json with the given sizes and overrides."""
     content = parse_json(words[MODEL_CONFIG], dict[str, Any], f"{where}: {MODEL_CONFIG}")
     sizes = {name: KEYS[name].parse(given[name]) for name in _SIZES if name in given}
     if not sizes and OVERRIDES not in given:
@@ -121,7 +120,6 @@ def _check_weights(
 
 
 def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: str) -> None:
-    """Check that the model has all given sizes, and the given config.json."""
     family = family_in(str(values[MODEL_CONFIG]))
     for name in _SIZES:
         wanted = KEYS[name].parse(given[name]) if name in given else None

@@ -49,7 +49,6 @@ def keeps_ties(path: str) -> bool:
 
 
 def _about(path: str) -> _Adapters:
-    """Return the settings if all that are set are known, and of a supported value."""
     where = f"model.lora.path={path}"
     file = Path(path) / ADAPTER_CONFIG
     if not file.exists():
@@ -99,7 +98,6 @@ def adapter_words(path: str) -> dict[str, str]:
 
 
 def _of_parameter(name: str) -> str:
-    """Return the target of one of `target_parameters`: a linear layer, or a matrix of experts."""
     layer = name.removesuffix(".weight")
     return layer if layer != name or "experts" in name else f"experts.{name}"
 

@@ -129,7 +129,6 @@ def without_missing(
 
 
 def _reason(path: Path, name: str) -> str:
-    """Return the reason that the comment above a missing value has; empty if it has none."""
     above, found, _ = read_text_file(path, follows=True).partition(f"\n{name}: {MISSING}")
     lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
     comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))

@@ -120,7 +120,6 @@ def _selected(
 def _of_card(
     splits: dict[str, dict[str, list[Path]]], split: str | None, where: str, option: str | None
 ) -> DataFiles:
-    """Return the files of a split, or of those to train and validate on."""
     held = next((each for each in _VALIDATION if each in splits), None)
     chosen = split or ("train" if "train" in splits else next(iter(splits)))
     if where.startswith("data.val_path") and split is None:
@@ -146,14 +145,12 @@ def _of_card(
 
 
 def _kind(name: str) -> str | None:
-    """Return the kind of a file by its name, as the library `datasets` reads it."""
     if name.endswith(_CSV):
         return CHAT
     return TEXT if name.endswith(".txt") else CHAT if kind_of(Path(name)) == CHAT else None
 
 
 def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]]:
-    """Return expressions for the files of each split, as a card has them for a configuration."""
     text = read_regular(card).decode("utf-8", "replace") if card.is_file() else ""
     try:
         about = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None

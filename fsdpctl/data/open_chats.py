@@ -182,7 +182,6 @@ def setup_of(
 
 
 def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> str:
-    """Return the name of the cache entry: a checksum of everything that determines the tokens."""
     template = rendering.known
     parts = [
         str(_ENCODING),
@@ -225,7 +224,6 @@ def _notes(
     parts: Sequence[tuple[str, DocumentSet | None]],
     rendering: tuple[ChatTemplate | None, str],
 ) -> tuple[str, ...]:
-    """Return lines about the data, most important first."""
     template, today = rendering
     lines = []
     if template is not None:
@@ -270,7 +268,6 @@ def _about_template(
 def _notes_on_files(
     files: Sequence[Path], facts: Mapping[str, Any], template: ChatTemplate | None
 ) -> list[str]:
-    """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
     written = "" if template is None else template.text + template.tool_text
     words = set(re.findall(r"\w+", written))
     known = zip(files, facts["formats"], facts["keys"], strict=True)

@@ -98,7 +98,6 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
-    """Return the tokenizer that the file names if it is unchanged, else the byte tokenizer."""
     if file.tokenizer_xxh3 is not None and has_tokenizer(Path(str(file.tokenizer))):
         found = open_tokenizer(file.tokenizer)
         if file.tokenizer_xxh3 == found.checksum:
@@ -107,7 +106,6 @@ def _tokenizer_of(file: TokenFile) -> Tokenizer:
 
 
 def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Check that a file has the tokens of the model, as far as it tells; return a note on that."""
     path = file.shard.path
     if file.tokenizer_xxh3 is None:
         named = "no tokenizer" if file.tokenizer is None else f"the tokenizer {file.tokenizer}"

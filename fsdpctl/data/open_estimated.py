@@ -173,7 +173,6 @@ def _of_chats(rendering: Rendering, config: DataConfig, key: str, found: DataFil
 def _estimate(
     pieces: list[_Piece], found: DataFiles, key: str, packing: Packing | None = None
 ) -> Estimated:
-    """Return the tokens of all files; UsageError if the pieces have none."""
     samples = [x for each in pieces for x in each.samples]
     if not samples:
         where = first_of([*map(str, found.train)])

@@ -80,7 +80,6 @@ def open_text(
 
 
 def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    """Return the index's name in the cache, by the sizes and times of the files."""
     about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
     return name_of("texts", about, files)
 
@@ -98,7 +97,6 @@ def _own(config: DataConfig) -> list[bytes]:
 
 
 def _mapped(name: str) -> _Opened | None:
-    """Return tokens that are in the cache whole, and what is known of their text."""
     if (entry := read_cache(name)) is None:
         return None
     try:
@@ -136,7 +134,6 @@ def _encoded(
     skipped: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> _Opened:
-    """Return the tokens of texts to train on, and of `held` ones or of those it holds out."""
     has_val_files = bool(held)
     if not has_val_files:
         texts, held = hold_out(texts, config.held_out)

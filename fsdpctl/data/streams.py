@@ -55,7 +55,6 @@ def stream_of(files: Sequence[TokenFile], origin: str, *, isolates: bool = False
 
 
 def _fingerprint(files: Sequence[TokenFile]) -> str:
-    """Return a checksum of the files' checksums, or of their sizes and first bytes."""
     digest = xxhash.xxh3_64()
     for file in files:
         shard = file.shard

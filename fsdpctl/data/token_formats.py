@@ -203,7 +203,6 @@ def _look(path: Path, names: Collection[str], key: str) -> _Opened:
 
 
 def _kind(file: _Opened) -> str:
-    """Return the format that the header of a file, or a file next to it, tells."""
     path, stem = file.path, file.path.stem
     magic = struct.unpack_from("<2i", file.start) if len(file.start) >= _LLM_C_HEADER else None
     if f"{stem}.json" in file.names:
@@ -330,7 +329,6 @@ def _raw(name: str) -> Callable[[_Opened], TokenFile]:
 
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
-    """Return why the first ids seem to be of another width, and what to set."""
     ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
     is_half = ids < 4  # the upper half of an id
     if len(ids) < 64:

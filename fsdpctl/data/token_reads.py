@@ -148,7 +148,6 @@ def _numbers(file: IO[bytes], path: Path, count: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def _ends(shard: Shard) -> NDArray[np.int64]:
-    """Return the ends of a shard's documents, in tokens; UsageError if they are not in order."""
     about = shard.index
     assert about is not None
     with open(open_regular(about.path, follows=True), "rb") as file:

@@ -206,7 +206,6 @@ class FileTokenizer:
         return ids[first:last]
 
     def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
-        """Return the index of the token that begins next to the cut `at`."""
         assert self._backend is not None
         around = text[at - CONTEXT : at + CONTEXT]
         near = self._backend.encode(around, add_special_tokens=False)

@@ -140,7 +140,6 @@ def _existing(output: Output) -> list[Path]:
 def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
-    """Yield batches with their tokens; the next one is tokenized meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         found = batches(pieces, lambda piece: piece.size, BATCH)
         begun = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in found)

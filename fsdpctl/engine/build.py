@@ -234,7 +234,6 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source)
 def _on_host(
     plan: StepPlan, mesh: Mesh, device: torch.device
 ) -> tuple[HostStates | None, HostParams | None]:
-    """Allocate host memory for what is there; UsageError if the arguments do not allow it."""
     offload = plan.offload
     if not offload:
         return None, None

@@ -113,7 +113,6 @@ def check_replicas(runtime: Runtime) -> None:
 
 
 def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
-    """Return the sums of the bits of each parameter, as far as several ranks hold it."""
     names, sums = [], []
     for buffer in runtime.buffers:
         shard = buffer.shard

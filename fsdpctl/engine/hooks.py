@@ -158,7 +158,6 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
-    """Return whether a buffer exists and has gradients that were taken from its parameters."""
     buffer = of()
     if buffer is None:
         return False
@@ -198,7 +197,6 @@ def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules whose hooks torch.compile does not trace, with their names."""
     if module._compiled_call_impl is not None:
         return
     yield name, module  # a compiled forward does not contain the hooks of its own module

@@ -214,7 +214,6 @@ class HostStates:
         return target
 
     def _fetched(self, steps: Sequence[_Step], after: Moment) -> Iterator[Tensor | None]:
-        """Yield the gradient of each step in host memory, while the next one is on its way."""
         ahead = [self._fetch(each, after) for each in steps[:1]]
         for number in range(len(steps)):
             ahead += [self._fetch(each, after) for each in steps[number + 1 : number + 2]]

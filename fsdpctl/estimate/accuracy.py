@@ -85,5 +85,4 @@ def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float
 
 @cache
 def _errors() -> dict[str, dict[str, list[float]]]:
-    """Return the errors of the predicted speeds of published steps, by kind and GPU."""
     return read_json(package_folder("conf") / ACCURACY, dict[str, dict[str, list[float]]])

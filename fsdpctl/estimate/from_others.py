@@ -120,7 +120,6 @@ def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[Transl
 
 
 def _of_program(found: Translation, config: Config) -> Iterator[TranslationRow]:
-    """Yield what the other program does to memory, where fsdpctl would train otherwise."""
     yield from found.program
     if found.uses_torch:
         engine = "ddp" if config.strategy.name == "no_shard" else "fsdp2"

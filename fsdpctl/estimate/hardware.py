@@ -58,7 +58,6 @@ def device_of(config: Settled) -> DataSheet:
 
 
 def _attention(config: Settled) -> Mapping[str, float]:
-    """Return the shares of peak FLOP/s that torch's attention operators reach."""
     cluster, kernel = config.cluster, kernel_of(config)
     shares = dict(SHARES[cluster.architecture or _USUAL])
     if cluster.attention_efficiency is not None:
@@ -121,7 +120,6 @@ def card_of(config: Settled) -> str:
 
 
 def _filled(config: Config, found: ClusterConfig) -> ClusterConfig:
-    """Return the cluster of a configuration, with the specs of `found` where none are set."""
     given, usual = config.cluster, ClusterConfig()
     specs = (each.name for each in fields(given) if each.name not in _OTHERS)
     specs = (name for name in specs if not config.is_typed(f"cluster.{name}"))

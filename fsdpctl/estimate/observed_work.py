@@ -75,7 +75,6 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
-    """Return the work of the products of groups of rows, assumed to be of equal size."""
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
         groups, length = made.shape[0], -(-left.shape[1] // made.shape[0])
@@ -105,14 +104,12 @@ def _attention(
     dims: tuple[int, int, int, int],
     about: tuple[WorkKind, int, int],
 ) -> Work:
-    """Return the work of attention whose products of length by length take `flops` each."""
     kind, products, passes = about
     nbytes = passes * (_bytes_of(query) + _bytes_of(key))
     return Work(_name(func), kind, products * flops, nbytes, query.itemsize, dims)
 
 
 def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
-    """Return the work on packed documents: as many as there are offsets, of equal length."""
     query, key, offsets, window = (
         (args[1], args[2], args[6], args[13])
         if is_backward

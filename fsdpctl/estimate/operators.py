@@ -81,8 +81,6 @@ def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
-    """Dispatch as torch does for CPU tensors of the same shapes."""
-
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = _Options(*args, **kwargs)
         if kernel == MATH or not _uses_flash_on_cpu(query, key, value, options):
@@ -107,7 +105,6 @@ def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Opti
 
 
 def _on_cpu(like: Tensor) -> Tensor:
-    """Return a CPU tensor of that shape, in almost no memory."""
     *others, last = like.shape
     row = torch.empty(last, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
     return row.expand(*others, last)
@@ -129,8 +126,6 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Use one kernel, if torch does."""
-
     def rms_norm(
         x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
@@ -268,7 +263,6 @@ def known_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> o
 
 @functools.cache
 def _is_functional(func: Any) -> bool:
-    """Return whether an operator makes all its results, and changes no argument."""
     schema = func._schema
     about = [*schema.returns, *schema.arguments]
     returns_tensors = all(str(each.type) == "Tensor" for each in schema.returns)

@@ -201,7 +201,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _precision(module: nn.Module, precision: Precision, engine: str) -> Precision:
-    """Return the dtypes; PyTorch's engines keep that of the module."""
     found = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
     if len(found) > 1:
         names = ", ".join(sorted(found))

@@ -127,7 +127,6 @@ class RunEstimate:
 
     @property
     def _lacking(self) -> list[tuple[str, str, str]]:
-        """Which memory does not suffice, how much is needed, and how much there is."""
         found = []
         if self.step.verdict(self.available) != "fits":
             found.append(("memory", self.peak_reserved + self.outside.high, self.memory_bytes))

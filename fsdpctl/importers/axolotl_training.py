@@ -129,7 +129,6 @@ def _read_data(found: Translation) -> None:
 
 
 def _read_template(found: Translation, places: Iterable[Mapping[Any, Any]]) -> None:
-    """Translate the chat template, whose name and Jinja text each data set may have."""
     given = {(str(x.get(_TEMPLATE) or ""), str(x.get(_JINJA) or "")) for x in places}
     names = ", ".join(sorted(name for name, _ in given if name))
     (name, text), *others = given or {("", "")}
@@ -174,7 +173,6 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _paths(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the files and names of data, each with its part on the Hub."""
     parts = [
         (x, training.part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries
     ]

@@ -173,7 +173,6 @@ def _rows_of_ranks(
 def _batch(
     found: Translation, batch: SourceBatch, words: Mapping[str, str], groups: int, origin: str
 ) -> Iterator[TranslationRow]:
-    """Yield the samples of a micro-batch and of a step, in which `groups` have micro-batches."""
     typed, steps = _whole(words, "train.micro_batch_size"), _whole(words, "accumulation.steps")
     micro, passes = typed or batch.micro or batch.usual, steps or batch.accumulation or 1
     shown, note = found.shown_batch, ""

@@ -37,7 +37,6 @@ def add_schedule(found: Translation, value: SourceKey, warmup: tuple[SourceKey, 
 def _schedule_words(
     found: Translation, value: SourceKey, arguments: dict[str, str]
 ) -> list[str] | None:
-    """Return the settings of a schedule, and take its arguments; None if it isn't supported."""
     name = value.text.strip().lower()
     # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
@@ -72,7 +71,6 @@ def _schedule_words(
 
 
 def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
-    """Return the arguments of a schedule, from a mapping or from its JSON."""
     whole = given.get("lr_scheduler_kwargs")
     if whole is None:
         return {key.rpartition(".")[2]: each.text for key, each in given.items()}

@@ -351,7 +351,6 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
 
 
 def _is_known(name: str) -> bool:
-    """Return whether a model is in a directory or on the Hub; UsageError if it has no settings."""
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():

@@ -168,7 +168,6 @@ def is_fraction(text: str) -> bool:
 
 
 def _read_steps(found: Translation) -> int | None:
-    """Add the number of steps; None if the file leaves it out, or has 0 or -1 for that."""
     if (value := found.value("max_steps")) is None:
         return None
     if (steps := as_whole(value.text)) is None:

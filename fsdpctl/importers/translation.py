@@ -213,7 +213,6 @@ def settings_of(rows: Iterable[TranslationRow]) -> dict[str, str]:
 
 
 def _invalid(settings: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names of settings whose values are not allowed, and why."""
     for setting in settings:
         name, _, text = setting.partition("=")
         try:

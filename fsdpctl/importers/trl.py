@@ -79,7 +79,6 @@ def _read_loss(found: Translation) -> None:
 
 
 def _keep_base_wide(found: Translation, dtype: SourceKey, *, recomputes: bool) -> None:
-    """Keep weights that adapters freeze in float32, unless they are quantized."""
     if "model.lora.rank" not in found.settings or "model.base_dtype" in found.settings:
         return
     note = "frozen weights are loaded in float32; embeddings are estimated in bf16"

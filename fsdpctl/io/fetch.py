@@ -146,7 +146,6 @@ class Repository:
         return names
 
     def _announce(self, what: str, count: int, size: int) -> None:
-        """Print what is fetched, and refuse what the disk has no space for."""
         above = next(each for each in (hub_cache(), *hub_cache().parents) if each.is_dir())
         free = shutil.disk_usage(above).free
         figures = f"{format_bytes(size)}, {format_bytes(free)} free in {hub_cache()}"

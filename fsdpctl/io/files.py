@@ -39,7 +39,6 @@ def nearest_path(path: str) -> str:
 
 
 def _by_start(folder: Path) -> list[Path]:
-    """Return the directories in `folder` with a run, those that started last at the end."""
     found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
     return [each.parent for each in sorted(found, key=os.path.getmtime)]
 

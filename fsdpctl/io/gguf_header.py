@@ -112,7 +112,6 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _metadata(content: Any, theirs: Any) -> tuple[dict[str, Any], int, int]:
-    """Return the metadata, the number of tensors, and the place of their table."""
     if bytes(content[:4]) != b"GGUF" or struct.unpack_from("<I", content, 4)[0] not in (2, 3):
         raise ValueError("expected version 2 or 3 of GGUF")
     tensors, count = struct.unpack_from("<QQ", content, 8)
@@ -155,7 +154,6 @@ def _tensors(
 
 
 def _problem(header: GgufHeader) -> str:
-    """Return which value that is read isn't what the format says, or an empty text."""
     metadata, tensors = header.metadata, header.tensors
     for name, value in metadata.items():
         kind = _EXPECTED.get(name.removeprefix(f"{header.architecture}."))

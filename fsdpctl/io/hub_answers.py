@@ -157,7 +157,6 @@ def _check_headers(response: Any) -> None:
 
 
 def _content(response: Any, is_listing: bool, most: int) -> bytes:
-    """Return an answer about a repository, whose names and commit are checked."""
     content, end = bytearray(), time.monotonic() + _MOST_SECONDS
     for part in response.iter_bytes():
         content += part

@@ -36,7 +36,6 @@ def lacking(module: str, error: ImportError | None = None) -> str:
 
 
 def _requirement(name: str) -> tuple[str, str]:
-    """Return a package with the versions that fsdpctl requires, and what to install for it."""
     try:
         lines = metadata.requires("fsdpctl") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed

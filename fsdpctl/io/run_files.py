@@ -84,7 +84,6 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _check(entry: "os.DirEntry[str]") -> None:
-    """Check a file, or a directory with everything in it."""
     problem = ""
     with suppress(FileNotFoundError):  # removed meanwhile
         if entry.is_symlink():

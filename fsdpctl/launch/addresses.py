@@ -78,7 +78,6 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
 
 
 def _place(address: str, port: int) -> tuple[Any, ...]:
-    """Return an address as the socket module expects it, which drops the zone of a text."""
     return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
 
 
@@ -177,7 +176,6 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
 
 
 def _refusal(address: str, port: int, seconds: float) -> str:
-    """Return why no server accepts a connection, or an empty string."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

@@ -142,7 +142,6 @@ def is_finished(seen: Look, say: Callable[[str], None]) -> bool:
 
 
 def _upload_rest(seen: Look) -> None:
-    """Upload the checkpoints of a finished run whose upload was interrupted."""
     remote = remote_of(seen.config)
     if remote is None or seen.source is not None:  # newer ones are there
         return
@@ -204,7 +203,6 @@ def decide_run(
 
 
 def _kept(seen: Look) -> tuple[RunPlan, str] | None:
-    """Return what the last start had selected, or was set to, on the same ranks and memory."""
     config, kept = seen.config, seen.kept
     if kept is None or any(kept.value(key) != config.value(key) for key in _SELECTED_FOR):
         return None

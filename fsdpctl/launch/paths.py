@@ -54,7 +54,6 @@ def _check_data(config: DataConfig, kind: str = "") -> None:
 
 
 def _way_to_get(recipe: str | None, path: str) -> str:
-    """Return the command that downloads the text of a recipe of the package, if it has one."""
     if recipe not in recipe_names() or Path(path).exists():
         return ""
     url = re.search(r"https://\S+", first_comment(find_recipe(recipe)))

@@ -119,7 +119,6 @@ def _as_node(
 
 
 def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
-    """Begin the run, and invite the other nodes or ranks; if it cannot begin, tell them why."""
     try:
         begun = begin()
         if begun is None:
@@ -141,7 +140,6 @@ def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
 
 
 def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
-    """Wait for the invitation; return None if the run is finished."""
     from fsdpctl.launch.handshake import difference
 
     try:

@@ -144,7 +144,6 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
 
 
 def _strategy(config: Config, ranks: int) -> str:
-    """Return the strategy, and what it is equivalent to on these ranks if that is another one."""
     given = config.strategy
     row, size = get_strategy(given.name), given.dp_shard_size or ranks
     name = f"{row.name} ({row.known_as})"

@@ -171,7 +171,6 @@ class Watchdog:
         return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
 
     def _end_hang(self, ranks: Ranks) -> None:
-        """Have all ranks write their stacks, find the cause of the hang, and kill them."""
         states, first, exchange = self._asked(ranks), 0, self._exchange
         if exchange:
             states, first = exchange.share_states(self._number, states)
@@ -200,7 +199,6 @@ class Watchdog:
         return [self._state(x, _letter(pid) if x in ranks else GONE) for x, pid in running]
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
-        """Return the state of a rank; with the letter of its process, if it was asked, too."""
         answer = Recorded() if letter is None else self._pages.answer(local)
         found, beat = answer or Recorded(), self._beats[local]
         return RankState(

@@ -72,7 +72,6 @@ def _row_mask(
     documents: Documents | None,
     scores: Scores,
 ) -> AttentionMask | None:
-    """Return the mask for full rows of `sizes`: batch, length, and width of a head."""
     dtype, (batch, length, head_dim) = computed_dtype(x), sizes
     device = device_type(x) if documents is None else documents.device_type
     as_sequences = scores.has_kernel and takes_sequences(device, dtype, head_dim)
@@ -92,7 +91,6 @@ def _row_mask(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a bool matrix (length, length): whether each token sees another."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 

@@ -170,8 +170,6 @@ def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
 
 @cache
 def _shared(model: ModelConfig, ranks: int) -> str:
-    """Return why `ranks` ranks cannot share rows of the model; empty: they can."""
-
     def run(context: ContextParallel) -> Tensor:
         documents = make_documents(((tokens.shape[1],),), _CPU, context=context, are_rows=True)
         part = tokens.chunk(ranks, 1)[context.index]
@@ -225,8 +223,6 @@ def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
 
 
 def _with_short_ranges(model: ModelConfig) -> ModelConfig:
-    """Return the model with windows, and ranges of rotary positions, shorter than the samples."""
-
     def sized(name: str, size: int) -> int:
         if name in _WINDOWS:
             return min(size, _WINDOW)

@@ -116,7 +116,6 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames) -> list[str]:
-    """Return the stored tensors of one in memory in the order of their elements."""
     if set(by_pattern) == {""}:
         return by_pattern[""]
     converter = renames.by_pattern[next(pattern for pattern in by_pattern if pattern)]
@@ -136,7 +135,6 @@ def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames)
 
 
 def _check_numbers(name: str, stored: Sequence[str]) -> None:
-    """Check that the stored tensors, in order, are numbered from 0 without gaps."""
     numbers = zip(*(map(int, re.findall(r"\d+", each)) for each in stored), strict=True)
     varying = [each for each in numbers if len({*each}) > 1]
     if len(stored) > 1 and varying != [(*range(len(stored)),)]:

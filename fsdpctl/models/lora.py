@@ -81,7 +81,6 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
 
 
 def _pack(module: nn.Module, packing: Packing, left: Collection[str], *, experts: bool) -> None:
-    """Pack the weights of linear layers, and of `experts`, except those that are `left`."""
     read = read_elsewhere(module)
     for name, base in list(_linear_layers(module)):
         if name not in read and name not in left:

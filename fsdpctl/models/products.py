@@ -91,7 +91,6 @@ def read_elsewhere(module: nn.Module) -> set[str]:
 
 @cache
 def _words_read(kind: Any) -> frozenset[str]:
-    """Return the attributes whose `weight` the methods of a class read."""
     if not kind.__module__.startswith(("transformers.", "torch.nn.")):
         return frozenset()
     methods = filter(inspect.isfunction, vars(kind).values())

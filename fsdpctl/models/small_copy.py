@@ -100,7 +100,6 @@ def _count(module: nn.Module) -> int:
 
 
 def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    """Return the same with widths, and the numbers or the widths of heads, divided."""
     told, (factor, heads) = read_configuration(content, CONFIG_OF).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
     sizes = {name: each for name, each in told.items() if type(each) is int and named.search(name)}
@@ -117,7 +116,6 @@ def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrunk(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return smaller sizes, also in nested configurations."""
     found: dict[str, Any] = {}
     for name, value in told.items():
         if isinstance(value, dict) and (inner := _shrunk(value)):
@@ -154,7 +152,6 @@ def allocate(module: nn.Module) -> None:
 
 
 def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
-    """Build the model, and keep the first block of each kind."""
     with torch.device(device):
         module = build_transformers(model)
     if device == "meta":
@@ -181,7 +178,6 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    """Check that buffers, filled as in a run, have the values of building the module."""
     built = _built_buffers(model)
     read = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():

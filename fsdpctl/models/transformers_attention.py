@@ -149,7 +149,6 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 def _chunks(
     documents: Documents | None, size: int, rows: int, length: int, about: Any
 ) -> Documents | None:
-    """Return the documents split into chunks, which do not see one another."""
     lengths = ((length,),) * rows if documents is None else documents.lengths
     if max(map(max, lengths)) <= size:
         return documents

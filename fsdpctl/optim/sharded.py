@@ -77,7 +77,6 @@ class ShardedSteps(torch.optim.Optimizer):
         return False
 
     def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the state of zeros that the first step would create."""
         raise NotImplementedError
 
     def create_states(self) -> None:
@@ -133,7 +132,6 @@ class ShardedSteps(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Wait for a step in host memory, if one runs."""
         if self._model.host is not None:
             self._model.host.settle()
 

@@ -134,7 +134,6 @@ def _step_tile(
     skip: Tensor | None,
     tiles: Sequence[Tensor] = (),
 ) -> None:
-    """Step a tile, in the memory of `tiles` or its own."""
     # One by one: Dynamo would fix the size of parts of a tensor.
     if not tiles:
         tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]

@@ -152,7 +152,6 @@ class _Preparation:
         return Prepared(Filled(config), notes, found, module)
 
     def _placed(self, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
-        """Return the configuration with its ranks, after the rules of settings, and notes."""
         if self.is_run:
             check_preflight(self.asked.config)
         config = place(self.asked.config, self.role, facts)
@@ -174,7 +173,6 @@ class _Preparation:
         return config.changed({"train.compile": False}), (note, *notes)
 
     def _with_model(self, config: Placed, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
-        """Return the configuration with what follows from the files of its model, and notes."""
         notes = tuple[str, ...]()
         if self.role.is_here:
             notes = notes_on_cores(config) + notes_on_kernel(config)
@@ -214,7 +212,6 @@ class _Preparation:
             return error, ()  # without the tokenizer, the usual length is assumed
 
     def _module(self, config: Placed, facts: Facts) -> tuple[nn.Module | None, tuple[str, ...]]:
-        """Return the module, after a check of what is trained and of its weights, and notes."""
         if not self.is_run:
             return None, ()
         module = self.task.module if self.task else build_model(config.model)

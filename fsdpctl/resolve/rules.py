@@ -97,7 +97,6 @@ def _row(config: Config) -> OptimizerRow:
 
 
 def _divides(config: Config) -> bool:
-    """Return whether several ranks run a strategy that is known, not `auto`."""
     return not config.is_auto("strategy") and config.num_ranks > 1
 
 

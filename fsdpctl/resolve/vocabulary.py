@@ -63,7 +63,6 @@ def _padded(count: int) -> int:
 
 
 def _as_in_peft(config: C, path: str) -> C:
-    """Return the configuration with the rows of the embeddings in a PEFT directory, and untied."""
     model = config.model
     module = build_plain(model)
     shapes, names = vocabulary_shapes(module)

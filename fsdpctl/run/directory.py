@@ -303,7 +303,6 @@ def _check_same_run(
 
 
 def _of_model(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the settings that differ by which a checkpoint is of another model."""
     return [
         f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
         for name in _changed(before, now)

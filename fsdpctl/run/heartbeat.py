@@ -178,7 +178,6 @@ class RunLock:
 
 
 def _has_open(pid: int, wanted: os.stat_result) -> bool:
-    """Return whether a process has a file open; False if that cannot be determined."""
     with contextlib.suppress(OSError):
         for each in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile

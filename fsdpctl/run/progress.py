@@ -142,7 +142,6 @@ def _speed(metrics: "StepMetrics") -> str:
 
 
 def _mfu(metrics: "StepMetrics") -> str:
-    """Format the MFU with the space after it; empty if the peak is unknown."""
     return "" if metrics.mfu is None else f"{metrics.mfu:.1%} MFU  "
 
 

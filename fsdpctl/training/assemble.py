@@ -238,7 +238,6 @@ def make_trainer(
 def _load(
     plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: Task | None
 ) -> tuple[TrainingParts, Progress, list[Base]]:
-    """Return the objects of a run, its progress, and the weights to verify before it saves."""
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
     if len(set(ranks.gather_objects(data.fingerprint))) > 1:
@@ -273,7 +272,6 @@ def _data(config: Settled) -> DataSet:
 def _fill(
     config: Settled, model: TrainedModel, optimizer: Optimizer, newest: Path | None
 ) -> tuple[Progress, list[Base]]:
-    """Load the newest checkpoint or pretrained weights; return the progress and any bases."""
     if newest is not None:
         return _resume(newest, model, optimizer)
     if not config.model.is_pretrained:

@@ -78,7 +78,6 @@ def _sent(value: Any, device: torch.device) -> Any:
 
 
 def _checked(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
-    """Return what a script's loss function has returned; UsageError if it is something else."""
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         got = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
         raise UsageError(f"loss: expected a tuple (sum, count), got {got}")

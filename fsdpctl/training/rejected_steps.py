@@ -120,7 +120,6 @@ class RejectionRule:
 
 
 def _threshold(values: Sequence[float], factor: float) -> float:
-    """Return the median plus `factor` robust standard deviations."""
     middle = median(values)
     deviation = median(abs(each - middle) for each in values)
     return middle + factor * _DEVIATION * max(deviation, _FLOOR * abs(middle))
@@ -135,7 +134,6 @@ def _reason(figures: StepFigures, limits: Limits) -> Reason:
 
 
 def _rank_of(reason: Reason, figures: StepFigures) -> int | None:
-    """Return the first rank with a non-finite value, or the rank with the largest of a spike."""
     is_loss = reason in ("nonfinite_loss", "loss_spike")
     values = figures.rank_losses if is_loss else figures.rank_grad_norms
     if reason in ("nonfinite_loss", "nonfinite_grad"):

@@ -158,7 +158,6 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Begin all callbacks, and end each with the error of the block, whatever happens."""
         error: BaseException | None = None
         try:
             for line in self.requests.remove_unwanted(late=False):
@@ -218,7 +217,6 @@ class Trainer:
     # ---- the three phases ----------------------------------------------------------------
 
     def _launch(self) -> None:
-        """Launch a step; its results are reported later."""
         began = time.perf_counter()
         RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
 
@@ -236,7 +234,6 @@ class Trainer:
             gc.collect()
 
     def _report(self, keep: int) -> RequestFlags:
-        """Report all launched steps except the newest `keep`; return what was requested in them."""
         requested = RequestFlags()
         while len(self._queue) > keep:
             RANK_STATUS.at("step results")

@@ -232,14 +232,12 @@ def _small_config(config: Config) -> Config:
 
 
 def _stream(config: Config, num_tokens: int) -> TokenStream:
-    """Return random tokens of the small copy, and the one after the last."""
     size = min(VOCABULARY, config.model.vocab_size or VOCABULARY)
     drawn = np.random.default_rng(0).integers(size, size=num_tokens + 1, dtype=np.uint16)
     return TokenStream(drawn, None)
 
 
 def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
-    """Return the gradients of one sample in one process, in training."""
     config = _small_config(parts.config)
     module = small_copy(config.model, parts.device).train()
     stream = _stream(config, config.train.seq_len)
