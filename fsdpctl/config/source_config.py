@@ -18,7 +18,8 @@ _KNOWN_BY = {
 }  # fmt: skip
 # Keys of further tools, whose files are not read; a file with one of these is of no tool above.
 _NOT_READ = {
-    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "actor_rollout_ref": "verl",
+    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "template": "LLaMA-Factory",
+    "peft_config": "LLaMA-Factory", "dist_config": "LLaMA-Factory", "actor_rollout_ref": "verl",
     "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
     "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
 }  # fmt: skip

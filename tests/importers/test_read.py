@@ -394,7 +394,9 @@ def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
     ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
     ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
-    ("run.yaml", "model_name_or_path: x\nstage: sft\n", "a file of LLaMA-Factory"),
+    *(("run.yaml", f"{text}\n", "a file of LLaMA-Factory") for text in (
+        "model_name_or_path: x\nstage: sft", "model_name_or_path: x\ntemplate: qwen3",
+        "model: x\npeft_config: {name: lora}")),
     ("run.yaml", "step_scheduler: {max_steps: 1}\nfsdp_config: {}\n", "a file of NeMo Automodel"),
     ("run.yaml", "- a\n- b\n", "expected a mapping"),
     ("run.yaml", "distributed_type: MEGATRON_LM\n", "expected NO, FSDP"),
