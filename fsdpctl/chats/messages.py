@@ -128,9 +128,7 @@ def _renamed(message: Message, lower: str, where: str) -> Message:
 
 def _calls_of(content: object, where: str) -> list[Message]:
     """Return calls that are given as an object, as a list of objects, or as JSON."""
-    is_list = isinstance(content, list) or (
-        isinstance(content, str) and content.lstrip().startswith("[")
-    )
+    is_list = isinstance(content, list) or str(content).lstrip().startswith("[")
     found = as_list(content, where) if is_list else [content]
     functions = [as_object(each, where) for each in found]
     return [each if "function" in each else {"type": "function", "function": each}
@@ -143,9 +141,7 @@ def _check_content(message: Message, where: str) -> None:
             raise UsageError(f"{where}: {key}: not supported; expected text only")
     content = message.get("content", "")
     if isinstance(content, list):
-        message["content"] = [
-            _part(part, f"{where}: part {n}") for n, part in enumerate(content, 1)
-        ]
+        message["content"] = [_part(x, f"{where}: part {n}") for n, x in enumerate(content, 1)]
         content = "".join(part["text"] for part in message["content"])
     if not isinstance(content, str):
         raise UsageError(f"{where}: content: expected text or a list of parts")

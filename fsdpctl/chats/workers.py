@@ -68,9 +68,7 @@ def rendered(
     setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
     """Yield the samples of each chat, in order; `where` is the location of the template."""
-    encoded = (
-        (msgspec.msgpack.encode(chat), place, setup.seconds_for(chat)) for chat, place in chats
-    )
+    encoded = ((msgspec.msgpack.encode(x), place, setup.seconds_for(x)) for x, place in chats)
     running = deque[_Batch]()
 
     def results(left: int) -> Iterator[ChatSamples]:

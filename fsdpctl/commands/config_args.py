@@ -90,9 +90,7 @@ def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
     words = words_to_type(config)
     kept = {name: x for name, x in words.items() if not {name, name.split(".")[0]} & {*left_out}}
     found = {name: config.origin(name) for name in kept}
-    origins = {
-        name: each.value for name, each in found.items() if each in _SHOWN and kept[name] != AUTO
-    }
+    origins = {name: x.value for name, x in found.items() if x in _SHOWN and kept[name] != AUTO}
     return words_to_yaml(kept, origins).rstrip()
 
 

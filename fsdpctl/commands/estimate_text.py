@@ -236,9 +236,7 @@ def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
 
 def _trained(estimate: RunEstimate) -> str:
     counts = {"active": estimate.num_active, "trained": estimate.num_trained}
-    parts = [
-        f", {count:,} {what}" for what, count in counts.items() if count != estimate.num_params
-    ]
+    parts = [f", {n:,} {what}" for what, n in counts.items() if n != estimate.num_params]
     return "".join(parts)
 
 

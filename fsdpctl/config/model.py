@@ -70,9 +70,7 @@ class ModelConfig:
         "values merged into the model's config.json, such as rope_scaling.factor=32",
         is_mapping=True,
     )
-    config_json: str | None = optional_key(
-        "config.json with all settings", instead="model.overrides"
-    )
+    config_json: str | None = optional_key("the whole config.json", instead="model.overrides")
     router_aux_loss: str = key(
         "model",
         "auxiliary loss of routers; model: if config.json has output_router_logits; "

@@ -174,9 +174,7 @@ class LrSchedulerConfig:
         True, "whether the last step has the final learning rate; false: the step after it would"
     )
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
-    decay_type: str = key(
-        "linear", "wsd: form of the decay", choices=("linear", "cosine", "1-sqrt")
-    )
+    decay_type: str = key("linear", "wsd: form of decay", choices=("linear", "cosine", "1-sqrt"))
 
 
 @dataclass(frozen=True, slots=True)

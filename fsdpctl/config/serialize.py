@@ -83,9 +83,7 @@ def _is_of_an_unused_part(config: Config, name: str) -> bool:
 
 
 def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: text for name, text in words.items() if name == "model" or name.startswith("model.")
-    }
+    return {x: text for x, text in words.items() if x == "model" or x.startswith("model.")}
 
 
 def config_to_yaml(config: Config) -> str:

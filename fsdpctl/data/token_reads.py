@@ -107,9 +107,7 @@ class ShardTokens:
 
     def __getitem__(self, span: slice) -> Values:
         start, stop, _ = span.indices(len(self))
-        pieces = [
-            self.shards[number].read(first, last) for number, first, last in self._in(start, stop)
-        ]
+        pieces = [self.shards[n].read(first, last) for n, first, last in self._in(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
 
     def fetch(self, start: int, stop: int) -> None:

@@ -132,9 +132,7 @@ def _existing(output: Output) -> list[Path]:
     if output.shard_tokens is None:
         return [each for each in (output.path, output.path.with_suffix(".json")) if each.exists()]
     name = f"{glob.escape(output.path.stem)}-[0-9][0-9][0-9][0-9][0-9]"
-    return sorted(
-        each for end in ("bin", "json") for each in output.path.parent.glob(f"{name}.{end}")
-    )
+    return sorted(x for end in ("bin", "json") for x in output.path.parent.glob(f"{name}.{end}"))
 
 
 def _encoded(

@@ -67,9 +67,7 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
     if mixed is not None and narrow is not None and narrow.is_off:
         narrow = narrow if mixed.text.strip().lower() == "no" else mixed
         mixed = None
-    others = [
-        each for each in (*of_zero, mixed) if each and each.text.strip() not in ("auto", "bf16")
-    ]
+    others = [x for x in (*of_zero, mixed) if x and x.text.strip() not in ("auto", "bf16")]
     others += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
     for each in others:
         if (each.key, each.text) != ("gradient_accumulation_steps", "1"):

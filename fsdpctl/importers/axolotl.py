@@ -256,9 +256,7 @@ def _read_without(found: Translation) -> None:
         found.whole_logits = False
     for key in _FUSED_LOSSES:
         if value := found.source.take_used(key):
-            found.map(
-                value, note="logits of a few tokens at a time, as with train.loss_chunk_tokens"
-            )
+            found.map(value, note="logits of few tokens at a time: train.loss_chunk_tokens")
             found.whole_logits = False
     for key, why in _SMALLER.items():
         if value := found.source.take_used(key):

@@ -211,9 +211,7 @@ def read_recomputation(found: Translation, usual: str) -> bool:
     source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), found.settings.get(names[0])
     every = source.take(*(f"{name}_kwargs.every_n_layers" for name in names))
-    leaves = source.take_used(
-        *(f"{name}_kwargs.offload" for name in names), "activation_offloading"
-    )
+    leaves = source.take_used(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
     recomputes = (set_before or usual) == "full" if value is None else not value.is_off
     if value is not None or set_before is None:
         option = f"{names[0]}={'full' if recomputes else 'none'}"
@@ -268,9 +266,7 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
         found.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
-        raise found.source.error(
-            wrap, "gathers the whole model at once, which fsdpctl does not support"
-        )
+        raise found.source.error(wrap, "gathers the whole model at once, which is not supported")
     if wrap and "size" in wrap.text.lower():
         found.exclude(wrap, "estimated with one unit per block")
 

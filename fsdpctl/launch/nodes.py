@@ -178,9 +178,7 @@ class Exchange:
         passed, self._collected_at = min(now - self._collected_at, _LONGEST_BEAT), now
         for node in self.members:
             self._quiet[node] += passed
-        known = [
-            each for each in self.members if each in self._seen or self._store.check([_key(each)])
-        ]
+        known = [x for x in self.members if x in self._seen or self._store.check([_key(x)])]
         texts = self._store.multi_get(list(map(_key, known)))
         for node, text in zip(known, texts, strict=True):
             told = decode(text, Told)

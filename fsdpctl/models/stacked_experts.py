@@ -161,9 +161,7 @@ def matrices_of(experts: nn.Module) -> list[str]:
     if isinstance(experts, StackedExperts):
         return [*experts.shapes]
     found = experts._parameters.items()
-    return [
-        name for name, each in found if name in _MATRICES and each is not None and each.ndim == 3
-    ]
+    return [name for name, x in found if name in _MATRICES and x is not None and x.ndim == 3]
 
 
 @cache

@@ -156,9 +156,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         if self._dtype is None:
             super()._step_runs()
             return
-        stepped = [
-            (run, run.param.grad, group) for run, group in self.runs if run.param.grad is not None
-        ]
+        stepped = [(x, x.param.grad, group) for x, group in self.runs if x.param.grad is not None]
         scalars = HostScalars(self.grad_scale, self.found_inf)
         tiled = TiledStep([run for run, *_ in stepped], scalars, is_fused=True)
         for run, gradient, number in stepped:
@@ -177,7 +175,5 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             group = self.param_groups[number]
             if not (state := self.state[run.param]):
                 state.update(self._new_state(run, group))
-            of_shard[run.shard].append(
-                HostRun(run, state, {name: group[name] for name in _OPTIONS})
-            )
+            of_shard[run.shard].append(HostRun(run, state, {x: group[x] for x in _OPTIONS}))
         host.start(partial(_update, dict(of_shard), self._dtype is not None), scalars)

@@ -116,9 +116,7 @@ def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[in
     index, count = part
     rows = param.shape[0]
     numel, size = param.numel(), -(-rows // count)
-    start, stop = (
-        min(rows, size * place) * (numel // max(1, rows)) for place in (index, index + 1)
-    )
+    start, stop = (min(rows, size * x) * (numel // max(1, rows)) for x in (index, index + 1))
     held = Span(start, stop)
     assert param.to_local().numel() == held.numel
     copy_index, num_replicas = copy

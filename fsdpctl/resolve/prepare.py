@@ -251,9 +251,7 @@ def _kept(config: Config) -> dict[str, Any]:
     if not can_run(config, before.model.attention):
         keys.discard("model.attention")
     values = {key: (before.value(key), config.value(key)) for key in keys}
-    found = {
-        key: old for key, (old, new) in values.items() if None not in (old, new) and old != new
-    }
+    found = {x: old for x, (old, new) in values.items() if None not in (old, new) and old != new}
     return found and {**found, "train.run_dir": config.train.run_dir}
 
 
