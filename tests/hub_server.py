@@ -1,5 +1,6 @@
 """A server on this machine that speaks the protocol of the Hugging Face Hub, for tests."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -36,6 +37,10 @@ class Hub:
     cuts: int = 0  # answers with a large file that end early
     requests: list[str] = field(default_factory=list)
     url: str = ""
+    user: dict[str, Any] = field(default_factory=lambda: {"name": "me", "orgs": []})
+    public: set[str] = field(default_factory=set)
+    stored: dict[str, bytes] = field(default_factory=dict)  # large files, by their hash
+    drops: str = ""  # requests whose connection is closed: the beginning of "PUT /lfs/…"
 
     def fetched(self) -> set[str]:
         """Return the names of the files whose content was asked for."""
@@ -81,6 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub, url = self.served, urlsplit(self.path)
         hub.requests.append(f"{self.command} {self.path} {self.headers.get('Authorization', '')}")
         parts = [unquote(each) for each in url.path.strip("/").split("/")]
+        if parts == ["api", "whoami-v2"]:
+            is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            return self._answer(200 if is_known else 401, json.dumps(hub.user))
         if parts[0] == "cdn":
             everything = hub.models | hub.datasets
             return self._body("/".join(parts[4:]), everything["/".join(parts[2:4])])
@@ -98,9 +106,68 @@ class _Handler(BaseHTTPRequestHandler):
         if api and rest[:1] == ["tree"]:
             return self._page(files, "".join(f"{x}/" for x in rest[2:]), parse_qs(url.query))
         if api:
-            found = [{"rfilename": each} for each in files]
-            return self._answer(200, json.dumps({"id": name, "sha": SHA, "siblings": found}))
+            about = {"id": name, "sha": SHA, "siblings": [{"rfilename": each} for each in files]}
+            return self._answer(200, json.dumps({**about, "private": name not in hub.public}))
         return self._file(kind, name, "/".join(rest[2:]), files)
+
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        hub, size = self.served, int(self.headers["Content-Length"])
+        what = f"{self.command} {self.path}"
+        hub.requests.append(f"{what} {self.headers.get('Authorization', '')}")
+        if hub.drops and what.startswith(hub.drops):
+            self.rfile.read(size // 2)
+            self.close_connection = True
+            return
+        body = self.rfile.read(size)
+        if self.command == "PUT":
+            hub.stored[urlsplit(self.path).path.split("/")[2]] = body
+            self._answer(200, b"")
+        elif self.headers.get("Authorization") != f"Bearer {TOKEN}" or hub.user.get("refused"):
+            self._answer(403, b"")
+        elif self.path == "/api/validate-yaml":
+            self._answer(200, json.dumps({"errors": [], "warnings": []}))
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            hub.models.setdefault(name, {".gitattributes": b""})
+            hub.public |= {name} if asked.get("visibility") != "private" else set()
+            self._answer(200, json.dumps({"url": f"{hub.url}/{name}"}))
+        else:
+            self._answer(200, json.dumps(self._written("/".join(self.path.split("/")[3:5]), body)))
+
+    def _written(self, name: str, body: bytes) -> dict[str, Any]:
+        """Answer a question about files to upload, or commit them."""
+        hub = self.served
+        if "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            kinds = [
+                (each["path"], "lfs" if each["size"] >= _LARGE else "regular") for each in asked
+            ]
+            return {
+                "files": [{"path": a, "uploadMode": b, "shouldIgnore": False} for a, b in kinds]
+            }
+        if self.path.endswith("/objects/batch"):
+            objects = [each["oid"] for each in json.loads(body)["objects"]]
+            place = f"{hub.url}/lfs/"
+            return {"objects": [
+                {"oid": x, "size": 0} | ({} if x in hub.stored else {"actions":
+                 {"upload": {"href": f"{place}{x}?X-Amz-Signature=S3CR3T", "header": {}}}})
+                for x in objects
+            ]}  # fmt: skip
+        files = dict(hub.models[name])
+        for line in map(json.loads, body.splitlines()):
+            value, path = line["value"], line["value"].get("path", "")
+            if line["key"] == "file":
+                files[path] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[path] = hub.stored[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[path]
+        hub.models[name] = files
+        return {"commitUrl": f"{hub.url}/{name}/commit/{SHA}", "commitOid": SHA}
 
     def _page(self, files: dict[str, bytes], folder: str, query: dict[str, list[str]]) -> None:
         """Answer with a page of the files below a folder, or of what is directly in it."""
@@ -155,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, text in {"Content-Length": str(len(body)), **about}.items():
             self.send_header(name, text)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
         if is_cut:
             self.close_connection = True

@@ -28,6 +28,7 @@ from fsdpctl.config.peft import (
 )
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.io.texts import hub_name
 from fsdpctl.models.hub_names import first_names
 from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_model, build_plain
@@ -119,8 +120,13 @@ def _check_name(name: str, folder: Path) -> None:
         )
 
 
-def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool = False) -> int:
-    """Write the adapters of a checkpoint to a directory that `peft` opens; return their bytes."""
+def write_peft(
+    reader: CheckpointReader, destination: Path, *, overwrite: bool = False, names_base: bool = True
+) -> int:
+    """Write the adapters of a checkpoint to a directory that `peft` opens; return their bytes.
+
+    With `names_base`, the directory of a base that is not on the Hub is in adapter_config.json.
+    """
     destination = destination.resolve()
     weights = whole_weights(reader)
     names = weights.names(PARAMETER)
@@ -139,13 +145,16 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     def read(entry: TensorEntry) -> Iterator[memoryview]:
         return (data for _, data in weights.read(tensor_key(PARAMETER, ours[entry.name])))
 
-    base = None if reader.manifest.base is None else reader.manifest.base.path
+    path = "" if reader.manifest.base is None else reader.manifest.base.path
+    on_hub = hub_name(path)
+    base = on_hub[0] if on_hub else path if names_base and path else None
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
         content = _adapter_config(model, names, base)
         content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
         content["ensure_weight_tying"] = bool(ties)
+        content["revision"] = on_hub[1] if on_hub else None
         if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
             own = {k: v for k, v in attached_files(reader).items() if k not in OF_THE_MODEL}
             write_assets(folder, own)

@@ -46,7 +46,7 @@ def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0)
             from fsdpctl.checkpoint.gguf_weights import GgufTensors
 
             return fitted(from_hub(GgufTensors(folder, stored_as), stored_as), model)
-        files = _files_of_weights(folder)
+        files = files_of_weights(folder)
         stored = {name: (file, file.entries[name]) for name, file in files.items()}
         return fitted(from_hub(FileTensors(folder, stored), stored_as), model)
     return fitted(whole_weights(CheckpointReader(folder), above), model)
@@ -111,7 +111,7 @@ def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
     return {name: reader.attachment(name) for name in reader.manifest.attachments}
 
 
-def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
+def files_of_weights(folder: Path) -> dict[str, TensorFile]:
     """Return the file of each weight, the same one that transformers reads."""
     single, index = folder / _SINGLE, folder / INDEX_JSON
     if not single.is_file() and index.is_file():

@@ -20,12 +20,14 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import refusing
+from fsdpctl.io.files import read_regular, refusing
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
 WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
+CARD = "README.md"
+_SEAL = b"\n<!-- fsdpctl "  # before the checksum of a model card, which tells whether it was edited
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,15 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{destination}: not an earlier export; --overwrite replaces only exports")
 
 
+def sealed_card(text: str) -> bytes:
+    """Return a model card whose last line has its checksum."""
+    return b"%s%s%s -->\n" % (text.encode(), _SEAL, checksum(text.encode()).encode())
+
+
 def _is_of_an_export(file: Path) -> bool:
+    if file.name == CARD:
+        content = read_regular(file)
+        return sealed_card(content.rpartition(_SEAL)[0].decode(errors="replace")) == content
     if file.suffix != ".safetensors":
         return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:

@@ -55,7 +55,7 @@ COMMANDS = {
         "evaluate", True, "Compute loss, perplexity and bits per byte.",
         ("evaluate runs/latest", "evaluate DIR data=text data.path=other.txt data.val_fraction=0")),
     "consolidate-checkpoint": CommandInfo(
-        "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+        "consolidate", False, "Export a checkpoint to Hugging Face, GGUF or PEFT.",
         ("consolidate-checkpoint runs/latest my_model",
          "consolidate-checkpoint runs/latest my_model --merge --dtype bfloat16")),
     "shard-checkpoint": CommandInfo(
@@ -65,8 +65,8 @@ COMMANDS = {
         "checkpoint", False, "Show a checkpoint's run, files and tensors.",
         ("inspect-checkpoint runs/latest",)),
     "verify-checkpoint": CommandInfo(
-        "checkpoint", False, "Verify the checksums of a checkpoint or an export.",
-        ("verify-checkpoint runs/latest",)),
+        "consolidate", False, "Verify a checkpoint, or an export and its base.",
+        ("verify-checkpoint runs/latest", "verify-checkpoint my_model --base Qwen/Qwen3-0.6B")),
     "tokenize": CommandInfo("data", False, "Tokenize text into token files.",
                             ("tokenize my_text/ tokens.bin --tokenizer DIR",)),
     "data": CommandInfo("data", False, "Show the training samples of one step.",

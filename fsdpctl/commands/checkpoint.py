@@ -8,25 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.checkpoint.checksums import ExportedDirectory
-from fsdpctl.checkpoint.consolidate import consolidate, shard_weights
+from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
-from fsdpctl.checkpoint.gguf_file import write_gguf
 from fsdpctl.checkpoint.pretrained import assets_beside, open_base, open_weights
-from fsdpctl.checkpoint.publish import About, check_destination
+from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
-from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES
-from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.console import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import cached_model
-from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_words, model_words_only
 from fsdpctl.errors import UsageError
-from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.run_files import CHECKSUMS
+from fsdpctl.io.activity import doing
 from fsdpctl.io.stores import is_remote
 from fsdpctl.io.texts import one_line
 
@@ -72,73 +66,6 @@ def verify_base(reader: CheckpointReader) -> None:
 
     with doing("verifying the base model"):
         Base(info, open_base(info, reader), str(reader)).verified(Collectives())
-
-
-def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
-    source: Source,
-    destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="A new directory; for gguf, a new file.")
-    ],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(_DTYPES),
-            help="Dtype of the exported weights; default: as saved, for gguf float32.",
-        ),
-    ] = None,
-    max_file_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="hf: size beyond which another file starts; default: 5GB."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
-    ] = False,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(_FORMATS),
-            help="hf: a directory for transformers. gguf: a file for llama.cpp. peft: a directory "
-            "of adapters only, for peft. Default: gguf if DST ends with it, else hf.",
-        ),
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="Export the one with the lowest validation loss.")
-    ] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
-    ] = False,
-) -> None:
-    """Export a checkpoint to Hugging Face, GGUF or PEFT."""
-    check_choice("--dtype", dtype, _DTYPES)
-    check_choice("--format", format, _FORMATS)
-    format = format or ("gguf" if destination.suffix == ".gguf" else "hf")
-    if format != "hf" and max_file_size is not None:
-        raise UsageError("--max-file-size: only valid with --format hf")
-    if format == "peft":
-        if merge or dtype is not None:
-            option = "--merge" if merge else "--dtype"
-            raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
-        from fsdpctl.checkpoint.peft import write_peft
-
-        reader = opened_checkpoint(source, best=best)
-        count = write_peft(reader, destination, overwrite=overwrite)
-        say(f"{destination}: {count:,} bytes of adapters, of step {reader.manifest.progress.step}")
-        return
-    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
-    if format == "hf":
-        check_destination(destination.resolve(), overwrite=overwrite)
-    reader = opened_checkpoint(source, best=best)
-    verify_base(reader)
-    about: dict[str, Any] = {"overwrite": overwrite, "merges": merge}
-    if format == "gguf":
-        dtype = EXPORT_DTYPES[dtype or "float32"]
-        exported = write_gguf(reader, destination, dtype=dtype, **about)
-    else:
-        exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
-    size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
-    say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}", *exported.notes)
 
 
 def shard_checkpoint(
@@ -239,30 +166,3 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
         f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
         f"{manifest.world_size} ranks with torch {manifest.versions.get('torch', 'unknown')}"
     )
-
-
-def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Verify the checksums of a checkpoint or an export.
-
-    The exit code is 4 if one does not match.
-    """
-    found: CheckpointReader | ExportedDirectory
-    if (Path(source) / CHECKSUMS).exists():
-        found = ExportedDirectory(Path(source))
-        where, counts = str(found.folder), found.counts()
-    else:
-        found = opened_checkpoint(source)
-        where = str(found)
-        counts = {"tensors": len(found.manifest.tensors), "bytes": found.num_bytes}
-    with doing("verifying", BYTES, counts["bytes"]) as advance:
-        for count in found.verify():
-            advance(count)
-    (what, number), (_, size) = counts.items()
-    lines = [f"{where}: {number} {what}, {size:,} bytes verified"]
-    if isinstance(found, CheckpointReader) and found.manifest.base is not None:
-        verify_base(found)
-        lines.append(f"{found.manifest.base.path}: base model verified")
-    if as_json:
-        show_json({"path": where, **counts, "verified": True})
-        return
-    say(*lines)

@@ -54,11 +54,17 @@ def local_model(
     return str(repository.snapshot())
 
 
-def cached_model(path: Path) -> Path:
+def cached_model(path: Path, part: Part = "weights") -> Path:
     """Return the directory of a model for its name, fetched if need be, or the path itself."""
     found = _repository(str(path))
     is_path = found is None or (path.parent.is_dir() and not found.folder.is_dir())
-    return path if is_path else Path(local_model(str(path), key=""))
+    return path if is_path else Path(local_model(str(path), part, key=""))
+
+
+def has_weights(path: Path) -> bool:
+    """Return whether nothing of a model, or of its directory in the cache, has to be fetched."""
+    repository = _repository(str(path))
+    return repository is None or not _missing(repository, "weights")
 
 
 def announce_weights(path: str) -> bool:

@@ -50,6 +50,7 @@ class Repository:
     revision: str | None
     kind: str  # model or dataset
     where: str  # begins messages
+    is_target: bool = False  # of an upload
 
     def __post_init__(self) -> None:
         if self.revision and not is_below(self.revision):
@@ -85,7 +86,7 @@ class Repository:
 
     @property
     def _absent(self) -> str:
-        return "no such directory, and " if self.kind == "model" else ""
+        return "no such directory, and " if self.kind == "model" and not self.is_target else ""
 
     def lacks(self, file: str) -> UsageError:
         what = f"{file} is missing in the Hugging Face cache"
@@ -101,7 +102,7 @@ class Repository:
     def alone(self) -> Iterator[None]:
         """Let one process of a machine fetch; the others wait, and look again."""
         lock = hub_cache() / ".locks" / self.folder.name / "fsdpctl.lock"
-        with self._explained():
+        with self.explained():
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = open_own(lock, "ab")
         with file:
@@ -128,8 +129,8 @@ class Repository:
             asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
             return names, [each for each in asked if each.will_download]
 
-        with self._explained(), checked_answers(constants.ENDPOINT) as answered:
-            with doing(f"asking {_host()} for {self.name}"):
+        with self.explained(), checked_answers(constants.ENDPOINT) as answered:
+            with doing(f"asking {host_of_hub()} for {self.name}"):
                 names, files = _watched(ask, answered)
             size = sum(each.file_size or 0 for each in files)
             if size:
@@ -155,7 +156,7 @@ class Repository:
         DISPLAY.tell(f"{what} {self.name}: {files}, {figures}")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Raise what the library raises as a UsageError, without the URLs in its messages."""
         logger = logging.getLogger("huggingface_hub")
         before = logger.level
@@ -163,7 +164,7 @@ class Repository:
         try:
             yield
         except AnswerError as error:
-            raise UsageError(f"{self.where}: {_host()} {error}") from None
+            raise UsageError(f"{self.where}: {host_of_hub()} {error}") from None
         except UsageError:
             raise
         except Exception as error:
@@ -180,7 +181,7 @@ class Repository:
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         known = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
-        host = _host()
+        host = host_of_hub()
         if isinstance(known, errors.GatedRepoError):
             return f"gated; ask for access on {host}/{self.name}, and set HF_TOKEN"
         if isinstance(known, errors.RevisionNotFoundError):
@@ -193,6 +194,8 @@ class Repository:
         if isinstance(error, OSError) and error.filename:
             return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"
         kind = type(chain[-1]).__name__
+        if self.is_target:
+            return f"the connection to {host} broke ({kind}); to repeat it, pass --overwrite"
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
             return f"{host} does not answer as a Hub does ({kind})"
         if self.snapshot() is None:
@@ -206,7 +209,7 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def _host() -> str:
+def host_of_hub() -> str:
     from huggingface_hub import constants
 
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])

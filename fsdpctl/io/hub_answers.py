@@ -76,12 +76,12 @@ def cached_names(listing: Path) -> list[str]:
 
 
 @contextmanager
-def checked_answers(home: str) -> Iterator[list[int]]:
+def checked_answers(home: str, silence: float = _SILENCE) -> Iterator[list[int]]:
     """Check huggingface_hub's requests and answers in the block; yield their number in a list."""
     import huggingface_hub
     from huggingface_hub.utils import _http
 
-    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _Checks(home)
+    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _Checks(home, silence)
 
     def client() -> Any:
         made = factory()
@@ -99,8 +99,8 @@ def checked_answers(home: str) -> Iterator[list[int]]:
 class _Checks:
     """The requests and answers of a fetch."""
 
-    def __init__(self, home: str) -> None:
-        self.answered = [0]
+    def __init__(self, home: str, silence: float = _SILENCE) -> None:
+        self.answered, self._silence = [0], silence
         self._homes = (home, "https://huggingface.co", "https://hf.co")
         self._pages = dict[str, int]()  # that follow in the listing, with the bytes before each
 
@@ -110,7 +110,7 @@ class _Checks:
         if request.headers.get("accept-encoding") != "identity":
             request.headers["accept-encoding"] = "gzip"
         limits = request.extensions.get("timeout", {})
-        limits.update({each: limits[each] or _SILENCE for each in limits})
+        limits.update({each: limits[each] or self._silence for each in limits})
 
     def after(self, response: Any) -> None:
         self.answered[0] += 1

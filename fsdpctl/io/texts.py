@@ -20,7 +20,7 @@ _SECRET = re.compile(
 )
 # A directory in the cache of the Hugging Face Hub.
 _SNAPSHOT = re.compile(
-    r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})[0-9a-f]{33}"
+    r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})([0-9a-f]{33})"
 )
 _GIB, _MIB = 1 << 30, 1 << 20
 T = TypeVar("T")
@@ -29,6 +29,12 @@ T = TypeVar("T")
 def by_name(text: str) -> str:
     """Return a text with ORG/NAME@REVISION, cut short, for the directory of a model or of data."""
     return _SNAPSHOT.sub(r"\1/\2@\3", text)
+
+
+def hub_name(path: str) -> tuple[str, str] | None:
+    """Return the name and the commit of a directory in the cache of the Hugging Face Hub."""
+    match = _SNAPSHOT.fullmatch(path)
+    return (f"{match[1]}/{match[2]}", match[3] + match[4]) if match else None
 
 
 def printable(text: str) -> str:

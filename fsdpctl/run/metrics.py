@@ -48,6 +48,7 @@ class MetricsLine:
     samples: Count | None = None  # consumed, including this step
     loss: Value = UNSET
     grad_norm: Value = UNSET
+    tokens: Count | None = None
     seconds: Figure | None = None
     tokens_per_second: Figure | None = None
     samples_per_second: Figure | None = None

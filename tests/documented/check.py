@@ -30,9 +30,11 @@ _WORK = (
     "fsdpctl.commands.compare.command.measure", "fsdpctl.commands.compare.command.predict",
     "fsdpctl.resolve.prepare.prepare", "fsdpctl.commands.evaluate.prepare",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
-    "fsdpctl.commands.checkpoint.consolidate",
-    "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.checkpoint.write_gguf",
-    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.commands.data.samples_of_step",
+    "fsdpctl.commands.consolidate.consolidate",
+    "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.consolidate.write_gguf",
+    "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.checkpoint.verify_export.findings_on",
+    "fsdpctl.io.upload.UploadTarget.check",
+    "fsdpctl.commands.data.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compared_runs",
 )  # fmt: skip
 # Modules that are first imported while these are replaced would keep the replacements.

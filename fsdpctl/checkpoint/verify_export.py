@@ -1,0 +1,102 @@
+"""The verification of an export and its base: what changed, and what a server would lack."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdpctl.checkpoint.adapter_findings import findings_on_adapters
+from fsdpctl.checkpoint.asset_findings import Assets, check_vocabulary, compare_assets
+from fsdpctl.checkpoint.findings import Finding, compare_weights
+from fsdpctl.checkpoint.manifest import PARAMETER
+from fsdpctl.checkpoint.pretrained import assets_beside, files_of_weights, open_weights, read_assets
+from fsdpctl.checkpoint.source import FileTensors, Tensors, tensor_keys
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.peft import has_adapters
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError, first_of
+from fsdpctl.io.gguf_header import is_gguf
+from fsdpctl.io.run_files import CONFIG_JSON
+
+
+def findings_on(
+    export: Path, base: Path | None, *, has_weights: bool = True, is_trained: bool = True
+) -> list[Finding]:
+    """Return the findings on a model, adapters or both in a directory, and their base.
+
+    The base is a model directory, GGUF file, run or checkpoint. Adapters need only its config.json;
+    `has_weights` tells whether its weights are there. CheckpointError if a file of the export
+    cannot be read; UsageError if one of the base.
+    """
+    found = list[Finding]()
+    assets = Assets(read_assets(export), export)
+    if is_hugging_face(export):
+        ours, theirs, found = _under_same_names(export, base, assets)
+        found += compare_weights(ours, theirs, is_trained=is_trained)
+        found += check_vocabulary(ours, assets)
+        if base is not None:
+            found += compare_assets(assets, Assets(assets_beside(base), base))
+    if has_adapters(export) and base is not None:
+        with _of_base(base):
+            model = _model_in(base)
+        found += findings_on_adapters(export, model, has_weights=has_weights)
+    return found
+
+
+@contextmanager
+def _of_base(base: Path) -> Iterator[None]:
+    try:
+        yield
+    except FsdpctlError as error:
+        raise UsageError(f"--base {base}: {error}") from None
+
+
+def _model_in(path: Path) -> ModelConfig:
+    return compose_config(["model=hf", f"model.path={path}"]).config.model
+
+
+def _under_same_names(
+    export: Path, base: Path | None, assets: Assets
+) -> tuple[Tensors, Tensors | None, list[Finding]]:
+    """Open both: under the names in their files if these are equal, else under the model's."""
+    ours = _stored(export)
+    assert ours is not None
+    if base is None:
+        return ours, None, []
+    theirs, names = _stored(base), ours.names(PARAMETER)
+    ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
+    if theirs is not None and names == theirs.names(PARAMETER) and not ties:
+        return ours, theirs, []
+    try:
+        with _of_base(base):
+            by_model = _in_model(base)
+    except UsageError:
+        if theirs is None:
+            raise
+        return ours, theirs, []  # of a family that fsdpctl does not train
+    here = theirs or by_model
+    try:
+        in_model = _in_model(export)
+    except FsdpctlError as error:
+        is_lost = isinstance(error, CheckpointError)
+        return ours, here, [Finding("weights", str(error), is_lost)]
+    others = [] if theirs is None else sorted({*names} - {*theirs.names(PARAMETER)})
+    text = (
+        f"{len(others)} tensors under other names than in the base's files: {first_of(others, 2)}"
+    )
+    return in_model, by_model, [Finding("weights", text)] if others else []
+
+
+def _stored(folder: Path) -> FileTensors | None:
+    """Return the weights under the names in files; None for a run, checkpoint or GGUF file."""
+    if is_gguf(folder) or not is_hugging_face(folder):
+        return None
+    files = files_of_weights(folder)
+    return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
+
+
+def _in_model(path: Path) -> Tensors:
+    weights = open_weights(_model_in(path))
+    for key in tensor_keys(weights):
+        weights.info(key)  # raises if a part is missing
+    return weights

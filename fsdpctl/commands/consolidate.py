@@ -1,0 +1,210 @@
+"""The commands on exports: `consolidate-checkpoint`, and `verify-checkpoint`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdpctl.checkpoint.checksums import ExportedDirectory
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.findings import Finding
+from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.publish import CARD, check_destination
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES, write_synced
+from fsdpctl.commands.checkpoint import Source, opened_checkpoint, verify_base
+from fsdpctl.commands.config_args import check_choice
+from fsdpctl.commands.console import AsJson, say, show_json
+from fsdpctl.config.hub import cached_model, has_weights
+from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.peft import has_adapters
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.files import nearest_path
+from fsdpctl.io.run_files import CHECKSUMS
+from fsdpctl.io.upload import HUB, UploadTarget
+
+_FORMATS = ("hf", "gguf", "peft")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
+    source: Source,
+    destination: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST",
+            help="A new directory; for gguf, a new file. hf://ORG/NAME: the directory NAME, which "
+            "is uploaded to a private repository.",
+        ),
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_DTYPES),
+            help="Dtype of the exported weights; default: as saved, for gguf float32.",
+        ),
+    ] = None,
+    max_file_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="hf: size beyond which another file starts; default: 5GB."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
+    ] = False,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_FORMATS),
+            help="hf: a directory for transformers. gguf: a file for llama.cpp. peft: a directory "
+            "of adapters only, for peft. Default: gguf if DST ends with it, else hf.",
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the one with the lowest validation loss.")
+    ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
+    ] = False,
+) -> None:
+    """Export a checkpoint to Hugging Face, GGUF or PEFT."""
+    check_choice("--dtype", dtype, _DTYPES)
+    check_choice("--format", format, _FORMATS)
+    target = UploadTarget(destination, overwrite) if destination.startswith(HUB) else None
+    folder = Path(destination if target is None else target.name.partition("/")[2])
+    format = format or ("gguf" if folder.suffix == ".gguf" else "hf")
+    if format != "hf" and max_file_size is not None:
+        raise UsageError("--max-file-size: only valid with --format hf")
+    if format == "gguf" and target is not None:
+        raise UsageError(f"{destination}: only valid with --format hf or peft")
+    if format == "peft" and (merge or dtype is not None):
+        option = "--merge" if merge else "--dtype"
+        raise UsageError(f"{option}: not valid with --format peft, which keeps adapters as is")
+    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
+    if format != "gguf":
+        check_destination(folder.resolve(), overwrite=overwrite)
+    if target is not None:
+        target.check()
+    reader = opened_checkpoint(source, best=best)
+    about: dict[str, Any] = {"overwrite": overwrite}
+    step = f"of step {reader.manifest.progress.step}"
+    if format == "peft":
+        from fsdpctl.checkpoint.peft import write_peft
+
+        count = write_peft(reader, folder, names_base=target is None, **about)
+        say(f"{folder}: {count:,} bytes of adapters, {step}")
+    else:
+        verify_base(reader)
+        about["merges"] = merge
+        if format == "gguf":
+            exported = write_gguf(reader, folder, dtype=EXPORT_DTYPES[dtype or "float32"], **about)
+        else:
+            exported = consolidate(reader, folder, dtype=dtype, max_file_bytes=limit, **about)
+        size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
+        say(f"{exported.path}: {size}, {step}", *exported.notes)
+    if format != "gguf":
+        _finish(reader, folder.resolve(), is_peft=format == "peft")
+    if target is not None:
+        say(f"{target.upload(folder)}: uploaded, private")
+
+
+def _finish(reader: CheckpointReader, folder: Path, *, is_peft: bool) -> None:
+    """Write the model card of an export, and verify the export."""
+    from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
+    from fsdpctl.run.card import card_of
+
+    write_synced(folder / CARD, card_of(reader, is_peft=is_peft))
+    words, info = reader.manifest.config, reader.manifest.base
+    path = "" if words.get("model.init") == "random" else words.get("model.path", "")
+    path = path if info is None else info.path
+    base = Path(path) if path else None
+    if base is not None and not base.exists():
+        say(f"{base}: base model not found, so the export is not compared with it")
+        base = None
+    exported = ExportedDirectory(folder)
+    _read_all(exported, exported.counts()["bytes"])
+    findings = findings_on(folder, base, is_trained=reader.manifest.progress.step > 0)
+    say(*map(str, findings), f"{folder}: {exported.counts()['files']} files verified")
+    _refuse_lost(folder, findings)
+
+
+def verify_checkpoint(
+    source: Source,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|DIR", help="Model to compare an export with: a name, directory or run."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Verify a checkpoint, or an export and its base.
+
+    The exit code is 4 if a checksum does not match, or if something is lost.
+    """
+    folder, findings = Path(source), list[Finding]()
+    if base is not None and not (is_hugging_face(folder) or has_adapters(folder)):
+        raise UsageError(f"--base: only valid with an export; {source} is not one")
+    if base is not None or (folder / CHECKSUMS).exists():
+        where, (counts, findings) = str(folder), _verified(folder, base)
+        lines = list(map(str, findings))
+    else:
+        reader = opened_checkpoint(source)
+        where, lines = str(reader), []
+        counts = {"tensors": len(reader.manifest.tensors), "bytes": reader.num_bytes}
+        _read_all(reader, reader.num_bytes)
+        if reader.manifest.base is not None:
+            verify_base(reader)
+            lines = [f"{reader.manifest.base.path}: base model verified"]
+    is_whole = not any(each.is_lost for each in findings)
+    if as_json:
+        found = {"base": base, "findings": list(map(asdict, findings))} if base else {}
+        show_json({"path": where, **counts, "verified": is_whole, **found})
+    else:
+        (what, number), (_, size) = counts.items()
+        say(f"{where}: {number} {what}, {size:,} bytes{' verified' * is_whole}", *lines)
+    _refuse_lost(folder, findings)
+
+
+def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Finding]]:
+    """Verify the checksums of an export, and compare it with its base if one is given."""
+    files = [each for each in folder.rglob("*") if each.is_file()]
+    counts = {"files": len(files), "bytes": sum(each.stat().st_size for each in files)}
+    findings = list[Finding]()
+    try:
+        if not (folder / CHECKSUMS).exists():
+            findings.append(Finding("files", f"{CHECKSUMS} not found, so bytes are not verified"))
+        else:
+            exported = ExportedDirectory(folder)
+            counts = exported.counts()
+            _read_all(exported, counts["bytes"])
+    except CheckpointError as error:
+        if base is None:
+            raise
+        findings.append(Finding("files", str(error), is_lost=True))
+    if base is not None:
+        from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
+
+        adapters = not is_hugging_face(folder)
+        path = cached_model(Path(base), "config" if adapters else "weights")
+        if not path.exists():
+            raise UsageError(f"--base {base}: not found{nearest_path(base)}")
+        findings += findings_on(folder, path, has_weights=has_weights(path))
+    return counts, findings
+
+
+def _read_all(found: CheckpointReader | ExportedDirectory, size: int) -> None:
+    with doing("verifying", BYTES, size) as advance:
+        for count in found.verify():
+            advance(count)
+
+
+def _refuse_lost(folder: Path, findings: list[Finding]) -> None:
+    if lost := [each for each in findings if each.is_lost]:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} of {len(findings)} findings: something is lost"
+        )

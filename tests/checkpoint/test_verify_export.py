@@ -1,0 +1,336 @@
+"""Exports and their bases: what has changed is counted, and what is lost is a line and code 4."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fsdpctl.checkpoint.findings import Finding
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.peft import write_peft
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.verify_export import findings_on
+from fsdpctl.comm.base import Collectives
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.peft import PREFIX
+from fsdpctl.config.serialize import config_words
+from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.resolve.settle import as_kept
+from fsdpctl.training.assemble import make_model
+from tests.commands.run import invoke
+from tests.models.decoders import save_decoder
+
+Tensors = dict[str, Tensor]
+EXPERTS = "model.layers.0.mlp.experts"
+MODEL, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
+
+
+def change(file: Path, edit: Callable[[Tensors], Tensors | None]) -> None:
+    tensors = load_file(file)
+    changed = edit(tensors) or tensors
+    save_file({name: each.contiguous() for name, each in changed.items()}, file, {"format": "pt"})
+
+
+def change_json(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    edit(content)
+    file.write_text(json.dumps(content))
+
+
+def scaled(tensors: Tensors, part: str, by: float = 1.01) -> Tensors:
+    return {name: each * by if part in name else each for name, each in tensors.items()}
+
+
+def without(tensors: Tensors, part: str) -> Tensors:
+    return {name: each for name, each in tensors.items() if part not in name}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base with experts, a model trained from it, and adapters for it."""
+    folder = tmp_path_factory.mktemp("made")
+    base = folder / "base"
+    save_decoder("qwen3_moe", base)
+    for name, content in ByteTokenizer().files().items():
+        (base / name).write_bytes(content)
+    change_json(base / "config.json", lambda content: content.update(vocab_size=320))
+    rows = torch.randn(320, 32, generator=torch.Generator().manual_seed(0))
+    change(
+        base / MODEL, lambda x: {**x, "model.embed_tokens.weight": rows, "lm_head.weight": -rows}
+    )
+    (base / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    shutil.copytree(base, folder / "model")
+    change(folder / "model" / MODEL, lambda x: scaled(x, "mlp.experts"))
+    words = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
+             "model.lora.targets=[all_linear,experts]", "data.tokenizer=bytes"]  # fmt: skip
+    config = as_kept(compose_config(words).config)
+    about = About(Progress(1), config_words(config))
+    snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, about)
+    write_checkpoint(folder / "step-00000001", snapshot, Collectives())
+    write_peft(CheckpointReader(folder / "step-00000001"), folder / "adapters")
+    generator = torch.Generator().manual_seed(1)
+    change(folder / "adapters" / ADAPTERS, lambda tensors: {
+        name: torch.randn(each.shape, generator=generator) / 9 for name, each in tensors.items()
+    })  # fmt: skip
+    return folder
+
+
+def copied(made: Path, kind: str, folder: Path) -> Path:
+    return Path(shutil.copytree(made / kind, folder / kind))
+
+
+def lost(found: list[Finding]) -> list[str]:
+    return [str(each) for each in found if each.is_lost]
+
+
+def test_a_trained_model_has_a_line_for_each_kind_and_nothing_lost(made):
+    found = findings_on(made / "model", made / "base")
+    assert lost(found) == []
+    lines = {each.subject: each for each in found if each.figures}
+    assert {kind: each.figures["changed"] for kind, each in lines.items()} == {
+        "attention": 0, "embeddings": 0, "experts": 24, "head": 0, "norms": 0, "routers": 0
+    }  # fmt: skip
+    assert lines["experts"].figures["relative_change"] == pytest.approx(0.01, rel=1e-3)
+    assert "experts: 4 in each of 2 layers, as in the base" in map(str, found)
+
+
+def test_the_change_is_that_of_the_tensors_whatever_their_dtypes(made, tmp_path):
+    export = copied(made, "model", tmp_path)
+    change(export / MODEL, lambda x: {name: each.bfloat16() for name, each in x.items()})
+    base, ours = (load_file(x / MODEL) for x in (made / "base", export))
+    names = [name for name in base if "experts" in name]
+    rounded = [base[name].bfloat16().double() for name in names]
+    delta = sum(((ours[a].double() - b) ** 2).sum() for a, b in zip(names, rounded, strict=True))
+    expected = float((delta / sum((each**2).sum() for each in rounded)) ** 0.5)
+    lines = {x.subject: x.figures for x in findings_on(export, made / "base") if x.figures}
+    assert lines["experts"]["relative_change"] == pytest.approx(expected, rel=1e-3)
+    assert lines["attention"]["changed"] == 0  # the base, rounded
+
+
+ROWS: dict[str, Callable[[Tensors], Tensors]] = {
+    "experts: lost: 3 tensors of the base missing": lambda x: without(x, f"{EXPERTS}.3."),
+    f"experts: lost: {EXPERTS}: 3 experts, base 4": lambda x: without(x, f"{EXPERTS}.1."),
+    "norms: lost: 1 tensors of the base missing": lambda x: without(x, "0.input_layernorm"),
+    "head: lost: 1 tensors of the base missing": lambda x: without(x, "lm_head"),
+    "attention: lost: model.layers.1.self_attn.q_proj.weight: only zeros":
+        lambda x: scaled(x, "1.self_attn.q_proj", 0),
+    "norms: lost: model.norm.weight: 32 values are NaN":
+        lambda x: scaled(x, "model.norm", float("nan")),
+    "attention: lost: model.layers.0.self_attn.k_proj.weight: shape [32, 16]":
+        lambda x: {n: y.T if "0.self_attn.k_proj" in n else y for n, y in x.items()},
+    "vocabulary: lost: lm_head.weight has 64 rows":
+        lambda x: {n: y[:64] if n == "lm_head.weight" else y for n, y in x.items()},
+    "weights: lost: all equal the base's": lambda x: scaled(x, "experts", 1 / 1.01),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ROWS)
+def test_what_weights_lost_is_a_line(made, tmp_path, line):
+    export = copied(made, "model", tmp_path)
+    base = made / "base"
+    if "all equal" in line:
+        shutil.copy(base / MODEL, export / MODEL)
+    else:
+        change(export / MODEL, ROWS[line])
+    assert any(each.startswith(line) for each in lost(findings_on(export, base)))
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "tokenizer: lost: missing; the base has tokenizer.json":
+        lambda x: (x / "tokenizer.json").unlink(),
+    "tokenizer: lost: 2 tokens of the base missing or with other ids":
+        lambda x: change_json(x / "tokenizer.json", lambda y: y["model"]["vocab"].update(
+            {"a": y["model"]["vocab"]["b"], "b": y["model"]["vocab"]["a"]})),
+    "chat template: lost: missing": lambda x: (x / "chat_template.jinja").unlink(),
+    "generation_config.json: lost: missing": lambda x: (x / "generation_config.json").unlink(),
+    "generation_config.json: lost: no eos_token_id; the base has 0":
+        lambda x: (x / "generation_config.json").write_text('{"do_sample": true}'),
+    "config.json: lost: model_type llama, of the base qwen3_moe":
+        lambda x: change_json(x / "config.json", lambda y: y.update(model_type="llama")),
+    "vocabulary: lost: lm_head.weight has 320 rows, config.json 400":
+        lambda x: change_json(x / "config.json", lambda y: y.update(vocab_size=400)),
+    "weights: lost: ":  # both are stored, and differ
+        lambda x: change_json(x / "config.json", lambda y: y.update(tie_word_embeddings=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", FILES)
+def test_what_the_files_with_the_weights_lost_is_a_line(made, tmp_path, line):
+    export = copied(made, "model", tmp_path)
+    FILES[line](export)
+    assert any(each.startswith(line) for each in lost(findings_on(export, made / "base")))
+
+
+def test_a_changed_template_and_rope_are_lines_and_not_lost(made, tmp_path):
+    export = copied(made, "model", tmp_path)
+    (export / "chat_template.jinja").write_text("{{ messages[0] }}")
+    change_json(export / "config.json", lambda x: x["rope_parameters"].update(rope_theta=7.0))
+    found = findings_on(export, made / "base")
+    assert lost(found) == []
+    assert {"chat template: differs from the base's", "config.json: differs from the base's in "
+            "rope_parameters"} <= {*map(str, found)}  # fmt: skip
+
+
+def test_experts_that_the_base_stores_in_another_form_are_the_same(made, tmp_path):
+    base = copied(made, "base", tmp_path)
+    words = ("gate_proj", "up_proj")
+
+    def stacked(x: Tensors) -> Tensors:
+        made = without(x, "experts")
+        for layer in (f"model.layers.{n}.mlp.experts" for n in range(2)):
+            pairs = [torch.cat([x[f"{layer}.{n}.{w}.weight"] for w in words]) for n in range(4)]
+            made[f"{layer}.gate_up_proj"] = torch.stack(pairs)
+            downs = [x[f"{layer}.{n}.down_proj.weight"] for n in range(4)]
+            made[f"{layer}.down_proj"] = torch.stack(downs)
+        return made
+
+    change(base / MODEL, stacked)
+    found = findings_on(made / "model", base)
+    assert lost(found) == []
+    assert str(found[0]).startswith("weights: 24 tensors under other names than in the base's")
+    assert any(x.subject == "experts" and x.figures.get("changed") == 4 for x in found)
+
+
+# ---- adapters ----------------------------------------------------------------------------
+
+
+def test_adapters_change_as_much_as_their_products(made):
+    found = findings_on(made / "adapters", made / "base")
+    assert lost(found) == []
+    lines = {each.subject: each.figures for each in found if each.figures}
+    ours, base = load_file(made / "adapters" / ADAPTERS), load_file(made / "base" / MODEL)
+    delta = norm = 0.0
+    for name in (each for each in base if "_proj.weight" in each and "self_attn" in each):
+        layer = f"{PREFIX}{name.removesuffix('.weight')}"
+        product = 2 * ours[f"{layer}.lora_B.weight"] @ ours[f"{layer}.lora_A.weight"]
+        delta, norm = delta + float((product**2).sum()), norm + float((base[name] ** 2).sum())
+    assert lines["attention"]["relative_change"] == pytest.approx((delta / norm) ** 0.5, rel=1e-4)
+    (readers,) = (str(each) for each in found if "target_parameters" in each.text)
+    assert readers.startswith("experts: adapters of 4 experts in 2 layers, stacked")
+    assert "--enable-mixed-moe-lora-format" in readers
+    assert "--merge" in readers
+
+
+def per_expert(x: Tensors) -> Tensors:
+    """The form of servers that have a module for each expert."""
+    found = without(x, ".experts.")
+    for layer in (f"{PREFIX}model.layers.{n}.mlp.experts" for n in range(2)):
+        for inner, words in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
+            down, up = (x[f"{layer}.{inner}lora_{half}.weight"] for half in "AB")
+            for number in range(4):
+                part = up.view(len(up), 8, 4)[..., number].chunk(len(words))
+                for word, rows in zip(words, part, strict=True):
+                    name = f"{layer}.{number}.{word}"
+                    found[f"{name}.lora_A.weight"] = down.view(4, 8, -1)[number].clone()
+                    found[f"{name}.lora_B.weight"] = rows.clone()
+    return found
+
+
+def swapped(x: Tensors) -> Tensors:
+    """The layout of PEFT 0.18."""
+    other = {"A": "B", "B": "A"}
+    return {
+        name: x[name[:-8] + other[name[-8]] + name[-7:]].T if ".experts." in name else each
+        for name, each in x.items()
+    }
+
+
+def test_adapters_for_each_expert_are_read_as_such_and_counted(made, tmp_path):
+    export = copied(made, "adapters", tmp_path)
+    change(export / ADAPTERS, per_expert)
+    config = export / "adapter_config.json"
+    change_json(config, lambda x: x.pop("target_parameters"))
+    found = findings_on(export, made / "base")
+    assert lost(found) == []
+    assert any("a pair of matrices for each expert: vLLM reads it" in x.text for x in found)
+    change(export / ADAPTERS, lambda x: without(x, f"{EXPERTS}.2."))
+    lines = lost(findings_on(export, made / "base"))
+    assert lines == [f"experts: lost: {EXPERTS}: adapters of 3 of 4 experts"]
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
+    f"attention: lost: 1 adapters whose product is zero: {LAYER}":
+        lambda x: scaled(x, f"{LAYER}.lora_B", 0),
+    "experts: lost: 4 adapters whose product is zero":
+        lambda x: {n: 0 * y if "experts" in n and "lora_A" in n else y for n, y in x.items()},
+    f"attention: lost: {LAYER}: only lora_B": lambda x: without(x, f"{LAYER}.lora_A"),
+    "adapter_config.json: lost: target_modules: no adapters of 2 weights":
+        lambda x: without(x, "q_proj"),
+    "adapter_config.json: lost: target_parameters: no adapters of 4 weights":
+        lambda x: without(x, ".experts."),
+    "attention: lost: model.layers.0.attn.k_proj, model.layers.0.attn.o_proj and 6 more: the base "
+    "has no such layer": lambda x: {n.replace("self_attn", "attn"): y for n, y in x.items()},
+    "adapters: lost: model.layers.0.mlp.experts.base_layer.lora_A.weight":
+        lambda x: {n.removeprefix(PREFIX): y for n, y in x.items()},
+    "attention: lost: NaN or infinite": lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
+    f"attention: lost: {LAYER}: shapes [8, 16]":
+        lambda x: {n: y[:, :16] if f"{LAYER}.lora_A" in n else y for n, y in x.items()},
+    "adapter_config.json: lost: r=8, not 4": lambda x: {
+        n: (y[:4] if "lora_A" in n else y[:, :4]) if LAYER in n else y for n, y in x.items()},
+    "experts: lost: model.layers.0.mlp.experts, model.layers.1.mlp.experts: in and out are swapped":
+        swapped,
+    "experts: lost: model.layers.0.mlp.experts.lora_gate_and_up_A: a form that PEFT and vLLM":
+        lambda x: x | {f"{PREFIX}{EXPERTS}.lora_gate_and_up_A": torch.ones(4, 32, 8)},
+    "adapters: lost: model.norm.lora_magnitude_vector: neither LoRA nor a parameter":
+        lambda x: x | {f"{PREFIX}model.norm.lora_magnitude_vector": torch.ones(32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", OF_ADAPTERS)
+def test_what_adapters_lost_is_a_line(made, tmp_path, line):
+    export = copied(made, "adapters", tmp_path)
+    change(export / ADAPTERS, OF_ADAPTERS[line])
+    found = lost(findings_on(export, made / "base"))
+    assert any(each.startswith(line) for each in found), found
+
+
+def test_targets_that_the_base_lacks_are_named(made, tmp_path):
+    export = copied(made, "adapters", tmp_path)
+    change_json(export / "adapter_config.json", lambda x: x["target_modules"].append("c_attn"))
+    (line,) = lost(findings_on(export, made / "base"))
+    assert line == "adapter_config.json: lost: target_modules: the base has no c_attn"
+
+
+def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(made, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(made / "base" / name, tmp_path)
+    found = findings_on(made / "adapters", tmp_path, has_weights=False)
+    assert lost(found) == []
+    assert "attention: 8 of 8 tensors changed" in map(str, found)
+
+
+# ---- the command -------------------------------------------------------------------------
+
+
+def test_the_command_prints_each_finding_and_fails_if_something_is_lost(made, tmp_path):
+    model, base = str(made / "model"), str(made / "base")
+    code, said = invoke("verify-checkpoint", model, "--base", base, "--json")
+    found = json.loads(said)
+    assert (code, found["verified"], found["base"]) == (0, True, base)
+    assert {"experts", "tokenizer"} <= {each["subject"] for each in found["findings"]}
+    export = copied(made, "adapters", tmp_path)
+    assert invoke("verify-checkpoint", str(export), "--base", base) == (
+        4, f"{export}: 1 of 4 findings: something is lost"  # the checksum
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "base", "expected"), [
+    ("step-00000001", "base", "--base: only valid with an export; step-00000001 is not one"),
+    ("model", "bass", "--base bass: not found; did you mean base?"),
+    ("model", "adapters", "--base adapters: model.path=adapters: adapters without a model"),
+    ("model", "words.txt", "--base words.txt: not found"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(made, monkeypatch, source, base, expected):
+    monkeypatch.chdir(made)
+    code, said = invoke("verify-checkpoint", source, "--base", base)
+    assert (code, said[: len(expected)]) == (2, expected)
