@@ -79,9 +79,7 @@ class DataConfig:
         "sample for each (split), or as rewritten (keep)",
         choices=REWRITTEN,
     )
-    date: str | None = auto_key(
-        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start"
-    )
+    date: str | None = auto_key("chat: the template's date, YYYY-MM-DD; auto: of the first start")
     packing: bool | None = auto_key(
         "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
         "keeps documents of a sequence from seeing one another"

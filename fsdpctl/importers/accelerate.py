@@ -12,6 +12,7 @@ UNUSED = (
     "command_file", "logging_dir", "project_dir", "fp8_config*", "fp16.*", "bf16.*", "zero3_*",
     "deepspeed_config.zero3_*", "deepspeed_config.deepspeed_*",
     "deepspeed_config.offload_*_nvme_path", "distributed_type",
+    "parallelism_config.parallelism_config_[cs]p_*",
     *(f"fsdp_config.{each}" for each in shared.UNUSED_OF_FSDP),
 )  # fmt: skip
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
