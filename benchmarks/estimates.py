@@ -4,18 +4,21 @@
 
 The peak of all tensors in a step of small random configurations on one to four gloo ranks, every
 rank of each; and the runs that others published, as tests/predict/test_published_memory.py and
-tests/predict/published.py describe them. `--count 0` keeps the file's errors of the former.
+tests/predict/published.py describe them. `--count 0` keeps the file's errors of the former. Also
+write the errors by kind to conf/memory_accuracy.json, which decide the reserve of a selection.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, on_ranks, write_report
+from fsdpctl.config.recipe import package_folder
+from fsdpctl.estimate.run_estimate import MEMORY_ACCURACY
 from tests.predict.published import PUBLISHED as STEPS
 from tests.predict.test_published_memory import PUBLISHED
-from tests.predict.test_published_time import used_bytes
+from tests.predict.test_published_time import PREDICTOR, planned, used_bytes
 from tests.predict.test_total import peaks_of
 
 _GIB = 1 << 30
@@ -44,10 +47,20 @@ def published_runs() -> Iterator[dict[str, Any]]:
         found = each.estimate()
         estimates = {"allocated": found.peak_allocated, "reserved": found.peak_reserved}
         for name, measured in each.measured.items():
-            yield _row(each.name, "torchtitan", name, measured, estimates[name])
+            yield {"kind": "dense"} | _row(each.name, "torchtitan", name, measured, estimates[name])
     for step in STEPS:
         if step.used is not None:
-            yield _row(step.name, step.source, "used", step.used, used_bytes(step))
+            kind = PREDICTOR.estimate(planned(step.words)).kind
+            row = _row(step.name, step.source, "used", step.used, used_bytes(step))
+            yield {"kind": kind} | row
+
+
+def errors_by_kind(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the errors of each kind of run."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["kind"], []).append(row["error"])
+    return found
 
 
 def _row(run: str, source: str, what: str, measured: float, nbytes: int) -> dict[str, Any]:
@@ -72,6 +85,8 @@ def main() -> None:
     results = {"published": list(published_runs()), "small": small}
     print(results)
     write_report(words.out, "estimates", results)
+    by_kind = json.dumps(errors_by_kind(results["published"]), indent=2)
+    (package_folder("conf") / MEMORY_ACCURACY).write_text(by_kind + "\n")
 
 
 if __name__ == "__main__":

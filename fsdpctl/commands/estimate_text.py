@@ -18,7 +18,7 @@ from fsdpctl.estimate.candidates import differs_here
 from fsdpctl.estimate.duration import has_length, run_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.from_others import ImportedConfig, completed
-from fsdpctl.estimate.run_estimate import RESERVE, RunEstimate
+from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import Fit, estimates_of, largest_that_fits
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
@@ -205,7 +205,6 @@ def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
     batches, prefetches, recomputations = [
         " or ".join(dict.fromkeys(texts)) for texts in zip(*map(_selected, estimates), strict=True)
     ]
-    recomputations += ", inputs in host memory" if config.activation_checkpointing.offload else ""
     products = " with TF32 products" * config.uses_tf32
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
@@ -230,7 +229,7 @@ def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
     return (
         f"{batches.num_micro_batches} x {batches.micro_batch_size}",
         f"{prefetch.forward} forward, {prefetch.backward} backward",
-        estimate.config.activation_checkpointing.name,
+        estimate.config.activation_checkpointing.title,
     )
 
 
@@ -303,7 +302,7 @@ def _conclusions(found: RunEstimate) -> list[str]:
 def _reserve(found: RunEstimate) -> str:
     if not found.reserve or not found.fits:
         return ""
-    share = f"{format_bytes(found.reserve)}, the {RESERVE:.0%} that a selection leaves"
+    share = f"{format_bytes(found.reserve)}, the {found.reserve_share:.0%} that a selection leaves"
     return f" ({'with' if found.leaves_reserve else 'less than'} {share})"
 
 
@@ -317,7 +316,9 @@ def _on_node(found: RunEstimate) -> str:
 
 
 def _fit_line(found: Fit) -> str:
-    over = f"leaves less than {RESERVE:.0%} of the memory"
+    over = ""
+    if (more := found.next or found.estimate) is not None:
+        over = f"leaves less than {more.reserve_share:.0%} of the memory"
     if found.next is not None and found.next.shortages:
         over = "; ".join(found.next.shortages)
     if found.estimate is None:

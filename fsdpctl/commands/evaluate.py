@@ -22,6 +22,7 @@ from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import MANIFEST
+from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.prepare import Prepared, prepare
@@ -76,7 +77,7 @@ def _settings_of_data(source: Path) -> list[tuple[str, str]]:
 def _evaluated(opened: Prepared) -> ValidationLoss:
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
-    plan = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
+    plan = settle(opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None))
     config, data = plan.config, opened.data
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))

@@ -8,12 +8,12 @@ these fit into memory, else they are `auto` too, except for the strategy. The de
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.keys import AUTO
+from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.schema import KEYS, C, Config, Origin, PrefetchConfig
+from fsdpctl.plan.recomputation import BLOCKS, Recomputation
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
 MICRO_BATCH = "train.micro_batch_size"
-RECOMPUTATIONS = ("none", "selective", "full")  # from the least to the most
 PREFETCHES = (
     PrefetchConfig("none", 0, 0),
     PrefetchConfig("backward", 0, 1),
@@ -27,7 +27,7 @@ class Selection:
     """A value for each setting that `auto` can select."""
 
     strategy: str
-    activation_checkpointing: str
+    recomputation: Recomputation
     prefetch: PrefetchConfig
     micro_batch_size: int | None  # None: a rank's whole share of the step
 
@@ -36,7 +36,9 @@ class Selection:
         """Return the values that a configuration has."""
         return Selection(
             config.strategy.name,
-            config.activation_checkpointing.name,
+            Recomputation(
+                config.activation_checkpointing.name, config.activation_checkpointing.blocks
+            ),
             config.prefetch,
             config.train.micro_batch_size,
         )
@@ -51,7 +53,7 @@ class Selection:
         """Return the settings of these names, without those that are `usual`."""
         values = {
             STRATEGY: self.strategy,
-            RECOMPUTATION: self.activation_checkpointing,
+            RECOMPUTATION: self.recomputation.text,
             PREFETCH: self.prefetch.name,
             MICRO_BATCH: self.micro_batch_size,
         }
@@ -92,6 +94,8 @@ def kept_names(config: Config, kept: Config) -> tuple[str, ...]:
 def opened(config: C, names: Collection[str]) -> C:
     """Return a configuration in which these settings are `auto`."""
     values = {name: None if name == MICRO_BATCH else AUTO for name in names}
+    if RECOMPUTATION in names:
+        values[BLOCKS] = None
     usual = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
     return usual.changed(values, Origin.AUTO)
 
@@ -109,11 +113,14 @@ def left_open(config: Config) -> tuple[str, ...]:
 def selected(config: C, selection: Selection) -> C:
     """Return `config` with the selected value for every setting that is `auto`, and only those."""
     names = left_open(config)
-    values = {
-        RECOMPUTATION: selection.activation_checkpointing,
-        MICRO_BATCH: selection.micro_batch_size,
-    }
-    values = {name: value for name, value in values.items() if name in names}
+    values: dict[str, Value] = {}
+    if RECOMPUTATION in names:
+        values = {
+            RECOMPUTATION: selection.recomputation.name,
+            BLOCKS: selection.recomputation.blocks,
+        }
+    if MICRO_BATCH in names:
+        values[MICRO_BATCH] = selection.micro_batch_size
     config = config.changed(values, Origin.SELECTED)
     if STRATEGY in names:
         config = config.under(selection.strategy, Origin.SELECTED)

@@ -41,7 +41,7 @@ class Key:
     def allowed(self) -> str:
         words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
         if self.read is not None:
-            return f"a list of {words}"
+            return f"a list of {words}{', or none' * self.optional}"
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
         if self.within is not None:
@@ -63,8 +63,8 @@ class Key:
 
     @property
     def _may_be_none(self) -> bool:
-        """Whether `none` unsets the key; for text, `none` may be a value."""
-        return self.optional and self.type != "text"
+        """Whether `none` unsets the key; for other text, `none` may be a value."""
+        return self.optional and (self.type != "text" or self.read is not None)
 
     def text(self, value: Value) -> str:
         """Return `value` as it is given on the command line."""

@@ -19,6 +19,14 @@ from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, T
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT, TF32, Precision
+from fsdpctl.plan.recomputation import (
+    LEVELS,
+    OFFLOAD,
+    Treatment,
+    counts_of,
+    read_blocks,
+    treatments_of,
+)
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
@@ -179,6 +187,34 @@ class ActivationCheckpointingConfig:
     offload: bool = key(
         False, "inputs of recomputed blocks in host memory from forward to backward"
     )
+    blocks: str | None = optional_key(
+        "numbers of the first blocks that are recomputed more than the others, such as "
+        "full:20,selective:8; offload: full, with their inputs in host memory",
+        choices=LEVELS[1:],
+        read=read_blocks,
+        is_names=True,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some blocks are recomputed."""
+        return self.name != "none" or self.blocks is not None
+
+    @property
+    def sends_inputs(self) -> bool:
+        return self.offload or OFFLOAD in (self.blocks or "")
+
+    @property
+    def title(self) -> str:
+        """The treatment of all blocks, in words."""
+        counts = counts_of(self.blocks) if self.blocks else []
+        first = [f"{mode} in {count} block{'s' * (count > 1)}, " for mode, count in counts]
+        others = f"{self.name}{', inputs in host memory' * self.offload}"
+        return f"{''.join(first)}{others} in the others" if first else others
+
+    def treatments(self, num_blocks: int) -> tuple[Treatment, ...]:
+        """The treatment of each block; UsageError if there are fewer than `blocks` names."""
+        return treatments_of(self.name, self.blocks, num_blocks, offload=self.offload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ activation_checkpointing | ac_mode activation_checkpoint activation_checkpoint.m
   activation_checkpointing.mode
 activation_checkpointing.offload=true | activation_checkpointing_offload activation_offload
   activation_offloading enable_activation_offloading
+activation_checkpointing=auto | activation_checkpoint.memory_budget activation_memory_budget
+  memory_budget
+activation_checkpointing.blocks=full:N | recompute_num_layers
 activation_checkpointing=full | enable_activation_checkpointing enable_ac gradient_checkpointing
 activation_checkpointing=selective | selective_ac selective_ac_option
 checkpoint.every | checkpoint.enable checkpoint.enable_checkpoint checkpoint.enabled

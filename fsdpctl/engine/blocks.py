@@ -26,6 +26,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.operators import OPERATORS
+from fsdpctl.plan.recomputation import Treatment
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (
@@ -247,21 +248,26 @@ def checkpoint_block(
 
 def checkpoint_blocks(
     blocks: Sequence[nn.Module],
-    mode: str,
+    treatments: Sequence[Treatment],
     *,
-    offload: bool = False,
     keeps_buffers: bool = False,
     is_random: bool = True,
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
-    With `offload`, their inputs wait in host memory, except that of the last block, which backward
-    needs at once. The last two are those of `checkpoint_block`. Returns these inputs.
+    Inputs that are sent to the host belong to the first blocks. That of the last block stays, since
+    backward needs it at once. The last two are those of `checkpoint_block`. Returns these inputs.
     """
-    inputs = HostInputs(len(blocks))
-    for number, block in enumerate(blocks):
-        send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
-        checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers, is_random=is_random)
+    count = sum(each.sends for each in treatments)
+    # The block after them is handled alike, but its input stays: it fetches theirs ahead.
+    through = min(count + 1, len(blocks)) if len(blocks) > 1 and count else 0
+    if through > count and treatments[count].mode != treatments[count - 1].mode:
+        through = count
+    inputs = HostInputs(min(count + 1, len(blocks)))
+    for number, (block, (mode, _)) in enumerate(zip(blocks, treatments, strict=True)):
+        if mode != "none":
+            send = partial(inputs.send, number) if number < through else None
+            checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers, is_random=is_random)
     return inputs
 
 
@@ -270,14 +276,13 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
     blocks = list(map(module.get_submodule, block_names(module)))
     about = config.activation_checkpointing
-    if about.name != "none":
+    if about.is_on:
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
         is_own = config.model.is_own
         is_random = config.model.lora.dropout > 0 or getattr(module, "is_random", True)
-        checkpoint_blocks(
-            blocks, about.name, offload=about.offload, keeps_buffers=is_own, is_random=is_random
-        )
+        treatments = about.treatments(len(blocks))
+        checkpoint_blocks(blocks, treatments, keeps_buffers=is_own, is_random=is_random)
     for block in blocks if config.train.compile else ():
         compile_block(block)
 
@@ -318,7 +323,7 @@ def compile_block(block: nn.Module) -> None:
         block.forward = torch.compile(block.forward)
         return
     if _has_experts(block):
-        what = ".offload=true" if hasattr(block, "_send") else " of blocks with buffers"
+        what = " with inputs on the host" if hasattr(block, "_send") else " of blocks with buffers"
         raise UsageError(
             f"train.compile=true: conflicts with activation_checkpointing{what} for blocks with "
             "experts; set train.compile=false"

@@ -14,9 +14,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.untrusted import read_json
 
 ACCURACY = "accuracy.json"
-_LONG = 1 << 16  # tokens of a sample
 SHORT = 0.1  # seconds; the host limits shorter steps of GPUs, and data sheets do not describe it
-_SMALL = 1_000_000_000  # parameters
 _FEWEST = 5  # published steps that a band of their errors needs
 _UNTESTED = 0.5, 2.0  # of the predicted time, for other kinds
 _OUTSIDE = 0.05  # of the published steps, on each side of their band
@@ -43,18 +41,7 @@ class Band:
 
 def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
     """Return the kind of a run with steps of `seconds`, by what predictions err most in."""
-    config, model = estimate.config, estimate.config.model
-    if seconds < SHORT:
-        return "short"
-    if config.strategy.on_host or config.activation_checkpointing.offload:
-        return "offloaded"
-    if estimate.num_active < estimate.num_params:
-        return "experts"
-    if model.lora.rank is not None:
-        return "LoRA" if model.base_dtype in (None, "float32") else "QLoRA"
-    if config.train.seq_len >= _LONG or config.train.context_parallel > 1:
-        return "long"
-    return "small" if estimate.num_params < _SMALL else "dense"
+    return "short" if seconds < SHORT else estimate.kind
 
 
 def band_of(estimate: RunEstimate, seconds: float) -> Band | None:

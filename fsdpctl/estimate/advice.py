@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
+from fsdpctl.config.auto import RECOMPUTATION, opened
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import changes as c
 from fsdpctl.estimate.accuracy import is_faster
@@ -15,6 +16,7 @@ from fsdpctl.estimate.duration import RunTime, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
 from fsdpctl.io.activity import doing
 from fsdpctl.resolve.settle import RunPlan
 
@@ -64,11 +66,19 @@ class _Search:
         """Return single settings that suffice; of the values of one setting, the fastest."""
         single = (change for knob in c.SINGLE for change in knob.changes(self._plan))
         found: list[Fitting] = []
-        for each in self._by_time(list(self.fitting(single))):
+        for each in self._by_time(list(self.fitting(chain(single, self._recomputed())))):
             keys = each[0].values.keys()  # strategies differ in more than their degree
             if "strategy" in keys or all(keys != faster.values.keys() for faster, _ in found):
                 found.append(each)
         return found[:_CHANGES]
+
+    def _recomputed(self) -> Iterator[Change]:
+        """Yield the recomputation that is predicted to be fastest of those that suffice."""
+        with suppress(UsageError):
+            asked = opened(self._plan.asked, [RECOMPUTATION])
+            for each in choose(self._estimator, asked, complete=False).ranked[:1]:
+                values = c.recomputed(self._plan, each.selection.recomputation)
+                yield Change(values, "blocks are recomputed", c.changed(self._plan, values))
 
     def together(self, *, more_ranks: bool) -> list[Fitting]:
         """Return settings that suffice together, for each treatment of the optimizer states."""

@@ -8,7 +8,6 @@ from fsdpctl.config.auto import (
     PREFETCH,
     PREFETCHES,
     RECOMPUTATION,
-    RECOMPUTATIONS,
     STRATEGY,
     Selection,
     left_open,
@@ -18,7 +17,8 @@ from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.strategy import STRATEGIES, Strategy, ranks_per_replica
+from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, chain
+from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, Strategy, ranks_per_replica
 from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import strategy_that_runs, supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -30,7 +30,7 @@ class SearchPoint(NamedTuple):
     """One value per setting."""
 
     strategy: str
-    recomputation: str
+    recomputation: int  # index among those of the axes
     size: int | None  # of a micro-batch; None: a rank's whole share, if it is not `auto`
     prefetch: int  # index among those of the strategy
 
@@ -42,23 +42,23 @@ class Axes:
     placed: Filled
     names: tuple[str, ...]  # of the settings that are `auto`
     strategies: tuple[str, ...]
-    recomputations: tuple[str, ...]  # the least first
+    recomputations: tuple[Recomputation, ...]  # the least first
     sizes: tuple[int | None, ...]  # the smallest first
 
     @staticmethod
-    def of(placed: Filled) -> "Axes":
-        """Return the combinations for a placed configuration.
+    def of(placed: Filled, num_blocks: int) -> "Axes":
+        """Return the combinations for a placed configuration of a model with `num_blocks`.
 
         UsageError if its settings conflict.
         """
         names = left_open(placed)
-        given = placed.activation_checkpointing.name
-        least = int(placed.activation_checkpointing.offload)  # requires some
         return Axes(
             placed,
             names,
             _strategies(placed) if STRATEGY in names else (placed.strategy.name,),
-            RECOMPUTATIONS[least:] if RECOMPUTATION in names else (given,),
+            _recomputations(placed, num_blocks)
+            if RECOMPUTATION in names
+            else (Selection.of(placed).recomputation,),
             _sizes(placed) if MICRO_BATCH in names else (placed.train.micro_batch_size,),
         )
 
@@ -67,7 +67,19 @@ class Axes:
         prefetches = sum(len(self._prefetches(each)) for each in self.strategies)
         return prefetches * len(self.recomputations) * len(self.sizes)
 
-    def point(self, strategy: str, recomputation: str, place: int, *, most: bool) -> SearchPoint:
+    @property
+    def modes(self) -> list[int]:
+        """The indices of the recomputations that treat all blocks alike, and of the most."""
+        last = len(self.recomputations) - 1
+        alike = (index for index, each in enumerate(self.recomputations) if each.blocks is None)
+        return sorted({*alike, last})
+
+    def lighter(self, point: SearchPoint) -> SearchPoint | None:
+        """Return the point with the mode that recomputes less."""
+        below = [each for each in self.modes if each < point.recomputation]
+        return point._replace(recomputation=below[-1]) if below else None
+
+    def point(self, strategy: str, recomputation: int, place: int, *, most: bool) -> SearchPoint:
         """Return a point with the size at index `place`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
         return SearchPoint(strategy, recomputation, self.sizes[place], last if most else 0)
@@ -77,7 +89,8 @@ class Axes:
 
     def selection(self, point: SearchPoint) -> Selection:
         prefetch = self._prefetches(point.strategy)[point.prefetch]
-        return Selection(point.strategy, point.recomputation, prefetch, point.size)
+        recomputation = self.recomputations[point.recomputation]
+        return Selection(point.strategy, recomputation, prefetch, point.size)
 
     def plan(self, point: SearchPoint) -> RunPlan:
         """Return the plan of a point; UsageError if its settings conflict."""
@@ -93,6 +106,16 @@ class Axes:
         if not row.shards_params:
             return PREFETCHES[:1]
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
+
+
+def _recomputations(placed: Filled, num_blocks: int) -> tuple[Recomputation, ...]:
+    """Return what can be recomputed, the least first."""
+    if placed.activation_checkpointing.offload:  # of all recomputed blocks, so some are
+        return tuple(map(Recomputation, MODES[1:]))
+    # CPU ranks would save nothing; with compiled blocks, sending is not supported for all families.
+    sends = placed.launch.device != "cpu" and placed.engine.name == FSDPCTL
+    sends &= not placed.train.compile and not placed.is_set("activation_checkpointing.offload")
+    return chain(num_blocks, LEVELS if sends else MODES)
 
 
 def differs_here(config: Config, name: str) -> bool:

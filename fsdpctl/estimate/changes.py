@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from fsdpctl.config.auto import RECOMPUTATION
+from fsdpctl.config.keys import NONE
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
 from fsdpctl.io.texts import figure
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.optimizers import get_optimizer
+from fsdpctl.plan.recomputation import BLOCKS, MODES, Recomputation
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
 from fsdpctl.resolve.auto_values import Facts, Stage, filled
 from fsdpctl.resolve.place import LOCAL
@@ -48,7 +51,7 @@ class Change:
 
     @property
     def words(self) -> tuple[str, ...]:
-        texts = ((k, v if k in GROUPS else KEYS[k].text(v)) for k, v in self.values.items())
+        texts = ((k, v if k in GROUPS else KEYS[k].text(v) or NONE) for k, v in self.values.items())
         return tuple(f"{key}={text}" for key, text in texts)
 
 
@@ -147,6 +150,23 @@ def _feed_forward_in_chunks(plan: RunPlan) -> list[Values]:
     return _when(is_long and is_whole, train__mlp_chunk_tokens=None)
 
 
+def _recomputed(mode: str) -> Callable[[RunPlan], list[Values]]:
+    """Return the values of a knob that recomputes all blocks in a mode."""
+
+    def values(plan: RunPlan) -> list[Values]:
+        now = plan.config.activation_checkpointing
+        more = MODES.index(now.name) < MODES.index(mode)
+        return [recomputed(plan, Recomputation(mode))] if more else []
+
+    return values
+
+
+def recomputed(plan: RunPlan, recomputation: Recomputation) -> Values:
+    """Return the settings of a recomputation, without what a plan has already."""
+    values = {RECOMPUTATION: recomputation.name, BLOCKS: recomputation.blocks}
+    return {key: value for key, value in values.items() if plan.config.value(key) != value}
+
+
 def _compressed(plan: RunPlan) -> list[Values]:
     config = plan.config
     if config.model.lora.rank is not None or config.precision.master_dtype != "float32":
@@ -177,8 +197,8 @@ def _adapters(plan: RunPlan) -> list[Values]:
     config = plan.config
     if config.model.lora.rank is not None or config.engine.name != FSDPCTL:
         return []
-    rounded, recomputed = {"model.base_dtype": "nf4"}, {"activation_checkpointing": "full"}
-    more: tuple[Values, ...] = ({}, recomputed, rounded, rounded | recomputed)
+    rounded, full = {"model.base_dtype": "nf4"}, recomputed(plan, Recomputation("full"))
+    more: tuple[Values, ...] = ({}, full, rounded, {**rounded, **full})
     return [{"model.lora.rank": _RANK, **each} for each in more]
 
 
@@ -216,18 +236,8 @@ REDUCED_EVERY_TIME = Knob(
 )
 SHARED_OUT = Knob("replicas exchange updated parameters", _shared_out)
 FULLY_SHARDED = Knob("units are gathered twice", _fully_sharded)
-RECOMPUTED_IN_PART = Knob(
-    "every second matrix product is recomputed",
-    lambda p: _when(
-        p.config.activation_checkpointing.name == "none", activation_checkpointing="selective"
-    ),
-)
-RECOMPUTED = Knob(
-    "a third more computation",
-    lambda p: _when(
-        p.config.activation_checkpointing.name != "full", activation_checkpointing="full"
-    ),
-)
+RECOMPUTED_IN_PART = Knob("every second matrix product is recomputed", _recomputed("selective"))
+RECOMPUTED = Knob("a third more computation", _recomputed("full"))
 SMALLER_BATCH = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, halves(p)))
 SINGLE_SAMPLE = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, [1]))
 SHARED_SAMPLES = Knob(
@@ -260,9 +270,8 @@ TOGETHER = (
     IN_FOUR_BITS, COMPUTED_IN_BF16,
 )  # fmt: skip
 SINGLE = (
-    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, COMPRESSED, FULLY_SHARDED,
-    RECOMPUTED_IN_PART, SMALLER_BATCH, SHARED_SAMPLES, RECOMPUTED, ACTIVATIONS_ON_HOST,
-    FEED_FORWARD_IN_CHUNKS, STATES_ON_HOST, GRADIENTS_ON_HOST, PARAMS_ON_HOST, IN_FOUR_BITS,
-    COMPUTED_IN_BF16,
+    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, COMPRESSED, FULLY_SHARDED, SMALLER_BATCH,
+    SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS, STATES_ON_HOST, GRADIENTS_ON_HOST,
+    PARAMS_ON_HOST, IN_FOUR_BITS, COMPUTED_IN_BF16,
 )  # fmt: skip
 STATES = ((), (STATES_ON_HOST,), (GRADIENTS_ON_HOST,), (COMPRESSED,))  # treatments of them

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import Config, Settled
+from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
@@ -116,7 +116,7 @@ class Estimator:
 
     def _estimate(self, plan: RunPlan) -> RunEstimate:
         plan = replace(plan, config=on_cluster(plan.config))
-        config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
+        config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         check_trained(config, traced.units)
         program, last = _program(plan, traced), traced.units[-1]
         training = plan_run(config, traced.units, batches.num_micro_batches)
@@ -144,7 +144,7 @@ class Estimator:
 
         UsageError if its hardware specs are incomplete.
         """
-        config, batches, traced = plan.config, plan.batches, self.traced_model(plan)
+        config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         program, passes = _program(plan, traced), batches.num_micro_batches
         shown = _simulate(config, traced, program, min(passes, _SIMULATED))
         if passes > _SIMULATED:
@@ -152,12 +152,11 @@ class Estimator:
             shown = shown.extended(before, passes - _SIMULATED)
         return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
 
-    def traced_model(self, plan: RunPlan) -> TracedModel:
-        config = plan.config
+    def traced_model(self, config: Filled) -> TracedModel:
+        """Return the model of a configuration, for any activation checkpointing."""
         alike = (
             config.model,
             config.precision.param_dtype,
-            config.activation_checkpointing,
             config.launch.device,
             config.data.holds_documents,
             config.train.context_parallel,
@@ -194,7 +193,8 @@ def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEs
 def _program(plan: RunPlan, traced: TracedModel) -> Program:
     micro, train = plan.batches.micro_batch_size, plan.config.train
     length = tokens_per_rank(train.seq_len, train.context_parallel)
-    return traced.program(micro, length, train.loss_chunk_tokens or 0)
+    checkpointing = plan.config.activation_checkpointing
+    return traced.program(micro, length, train.loss_chunk_tokens or 0, checkpointing)
 
 
 def _simulate(

@@ -20,7 +20,7 @@ from fsdpctl.estimate.planned_steps import (
     reducing_passes,
     steps_of,
 )
-from fsdpctl.estimate.traced import ShortModule, TracedModule
+from fsdpctl.estimate.traced import TracedModule, WholeModule
 from fsdpctl.models.describe import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import StepPlan
@@ -128,15 +128,9 @@ def estimate_memory(
     given = replace(given, precision=_precision(module, given.precision, assumed.engine))
     dtype = None if compute is None else torch_dtype(str(compute))
     num_params = sum(param.numel() for param in module.parameters())
-    observed = TracedModule(
-        ShortModule.of(module, units),
-        make,
-        units,
-        checkpointing=ActivationCheckpointingConfig(assumed.activation_checkpointing),
-        dtype=dtype,
-        device=assumed.device,
-    )
-    program = observed.program(_Run(input_fn, loss_fn, dtype))
+    observed = TracedModule(WholeModule(module, units), dtype=dtype, device=assumed.device)
+    checkpointing = ActivationCheckpointingConfig(assumed.activation_checkpointing)
+    program = observed.program(_Run(input_fn, loss_fn, dtype), checkpointing)
     recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy = requested_strategy(given)
     plan = fullest_rank(assumed.engine, _plan(units, given, world_size, assumed))

@@ -1,16 +1,24 @@
 """The memory of the fullest rank of a run, and whether it fits."""
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any
 
+from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Settled
 from fsdpctl.io.texts import format_bytes
+from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30
-RESERVE = 0.05  # share of the memory of a GPU
+MEMORY_ACCURACY = "memory_accuracy.json"  # which `benchmarks/estimates.py` writes
+_LEAST_RESERVE = 0.05  # share of the memory of a GPU
+_FEWEST = 5  # published measurements of a kind, else the errors of all kinds count
+_LONG = 1 << 16  # tokens of a sample
+_SMALL = 1_000_000_000  # parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,12 @@ _CONTEXT = {
 }
 _COMMUNICATOR = Range(int(0.05 * _GIB), int(0.6 * _GIB))
 _HOST = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
+
+
+@cache
+def memory_errors() -> dict[str, list[float]]:
+    """Return the errors of the estimated memory of published runs, by kind."""
+    return read_json(package_folder("conf") / MEMORY_ACCURACY, dict[str, list[float]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +107,36 @@ class RunEstimate:
         return min(on_device, (self.host_limit - self.node_bytes) // self._ranks_per_node)
 
     @property
+    def kind(self) -> str:
+        """The kind of the run, by what predictions err most in."""
+        config, model = self.config, self.config.model
+        if config.strategy.on_host or config.activation_checkpointing.sends_inputs:
+            return "offloaded"
+        if self.num_active < self.num_params:
+            return "experts"
+        if model.lora.rank is not None:
+            return "LoRA" if model.base_dtype in (None, "float32") else "QLoRA"
+        if config.train.seq_len >= _LONG or config.train.context_parallel > 1:
+            return "long"
+        return "small" if self.num_params < _SMALL else "dense"
+
+    @property
+    def reserve_share(self) -> float:
+        """The share of `available` that a selection leaves, for what an estimate misses.
+
+        Estimates of published runs of this kind missed no more.
+        """
+        if self.config.launch.device == "cpu":
+            return 0
+        published = memory_errors()
+        of_kind = published.get(self.kind, [])
+        errors = of_kind if len(of_kind) >= _FEWEST else chain(*published.values())
+        return max(_LEAST_RESERVE, -min(errors))
+
+    @property
     def reserve(self) -> int:
-        """The bytes of `available` that a selection leaves, for what an estimate misses."""
-        return int(RESERVE * self.available) if self.config.launch.device == "cuda" else 0
+        """The bytes of `reserve_share`."""
+        return int(self.reserve_share * self.available)
 
     @property
     def leaves_reserve(self) -> bool:

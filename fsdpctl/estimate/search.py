@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from fsdpctl.config.auto import MICRO_BATCH, Selection, left_open, opened, plain, unset
@@ -30,6 +31,7 @@ from fsdpctl.resolve.place import supported_strategies
 from fsdpctl.resolve.settle import RunPlan, settle
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
+_GUESSES = 4  # of a recomputation, before bisection
 _SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 
 
@@ -90,7 +92,7 @@ def roomiest(estimator: Estimator, placed: Filled, names: Collection[str]) -> Ru
     found = estimator.fitting(settle(plain(placed, names)))
     if found is not None and found.leaves_reserve:
         return found
-    return _Search(estimator, Axes.of(opened(placed, names))).roomiest()
+    return _Search(estimator, opened(placed, names)).roomiest()
 
 
 def choose(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ranking:
@@ -102,20 +104,20 @@ def choose(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ra
     """
     described, whose = with_speed(placed)
     with doing("comparing configurations"):
-        search = _Search(estimator, Axes.of(described))
+        search = _Search(estimator, described)
         found = tuple(search.ranked(complete=complete))
         closest = None if found else search.closest()
     return Ranking(search.axes.names, found, search.axes.count, whose, closest)
 
 
-_Kind = tuple[str, str, int | None]  # of points that differ only in prefetch
+_Kind = tuple[str, int, int | None]  # of points that differ only in prefetch
 
 
 class _Search:
     """A search, with the estimates and predictions made so far."""
 
-    def __init__(self, estimator: Estimator, axes: Axes) -> None:
-        self.axes = axes
+    def __init__(self, estimator: Estimator, placed: Filled) -> None:
+        self.axes = Axes.of(placed, estimator.traced_model(placed).num_blocks)
         self._estimator = estimator
         self._estimates: dict[SearchPoint, RunEstimate | None] = {}
         self._seconds: dict[SearchPoint, float] = {}
@@ -133,7 +135,7 @@ class _Search:
             found = list(self._fastest())
         if not found:
             return []
-        selected = self._selected(found)
+        selected = self._least(self._selected(found))
         others = [each for each in found if _kind(each) != _kind(selected)]
         if complete and len(others) < KEPT - 1:
             others += self._rest({selected, *others}, {_kind(selected), *map(_kind, others)})
@@ -157,19 +159,68 @@ class _Search:
     # ---- time ----------------------------------------------------------------------------
 
     def _fastest(self) -> Iterator[SearchPoint]:
-        """Yield points that fit, the fastest first, until the rest cannot matter."""
-        heap = [(self._time(point), point) for point in self._promising()]
+        """Yield points that fit, the fastest first, until the rest cannot matter.
+
+        Between a mode that fits and the lighter one, which may not, the fastest that fits is found
+        when it may be selected: it is no faster than the lighter mode.
+        """
+        heap = [self._hopeful(point) for point in self._promising()]
         heapq.heapify(heap)
-        count, best = 0, 0.0
+        number, best = 0, 0.0
         while heap:
-            seconds, point = heapq.heappop(heap)
-            if count >= KEPT and seconds > best * (1 + TIE):
+            seconds, point, is_exact = heapq.heappop(heap)
+            late = number > 0 and seconds > best * (1 + TIE)
+            if number >= KEPT and late:
                 return
-            if self._fits(point):
-                count, best = count + 1, best or seconds
+            if not self._fits(point):
+                if (less := self.axes.less_prefetch(point)) is not None:
+                    heapq.heappush(heap, self._hopeful(less))
+            elif is_exact:
+                number, best = number + 1, best or seconds
                 yield point
-            elif (less := self.axes.less_prefetch(point)) is not None:
-                heapq.heappush(heap, (self._time(less), less))
+            else:
+                least = point if late else self._least(point)
+                heapq.heappush(heap, (self._time(least), least, True))
+
+    def _hopeful(self, point: SearchPoint) -> tuple[float, SearchPoint, bool]:
+        """Return a point after the least time that it may take, and whether it takes that."""
+        lighter = self.axes.lighter(point)
+        if lighter is None or self._estimate(lighter) is None:
+            return self._time(point), point, True
+        return min(self._time(lighter), self._time(point)), point, False
+
+    def _least(self, point: SearchPoint) -> SearchPoint:
+        """Return the least recomputation that fits, if `point` fits and the lighter mode doesn't.
+
+        Memory is nearly linear between two modes: it tries where their line reaches the limit.
+        """
+        over = self.axes.lighter(point)
+        if over is None or self._estimate(over) is None:
+            return point
+        if self._fits(over):
+            return over
+        for tries in count():
+            gap = point.recomputation - over.recomputation
+            if gap == 1:
+                return point
+            more = self._guess(over, point) if tries < _GUESSES else 0
+            index = over.recomputation + (min(more, gap - 1) if more > 0 else gap // 2)
+            middle = point._replace(recomputation=index)
+            if self._fits(middle):
+                point = middle
+            else:
+                over = middle
+        raise AssertionError  # the gap shrinks
+
+    def _guess(self, over: SearchPoint, fits: SearchPoint) -> int:
+        """Return the steps from `over` until a line to `fits` reaches the limit; 0: unknown."""
+        most, least = self._estimate(over), self._estimate(fits)
+        if most is None or least is None:
+            return 0
+        limit = least.available - (least.reserve if self._leaves_reserve else 0)
+        saved = most.peak_reserved - least.peak_reserved
+        gap = fits.recomputation - over.recomputation
+        return -(gap * (limit - most.peak_reserved) // saved) if saved > 0 else 0
 
     def _promising(self) -> Iterator[SearchPoint]:
         """Yield, per strategy, points with the least recomputation and the most prefetch."""
@@ -217,24 +268,24 @@ class _Search:
 
     # ---- memory --------------------------------------------------------------------------
 
-    def _edges(self, strategy: str) -> Iterator[tuple[str, int]]:
+    def _edges(self, strategy: str) -> Iterator[tuple[int, int]]:
         """Yield each recomputation mode, the least first, with the largest size that fits."""
         if not any(map(self._fits, self._extremes(strategy))):
             return
         low, last = -1, len(self.axes.sizes) - 1
 
-        def fits(mode: str, place: int) -> bool:
+        def fits(mode: int, place: int) -> bool:
             return self._fits(self.axes.point(strategy, mode, place, most=False))
 
-        for mode in self.axes.recomputations:
+        for mode in self.axes.modes:
             low = largest_true(partial(fits, mode), low, last, last)
             if low >= 0:
                 yield mode, low
 
     def _extremes(self, strategy: str) -> list[SearchPoint]:
         """Return the points of which one fits if any does."""
-        last, modes = len(self.axes.sizes) - 1, self.axes.recomputations
-        ends = ((modes[0], last), (modes[-1], 0), (modes[-1], last))
+        last, modes = len(self.axes.sizes) - 1, self.axes.modes
+        ends = [(modes[0], last), *((mode, size) for mode in modes[:-3:-1] for size in (0, last))]
         return [self.axes.point(strategy, mode, place, most=False) for mode, place in ends]
 
     def _fits(self, point: SearchPoint) -> bool:

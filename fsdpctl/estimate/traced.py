@@ -1,7 +1,7 @@
 """Traced models: the operators and allocations of their passes."""
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, takewhile
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import ActivationCheckpointingConfig, Settled
+from fsdpctl.config.schema import ActivationCheckpointingConfig, Filled
 from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.recurrences import packages_of
@@ -27,6 +27,7 @@ from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.recomputation import Treatment
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Pass, Program, UnitRow, traced_of
 from fsdpctl.resolve.attention_kernel import kernel_of
@@ -36,26 +37,57 @@ _LONGEST_PERIOD = 12  # of blocks in a row
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
 
-@dataclass(frozen=True, slots=True)
-class ShortModule:
-    """A module on the meta device with few of its like blocks."""
+class WholeModule:
+    """A module on the meta device, and the kinds of its blocks."""
 
-    module: nn.Module
-    rows: Sequence[UnitRow] = ()  # which blocks represent which
-
-    @classmethod
-    def of(cls, module: nn.Module, units: Sequence[UnitSpec]) -> "ShortModule":
-        """Remove blocks of a module."""
-        blocks = [unit.name for unit in units if unit.kind == "block"]
-        rows: list[UnitRow] = []
-        for parent, names in groupby(blocks, key=lambda name: name.rpartition(".")[0]):
+    def __init__(self, module: nn.Module, units: Sequence[UnitSpec]) -> None:
+        self.module, self.units = module, units
+        self.blocks = [unit.name for unit in units if unit.kind == "block"]
+        self._kinds: dict[str, list[int]] = {}  # of the blocks of a list
+        for parent, names in groupby(self.blocks, key=_parent):
             siblings = module.get_submodule(parent)
             members = [name.rpartition(".")[2] for name in names]
             if isinstance(siblings, nn.ModuleList) and members == list(siblings._modules):
-                rows += _shorten_list(parent, siblings)
+                looks = [_looks(block) for block in siblings]
+                self._kinds[parent] = [looks.index(each) for each in looks]
+
+    def kind(self, block: str) -> int:
+        """Return the number of a block's kind among those of its list."""
+        parent, _, index = block.rpartition(".")
+        return self._kinds[parent][int(index)]
+
+    def rows(self, treatments: Mapping[str, Treatment]) -> list[UnitRow]:
+        """Return rows of blocks that are alike and have one treatment."""
+        rows: list[UnitRow] = []
+        for parent, alike in self._kinds.items():
+            whole = [f"{parent}.{index}" for index in range(len(alike))]
+            kinds = [*zip(alike, map(treatments.get, whole), strict=True)]
+            start = traced = 0
+            while start < len(whole):
+                length, period = _row_at(kinds[start:])
+                count = traced_of(length, period)
+                names = tuple(f"{parent}.{traced + index}" for index in range(count))
+                rows.append(UnitRow(names, tuple(whole[start : start + length]), period))
+                start, traced = start + length, traced + count
+        return rows
+
+    def shortened(self, rows: Sequence[UnitRow]) -> nn.Module:
+        """Return a copy with the traced blocks of `rows` in place of all."""
+        memo: dict[int, Any] = {}
+        for parent, of_list in groupby(rows, key=lambda row: _parent(row.whole[0])):
+            siblings = self.module.get_submodule(parent)
+            kept = [name for row in of_list for name in row.whole[: len(row.traced)]]
+            blocks = [deepcopy(self.module.get_submodule(name), memo) for name in kept]
+            memo[id(siblings)] = few = copy(siblings)
+            few._modules = {str(index): block for index, block in enumerate(blocks)}
+        module = deepcopy(self.module, memo)
         if isinstance(module, TransformersDecoder):
             _shorten_configuration(module.transformers_model.config, rows)
-        return cls(module, rows)
+        return module
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _shorten_configuration(config: Any, rows: Sequence[UnitRow]) -> None:
@@ -66,27 +98,7 @@ def _shorten_configuration(config: Any, rows: Sequence[UnitRow]) -> None:
             each[:] = [each[int(index)] for index in kept]
 
 
-def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[UnitRow]:
-    blocks = list(siblings)
-    looks = [_looks(block) for block in blocks]
-    kinds = [looks.index(each) for each in looks]
-    rows: list[UnitRow] = []
-    kept: list[nn.Module] = []
-    start = 0
-    while start < len(blocks):
-        length, period = _row_at(kinds[start:])
-        count = traced_of(length, period)
-        whole = tuple(f"{parent}.{start + index}" for index in range(length))
-        traced = tuple(f"{parent}.{len(kept) + index}" for index in range(count))
-        rows.append(UnitRow(traced, whole, period))
-        kept += blocks[start : start + count]
-        start += length
-    del siblings[:]
-    siblings.extend(kept)
-    return rows
-
-
-def _row_at(kinds: Sequence[int]) -> tuple[int, int]:
+def _row_at(kinds: Sequence[object]) -> tuple[int, int]:
     """Return the length and the period of the first row, which leaves out most."""
     found: list[tuple[int, int]] = []
     for period in range(1, min(_LONGEST_PERIOD, len(kinds)) + 1):
@@ -117,75 +129,84 @@ def _looks(block: nn.Module) -> object:
 
 
 class TracedModule:
-    """A module on the meta device, with few of its like blocks, that is traced."""
+    """A module whose passes are traced, with few of its like blocks."""
 
     def __init__(
         self,
-        short: ShortModule,
-        make: Callable[[], nn.Module],
-        units: Sequence[UnitSpec],
+        whole: WholeModule,
         *,
-        checkpointing: ActivationCheckpointingConfig,
         dtype: torch.dtype | None,
         device: str,
         kernel: str | None = None,
     ) -> None:
-        """Prepare a module as for training, in place.
-
-        `make` makes it with all `units`, if all blocks must be run. `dtype` is that of the
-        computation; None: that of its parameters.
-        """
-        self._make, self._units = make, units
-        self._names = [unit.name for unit in units[1:]]
-        self._blocks = [unit.name for unit in units if unit.kind == "block"]
-        self._checkpointing, self._dtype = checkpointing, dtype
+        """`dtype` is that of the computation; None: that of its parameters."""
+        self._whole, self._dtype = whole, dtype
         self._device, self._kernel = device, kernel
-        self._prepare(short)
+        self._passes: dict[object, Pass] = {}
 
-    def program(self, run: Callable[[nn.Module], object]) -> Program:
-        """Return a pass of the whole model; `run` runs one, and returns what outlives it."""
-        passed = self._trace(run)
-        if not all(row.is_regular(passed) for row in self._rows):
-            self._prepare(ShortModule(self._make()))
-            passed = self._trace(run)
-        return Program(passed, self._names, self._rows)
+    def program(
+        self,
+        run: Callable[[nn.Module], object],
+        checkpointing: ActivationCheckpointingConfig,
+        about: object = None,
+    ) -> Program:
+        """Return a pass of the whole model, with its blocks prepared as for training.
 
-    def remake(self) -> None:
-        """Trace another module from now on, which `make` makes."""
-        self._prepare(ShortModule.of(self._make(), self._units))
+        `run` runs one, and returns what outlives it. It does the same if `about` is equal.
+        """
+        blocks = self._whole.blocks
+        treatments = dict(zip(blocks, checkpointing.treatments(len(blocks)), strict=True))
+        rows = self._whole.rows(treatments)
+        passed = self._pass(run, rows, treatments, about)
+        if not all(row.is_regular(passed) for row in rows):
+            rows = []
+            passed = self._pass(run, rows, treatments, about)
+        return Program(passed, [unit.name for unit in self._whole.units[1:]], rows)
 
-    def _prepare(self, short: ShortModule) -> None:
-        self._module, self._rows = short.module, short.rows
-        traced = {
+    def _pass(
+        self,
+        run: Callable[[nn.Module], object],
+        rows: Sequence[UnitRow],
+        treatments: Mapping[str, Treatment],
+        about: object,
+    ) -> Pass:
+        """Trace a pass, unless one of the same blocks with the same treatments has been."""
+        names = {
             name: row.traced[row.stand_in(index)]
-            for row in self._rows
+            for row in rows
             for index, name in enumerate(row.whole)
         }
-        self._recomputed = list(dict.fromkeys(traced.get(name, name) for name in self._blocks))
-        others = (name for name in self._names if name not in self._blocks)
-        self._traced = [*self._recomputed, *others]
-        about = self._checkpointing
-        if about.name != "none":
-            blocks = [self._module.get_submodule(name) for name in self._recomputed]
-            self._inputs = checkpoint_blocks(blocks, about.name, offload=about.offload)
-        for param in self._module.parameters():
+        treated = {names.get(name, name): each for name, each in treatments.items()}
+        kept = [name for row in rows for name in row.whole[: len(row.traced)]]
+        key = (tuple(treated.items()), tuple(map(self._whole.kind, kept)), about)
+        if key not in self._passes:
+            self._passes[key] = self._trace(run, rows, treated)
+        return self._passes[key]
+
+    def _trace(
+        self,
+        run: Callable[[nn.Module], object],
+        rows: Sequence[UnitRow],
+        treated: Mapping[str, Treatment],
+    ) -> Pass:
+        module = self._whole.shortened(rows)
+        blocks = [module.get_submodule(name) for name in treated]
+        inputs = checkpoint_blocks(blocks, [*treated.values()])
+        for param in module.parameters():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
-
-    def _trace(self, run: Callable[[nn.Module], object]) -> Pass:
-        passed = trace(
-            self._module, self._traced, lambda: run(self._module), self._device, self._kernel
-        )
-        sizes = self._inputs.sizes if self._checkpointing.offload else {}
-        return replace(passed, sent={self._recomputed[n]: size for n, size in sizes.items()})
+        others = (unit.name for unit in self._whole.units[1:] if unit.kind != "block")
+        traced = [*treated, *others]
+        passed = trace(module, traced, lambda: run(module), self._device, self._kernel)
+        sent = {name: inputs.sizes.get(n, 0) for n, name in enumerate(treated)}
+        return replace(passed, sent={name: size for name, size in sent.items() if size})
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model on the meta device with few of its like blocks, and what the whole one has."""
+    """A model on the meta device, and what it has."""
 
-    short: ShortModule
-    units: tuple[UnitSpec, ...]
+    whole: WholeModule
     num_params: int
     num_active: int
     num_trained: int
@@ -201,52 +222,55 @@ def _make(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> nn.Modul
 def _built(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> BuiltModel:
     """Return a model, which no one else may change."""
     module = _make(config, chunk_tokens, plain_norms)
-    units = divide_module(module, None)
     return BuiltModel(
         num_params=sum(count_weights(module).values()),
         num_active=count_active(module),
         num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),
-        units=units,
-        short=ShortModule.of(module, units),
+        whole=WholeModule(module, divide_module(module, None)),
     )
 
 
 class TracedModel:
     """The model of a configuration, which is traced at any size and length."""
 
-    def __init__(self, config: Settled) -> None:
+    def __init__(self, config: Filled) -> None:
         """Build the model of a placed configuration on the meta device.
 
         UsageError if the model's sizes conflict.
         """
 
-        self._model, chunk_tokens = config.model, config.train.mlp_chunk_tokens or 0
-        plain_norms = config.engine.facts.plain_norms
-        built = _built(config.model, chunk_tokens, plain_norms)
-        self.units, self.num_trained = built.units, built.num_trained
+        self._model = config.model
+        self._about = config.train.mlp_chunk_tokens or 0, config.engine.facts.plain_norms
+        built = _built(config.model, *self._about)
+        self.units, self.num_trained = tuple(built.whole.units), built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
-        module = deepcopy(built.short.module)
-        self.packages = packages_of(module) if config.launch.device == "cuda" else ()
-        self._traced_module = TracedModule(
-            ShortModule(module, built.short.rows),
-            lambda: _make(self._model, chunk_tokens, plain_norms),
-            self.units,
-            checkpointing=config.activation_checkpointing,
-            dtype=torch_dtype(str(config.precision.param_dtype)),
-            device=str(config.launch.device),
-            kernel=kernel_of(config),
-        )
+        self.num_blocks = len(built.whole.blocks)
+        is_cuda = config.launch.device == "cuda"
+        self.packages = packages_of(built.whole.module) if is_cuda else ()
+        self._dtype = torch_dtype(str(config.precision.param_dtype))
+        self._kernel = kernel_of(config)
         self._holds_documents = config.data.holds_documents
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
         self._keeps_logits = config.engine.facts.keeps_logits
-        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._programs: dict[object, Program] = {}
+        self._traced_module = self._traced(built.whole)
 
-    def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
+    def _traced(self, whole: WholeModule) -> TracedModule:
+        return TracedModule(whole, dtype=self._dtype, device=self._device, kernel=self._kernel)
+
+    def program(
+        self,
+        micro_batch_size: int,
+        seq_len: int,
+        chunk_tokens: int,
+        checkpointing: ActivationCheckpointingConfig,
+    ) -> Program:
         """Return a pass over `micro_batch_size` samples; `chunk_tokens` as in the loss.
 
-        `seq_len` is the number of each sample's tokens on a rank.
+        `seq_len` is the number of each sample's tokens on a rank. UsageError if the model has fewer
+        blocks than `checkpointing` names.
         """
         kept: list[Tensor] = []
 
@@ -271,16 +295,22 @@ class TracedModel:
             (loss / tokens.numel()).backward()
             return loss
 
-        key = (micro_batch_size, seq_len, chunk_tokens)
-        if key not in self._programs:
+        sizes = (micro_batch_size, seq_len, chunk_tokens)
+        if (key := (sizes, checkpointing)) not in self._programs:
             pairs.cache_clear()  # its table is part of what a first pass allocates
             import_kernels(self._device)
-            self._programs[key] = self._program(run)
+            checkpointing.treatments(self.num_blocks)
+            self._programs[key] = self._program(run, checkpointing, sizes)
         return self._programs[key]
 
-    def _program(self, run: Callable[[nn.Module], object]) -> Program:
+    def _program(
+        self,
+        run: Callable[[nn.Module], object],
+        checkpointing: ActivationCheckpointingConfig,
+        sizes: object,
+    ) -> Program:
         try:
-            return self._traced_module.program(run)
+            return self._traced_module.program(run, checkpointing, sizes)
         except Exception as error:  # of the code of a family, which our attention may not serve
             if self._model.attention == THEIRS:
                 reason = str(error).strip().partition("\n")[0]
@@ -288,5 +318,6 @@ class TracedModel:
                     f"model: {family_of(self._model)}: memory cannot be estimated: {reason}"
                 ) from error
         self._model = replace(self._model, attention=THEIRS)
-        self._traced_module.remake()
-        return self._program(run)
+        whole = WholeModule(_make(self._model, *self._about), self.units)
+        self._traced_module = self._traced(whole)
+        return self._program(run, checkpointing, sizes)

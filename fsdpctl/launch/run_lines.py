@@ -230,11 +230,9 @@ def _memory(estimate: RunEstimate | None) -> str:
 
 def _blocks(config: Config) -> str:
     recomputed = config.activation_checkpointing
-    is_on = recomputed.name != "none"
     parts = (
         "compiled" * config.train.compile,
-        f"activation checkpointing {recomputed.name}" * is_on,
-        "inputs of blocks in host memory" * (is_on and recomputed.offload),
+        f"activation checkpointing {recomputed.title}" * recomputed.is_on,
     )
     return ", ".join(filter(None, parts))
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fsdpctl.config.data import check_kind
+from fsdpctl.config.keys import AUTO
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
@@ -27,6 +28,7 @@ from fsdpctl.plan.optimizers import (
     is_muons,
 )
 from fsdpctl.plan.precision import SPLIT, TF32
+from fsdpctl.plan.recomputation import LEVELS
 from fsdpctl.plan.strategy import (
     DDP,
     FSDPCTL,
@@ -107,6 +109,9 @@ _ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
     "optimizer.state_dtype={optimizer.state_dtype}": lambda c: c.optimizer.state_dtype is not None,
     "precision.master_dtype={SPLIT}": lambda c: c.precision.master_dtype == SPLIT,
     "activation_checkpointing.offload=true": lambda c: c.activation_checkpointing.offload,
+    "activation_checkpointing.blocks={activation_checkpointing.blocks}": lambda c: (
+        c.activation_checkpointing.sends_inputs
+    ),
     "train.context_parallel={train.context_parallel}": lambda c: c.train.context_parallel > 1,
     "model.lora.rank={model.lora.rank}": lambda c: c.model.lora.rank is not None,
     "model.trainable={model.trainable}": lambda c: c.model.trainable is not None,
@@ -137,6 +142,20 @@ def _is_uneven_on_nodes(config: Config) -> bool:
 def _sends_inputs(config: Config, mode: str) -> bool:
     about = config.activation_checkpointing
     return about.offload and about.name == mode
+
+
+def _conflict_of_blocks(config: Config) -> str:
+    about = config.activation_checkpointing
+    if about.blocks is None:
+        return ""
+    if about.name == AUTO:
+        return "=auto; leave one of them out"
+    if about.offload:
+        return ".offload=true; write offload:N in place of full:N"
+    least = about.blocks.rpartition(",")[2].partition(":")[0]
+    if LEVELS.index(least) <= LEVELS.index(about.name):
+        return f"={about.name}; the first blocks are recomputed more than the others"
+    return ""
 
 
 _INPUTS = "activation_checkpointing.offload=true: requires "
@@ -201,6 +220,11 @@ RULES = (
         _INPUTS + "activation_checkpointing=full or selective, got "
         "activation_checkpointing={activation_checkpointing.name}",
         lambda c: _sends_inputs(c, "none"),
+    ),
+    Rule(
+        "activation_checkpointing.blocks={activation_checkpointing.blocks}: conflicts with "
+        "activation_checkpointing{found}",
+        _conflict_of_blocks,
     ),
     Rule(
         _INPUTS + "train.compile=false with selective",

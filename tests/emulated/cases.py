@@ -15,6 +15,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.precision import Precision
+from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.plan.step import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 from tests.engine.events import gathered_nbytes
@@ -62,7 +63,8 @@ class Case:
         if self.in_part:
             freeze_all_but_vectors(net)
         if self.recomputes or self.sends:
-            checkpoint_blocks(list(net.blocks), "full", offload=self.sends)
+            blocks = list(net.blocks)
+            checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=self.sends))
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
         offload = Offload.parse(self.offload)
         if half == 1:

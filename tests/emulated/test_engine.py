@@ -21,6 +21,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.models import registry
 from fsdpctl.plan.layout import Span
+from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
@@ -140,7 +141,7 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
     if not waits:
         SentInput.__del__ = lambda self: None  # type: ignore[method-assign]
     with mock.patch.object(Dropping, "forward", failing):
-        checkpoint_blocks(blocks, "full", offload=True)
+        checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=True))
         with pytest.raises(ValueError, match="planted"):
             net(torch.randn(4, 16, device="cuda")).backward()
     while any(isinstance(each, SentInput) for each in gc.get_objects()):

@@ -18,6 +18,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.errors import EngineError
+from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model, make_optimizer
@@ -62,7 +63,8 @@ class Chain(nn.Module):
 
 def chain(mode: str, *, offload: bool) -> tuple[Chain, HostInputs]:
     net = Chain()
-    return net, checkpoint_blocks(list(net.blocks), mode, offload=offload)
+    blocks = list(net.blocks)
+    return net, checkpoint_blocks(blocks, treatments_of(mode, None, len(blocks), offload=offload))
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -89,7 +91,7 @@ def test_the_same_bits_whatever_blocks_do(kind: str, mode: str) -> None:
     for offload in (False, True):
         module = about.make()
         blocks = list(module.get_submodule("blocks").children())
-        inputs = checkpoint_blocks(blocks, mode, offload=offload)
+        inputs = checkpoint_blocks(blocks, treatments_of(mode, None, len(blocks), offload=offload))
         found += [list(_steps(about, module))]
         assert all_free(inputs)
         needs_them = kind != "frozen below"  # only the last block's, which stays
@@ -156,7 +158,9 @@ def seen(net: Chain) -> Iterator[list[str]]:
 def test_inputs_leave_beside_their_block_and_return_one_block_ahead() -> None:
     net = Chain(num_blocks=4)
     with seen(net) as events:
-        checkpoint_blocks(list(net.blocks), "full", offload=True)
+        checkpoint_blocks(
+            list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True)
+        )
         loss = net(torch.randn(3, 16))
         assert events == ["down", "block 0", "down", "block 1", "down", "block 2", "block 3"]
         events.clear()
@@ -178,7 +182,9 @@ def test_only_the_last_input_stays_on_the_device(mode: str) -> None:
         return right(self, number, given)
 
     with mock.patch.object(HostInputs, "send", watched):
-        checkpoint_blocks(list(net.blocks), mode, offload=True)
+        checkpoint_blocks(
+            list(net.blocks), treatments_of(mode, None, len(net.blocks), offload=True)
+        )
         loss = net(torch.randn(3, 16))
     assert [each() is not None for each in alive] == [False, False, False, False, True]
     loss.backward()
@@ -199,7 +205,9 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
         return right(self, *given, **more)
 
     with mock.patch.object(Dropping, "forward", failing):
-        inputs = checkpoint_blocks(list(net.blocks), "full", offload=True)
+        inputs = checkpoint_blocks(
+            list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True)
+        )
         with pytest.raises(ValueError, match="planted"):
             net(batch).backward()
     net.zero_grad()
@@ -213,7 +221,7 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
 
 def test_a_block_that_writes_to_its_input_is_rejected() -> None:
     net = Stack(InPlace)
-    checkpoint_blocks(list(net.blocks), "full", offload=True)
+    checkpoint_blocks(list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True))
     with pytest.raises(EngineError, match="offload=true: not supported, because a block writes"):
         square_loss(net, torch.randn(4, 13) * torch.ones(1, requires_grad=True))
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from fsdpctl.config.auto import PREFETCHES, RECOMPUTATIONS, Selection, left_open, selected
+from fsdpctl.config.auto import PREFETCHES, Selection, left_open, selected
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import choices_of, known_gpu
 from fsdpctl.config.schema import Config, Filled
@@ -17,6 +17,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.launch.begin import describe_ranking
+from fsdpctl.plan.recomputation import MODES, Recomputation
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -46,6 +47,10 @@ def placed(*words: str) -> Filled:
     return prepare(composed(*words), CLUSTER).config
 
 
+def axes_of(config: Filled) -> Axes:
+    return Axes.of(config, config.model.num_layers)
+
+
 @cache
 def ranking(*words: str) -> Ranking:
     return choose(Estimator(), placed(*words))
@@ -53,7 +58,7 @@ def ranking(*words: str) -> Ranking:
 
 def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch():
     found = ranking(*OPEN)
-    assert found.selection.activation_checkpointing == "none"
+    assert found.selection.recomputation.text == "none"
     assert found.selection.micro_batch_size == 4
     assert found.names == left_open(compose_config(OPEN).config)
     texts = {each.selection.text(found.names) for each in found.ranked}
@@ -72,10 +77,10 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     """All of them are estimated and predicted, also those that the search skips."""
     words = [*OPEN, f"cluster.memory={memory}"]
     found, estimator = ranking(*words), Estimator()
-    axes = Axes.of(with_speed(placed(*words))[0])
+    axes = axes_of(with_speed(placed(*words))[0])
     fitting = []
     for strategy in axes.strategies:
-        for mode in axes.recomputations:
+        for mode in range(len(axes.recomputations)):
             for index in range(len(axes.sizes)):
                 point: SearchPoint | None = axes.point(strategy, mode, index, most=True)
                 while point is not None:
@@ -94,10 +99,10 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
         "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
         "train.global_batch_size=4", *OPEN,
     ]  # fmt: skip
-    estimator, axes = Estimator(), Axes.of(with_speed(placed(*words))[0])
+    estimator, axes = Estimator(), axes_of(with_speed(placed(*words))[0])
     last = len(axes.sizes) - 1
     one, cut = (
-        estimator.estimate(axes.plan(axes.point("full_shard", "full", place, most=False)))
+        estimator.estimate(axes.plan(axes.point("full_shard", axes.modes[2], place, most=False)))
         for place in (last, 0)
     )
     assert one.peak_reserved < cut.peak_reserved
@@ -134,7 +139,7 @@ def test_settings_that_are_not_auto_are_kept():
     assert {each.selection.strategy for each in found.ranked} == {"no_shard"}
     found = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
     assert {each.selection.micro_batch_size for each in found.ranked} == {2}
-    assert {each.selection.activation_checkpointing for each in found.ranked} == {"full"}
+    assert {each.selection.recomputation.text for each in found.ranked} == {"full"}
     found = ranking(*OPEN, "accumulation.steps=4")
     assert found.selection.micro_batch_size == 1
     with pytest.raises(UsageError, match="accumulation.steps=3: expected 2 or auto for 8 samples"):
@@ -154,21 +159,21 @@ def test_a_micro_batch_that_is_not_set_is_the_whole_share_of_a_rank():
 def test_replicas_are_candidates_on_several_nodes_or_if_their_size_is_set():
     hybrid = {name for name, row in STRATEGIES.items() if row.replicates}
     four = ["strategy=auto", "launch.nproc_per_node=4"]
-    assert not hybrid & set(Axes.of(placed(*four)).strategies)
-    assert hybrid <= set(Axes.of(placed(*four, "strategy.dp_shard_size=2")).strategies)
+    assert not hybrid & set(axes_of(placed(*four)).strategies)
+    assert hybrid <= set(axes_of(placed(*four, "strategy.dp_shard_size=2")).strategies)
     nodes = ["strategy=auto", "launch.nnodes=2", "cluster=h100", "launch.device=cuda"]
-    assert hybrid <= set(Axes.of(placed(*nodes)).strategies)
+    assert hybrid <= set(axes_of(placed(*nodes)).strategies)
     with pytest.raises(UsageError, match="must divide the 4 ranks"):
         ranking(*four, "strategy.dp_shard_size=3")
 
 
 def test_equivalent_strategies_are_one_candidate():
-    assert Axes.of(placed("strategy=auto", "launch.nproc_per_node=1")).strategies == ("no_shard",)
-    assert Axes.of(placed("strategy=auto", "prefetch=auto")).count == 1 + 1 + 2 + 3
+    assert axes_of(placed("strategy=auto", "launch.nproc_per_node=1")).strategies == ("no_shard",)
+    assert axes_of(placed("strategy=auto", "prefetch=auto")).count == 1 + 1 + 2 + 3
 
 
 def test_candidates_are_those_that_the_engine_supports():
-    assert Axes.of(placed("strategy=auto", "engine=ddp")).strategies == ("no_shard",)
+    assert axes_of(placed("strategy=auto", "engine=ddp")).strategies == ("no_shard",)
     assert STRATEGIES[ranking(*OPEN, "engine=fsdp2").selection.strategy].shards_params
 
 
@@ -183,9 +188,9 @@ def test_if_nothing_fits_one_line_names_the_closest_combination():
 
 
 def test_sizes_of_a_share_that_does_not_halve_are_its_divisors_and_rounded_halves():
-    sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=26")).sizes
+    sizes = axes_of(placed("train.micro_batch_size=auto", "train.global_batch_size=26")).sizes
     assert sizes == (1, 2, 4, 7, 13)
-    sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=24")).sizes
+    sizes = axes_of(placed("train.micro_batch_size=auto", "train.global_batch_size=24")).sizes
     assert sizes == (1, 2, 3, 4, 6, 12)
 
 
@@ -199,7 +204,7 @@ def test_a_ranking_is_described_by_selection_reason_and_runner_up():
 
 def test_there_is_a_runner_up_if_anything_else_fits():
     of_modes = ranking("activation_checkpointing=auto")
-    assert [c.selection.activation_checkpointing for c in of_modes.ranked] == [
+    assert [c.selection.recomputation.text for c in of_modes.ranked] == [
         "none", "selective", "full",
     ]  # fmt: skip
     of_prefetch = ranking("prefetch=auto")
@@ -255,7 +260,7 @@ def test_candidates_are_the_options_of_conf():
     assert {*named, "auto"} == set(choices_of("prefetch"))
     for name, each in named.items():
         assert compose_config([f"prefetch={name}"]).config.prefetch == each
-    assert {*RECOMPUTATIONS, "auto"} == set(choices_of("activation_checkpointing"))
+    assert {*MODES, "auto"} == set(choices_of("activation_checkpointing"))
     assert {*STRATEGIES, "auto"} == set(choices_of("strategy"))
 
 
@@ -291,8 +296,8 @@ def test_specs_that_are_set_are_not_assumed():
 
 def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     config = placed(*OPEN, "activation_checkpointing.offload=true")
-    assert Axes.of(config).recomputations == ("selective", "full")
-    selection = Selection("full_shard", "full", config.prefetch, 1)
+    assert axes_of(config).recomputations == (Recomputation("selective"), Recomputation("full"))
+    selection = Selection("full_shard", Recomputation("full"), config.prefetch, 1)
     assert selected(config, selection).activation_checkpointing.offload
 
 

@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate import traced
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import FITTED, estimates_of, largest_that_fits, largest_true
-from fsdpctl.estimate.traced import ShortModule, TracedModel
+from fsdpctl.estimate.traced import TracedModel, WholeModule
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
@@ -60,20 +60,26 @@ def test_a_memory_limit_changes_only_the_verdict():
 
 
 @pytest.mark.slow
-@matrix(model=["llama3_8b", "openai/gpt-oss-20b"], mode=["none", "selective", "full"])
+@matrix(
+    model=["llama3_8b", "openai/gpt-oss-20b"],
+    mode=[
+        "=none",
+        "=selective",
+        "=full",
+        ".blocks=full:20",
+        ".blocks=[offload:2,full:12,selective:11]",
+    ],
+)
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     named = ["model=hf", f"model.path={model}"] if "/" in model else [f"model={model}"]
     words = [
-        *named, "model.num_layers=13", "model.init=random", "cluster=h100", "train.seq_len=512",
+        *named, "model.num_layers=36", "model.init=random", "cluster=h100", "train.seq_len=512",
     ]  # fmt: skip
-    config = resolved(*words, f"activation_checkpointing={mode}").config
-    found = TracedModel(config)
-    short = found.program(2, 512, 0)
-    assert len(found._traced_module._recomputed) < 12  # of which gpt-oss has two kinds in turns
-    monkeypatch.setattr(ShortModule, "of", lambda module, units: ShortModule(module))
-    traced._built.cache_clear()
-    whole = TracedModel(config).program(2, 512, 0)
-    traced._built.cache_clear()
+    config = resolved(*words, f"activation_checkpointing{mode}").config
+    short = TracedModel(config).program(2, 512, 0, config.activation_checkpointing)
+    assert len(short._traced_index) < 36
+    monkeypatch.setattr(WholeModule, "rows", lambda *_: [])
+    whole = TracedModel(config).program(2, 512, 0, config.activation_checkpointing)
     assert list(short.parts) == list(whole.parts)
     for place in short.parts:
         assert sized(short, place) == sized(whole, place), place
@@ -94,7 +100,12 @@ def test_blocks_that_differ_are_all_traced():
         words.append(f"model.overrides.{word}")
     found = TracedModel(resolved(*words).config)
     slow, fast = (
-        [nbytes for _, nbytes in found.program(1, 256, 0).parts[PassPosition(Part.FORWARD, name)]]
+        [
+            nbytes
+            for _, nbytes in found.program(1, 256, 0, ActivationCheckpointingConfig()).parts[
+                PassPosition(Part.FORWARD, name)
+            ]
+        ]
         for name in ("model.layers.3", "model.layers.4")
     )
     assert slow != fast

@@ -53,7 +53,7 @@ def predicted(words: str) -> StepPrediction:
 def owned(words: str) -> list[int]:
     """The elements of each unit that a rank steps, in the order of the forward."""
     run = planned(words)
-    plan = plan_run(run.config, PREDICTOR.traced_model(run).units, 1).step
+    plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step
     return [
         sum(plan.held(each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.engine.blocks import checkpoint_block
-from fsdpctl.estimate.trace import trace
-from fsdpctl.estimate.traced import ShortModule
+from fsdpctl.config.schema import ActivationCheckpointingConfig
+from fsdpctl.estimate.traced import TracedModule, WholeModule
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import divide
 from fsdpctl.predict.allocator import CachingAllocator
-from fsdpctl.predict.compute import Program
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
 from fsdpctl.predict.torch_steps import Fsdp2Steps
@@ -38,16 +36,8 @@ def estimated(
     with torch.device("meta"):
         model = Titan(shape, length)
     units = divide_module(model, None)
-    rows = ShortModule.of(model, units).rows
-    blocks = [name for row in rows for name in row.traced]
-    for name in blocks:
-        checkpoint_block(model.get_submodule(name), checkpointing)
-    for param in model.parameters():
-        param.data = param.data.to(torch.bfloat16)
-    others = [unit.name for unit in units[1:] if unit.kind != "block"]
-    passed = trace(model, [*blocks, *others], lambda: run(model), "cuda")
-    assert all(row.is_regular(passed) for row in rows)
-    program = Program(passed, [unit.name for unit in units[1:]], rows)
+    traced = TracedModule(WholeModule(model, units), dtype=torch.bfloat16, device="cuda")
+    program = traced.program(run, ActivationCheckpointingConfig(checkpointing))
     writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
     strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
     division, dtypes = divide(units, strategy, 8, 8, "even"), Precision("bfloat16", None, "float32")

@@ -52,7 +52,7 @@ def predicted(
     blocks that `model` has in host memory must have the estimated bytes.
     """
     run = settle(config)
-    traced, steps = Estimator().traced_model(run), run.batches.num_micro_batches
+    traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_run(run.config, traced.units, steps)
     copy, within = divmod(rank, plan.step.place.size)
@@ -64,7 +64,7 @@ def predicted(
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
-    program = traced.program(micro, length, chunk)
+    program = traced.program(micro, length, chunk, config.activation_checkpointing)
     inputs = host_inputs(model)
     on_host = inputs.slots.nbytes if inputs else 0
     assert host_inputs_bytes(program.sent.values()) == on_host, config

@@ -13,6 +13,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.changes import _unless_set
 from fsdpctl.estimate.hardware import _filled
 from fsdpctl.io.run_files import OVERRIDES, RUN_CONFIG
+from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import on_this_machine, place
 from fsdpctl.resolve.prepare import prepare
@@ -98,7 +99,7 @@ def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
     found = prepare(compose_config(["train.micro_batch_size=auto"]), CLUSTER).config
     assert (found.train.global_batch_size, found.is_auto("train.global_batch_size")) == (16, True)
     assert left_open(found) == ("train.micro_batch_size",)
-    config = selected(found, Selection("full_shard", "none", found.prefetch, 2))
+    config = selected(found, Selection("full_shard", Recomputation("none"), found.prefetch, 2))
     assert config.origin("train.micro_batch_size") is Origin.SELECTED
     assert (left_open(config), settle(config).batches.micro_batch_size) == ((), 2)
     assert set(unset(config)) == {"activation_checkpointing", "prefetch"}

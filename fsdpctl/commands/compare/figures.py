@@ -193,7 +193,7 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
     each.plan = plan = estimate.plan
     row = each.row
     row.strategy = plan.config.strategy.name
-    step, units = estimator.predict(plan), estimator.traced_model(plan).units
+    step, units = estimator.predict(plan), estimator.traced_model(plan.config).units
     time = run_time(estimator, estimate, step)
     yield from (*filter(None, [time.length.unknown, time.length.error]), *time.notes)
     sent = sent_in_step(plan.config, units, estimate.batches.num_micro_batches)

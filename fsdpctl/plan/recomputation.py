@@ -1,0 +1,93 @@
+"""Activation checkpointing by block: which blocks are recomputed in backward, and how.
+
+The first blocks in forward are recomputed most: backward frees the activations of the last ones
+before it recomputes others.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from fsdpctl.errors import UsageError, nearest
+
+MODES = ("none", "selective", "full")  # from the least to the most
+OFFLOAD = "offload"  # full, with the inputs of the blocks in host memory
+LEVELS = (*MODES, OFFLOAD)
+BLOCKS = "activation_checkpointing.blocks"
+
+
+class Treatment(NamedTuple):
+    """What happens to the activations of a block from its forward to its backward."""
+
+    mode: str  # of `MODES`
+    sends: bool = False  # its input to the host
+
+
+def read_blocks(text: str) -> str:
+    """Return numbers of blocks by mode, such as `full:20,selective:8`, in one spelling.
+
+    UsageError if a mode or a number is not allowed, or a mode follows one that recomputes less.
+    """
+    counts = counts_of(text)
+    for (one, _), (other, _) in pairwise(counts):
+        if LEVELS.index(one) <= LEVELS.index(other):
+            order = ", ".join(LEVELS[:0:-1])
+            raise UsageError(f"{BLOCKS}={text}: {other} after {one}; expected the order {order}")
+    return ",".join(f"{mode}:{count}" for mode, count in counts)
+
+
+def counts_of(text: str) -> list[tuple[str, int]]:
+    """Return the numbers of blocks by mode, in the order of forward."""
+    counts = []
+    for word in text.strip("[] ").split(","):
+        mode, _, number = word.strip().partition(":")
+        if mode not in LEVELS[1:] or not (number.isascii() and number.isdecimal() and int(number)):
+            raise UsageError(
+                f"{BLOCKS}={text}: expected numbers of blocks such as full:20,selective:8, with "
+                f"{', '.join(LEVELS[:0:-1])}{'' if mode in LEVELS else nearest(mode, LEVELS[1:])}"
+            )
+        counts.append((mode, int(number)))
+    return counts
+
+
+def treatments_of(
+    name: str, blocks: str | None, num_blocks: int, *, offload: bool
+) -> tuple[Treatment, ...]:
+    """Return the treatment of each block in the order of forward: `blocks`, then those of `name`.
+
+    UsageError if there are fewer blocks.
+    """
+    first = [mode for mode, count in counts_of(blocks) for _ in range(count)] if blocks else []
+    if len(first) > num_blocks:
+        raise UsageError(f"{BLOCKS}={blocks}: {len(first)} blocks, but the model has {num_blocks}")
+    rest = Treatment(name, sends=offload)
+    own = (Treatment("full", sends=True) if x == OFFLOAD else Treatment(x) for x in first)
+    return (*own, *[rest] * (num_blocks - len(first)))
+
+
+class Recomputation(NamedTuple):
+    """A value of `activation_checkpointing` and its `blocks`."""
+
+    name: str
+    blocks: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its settings, without the key of the first."""
+        return self.name if self.blocks is None else f"{self.name} {BLOCKS}={self.blocks}"
+
+
+def chain(num_blocks: int, modes: Sequence[str]) -> tuple[Recomputation, ...]:
+    """Return the steps between adjacent `modes` block by block, from the first mode to the last.
+
+    Each step saves memory and takes time: one block more is recomputed in the next mode, which the
+    blocks of a model with `num_blocks` reach in the order of forward.
+    """
+    steps = [Recomputation(modes[0])]
+    for name, heavier in pairwise(modes):
+        # An input of the last block stays on the device: backward needs it at once.
+        most = num_blocks - 1
+        steps += [Recomputation(name, f"{heavier}:{count}") for count in range(1, most + 1)]
+        if heavier != OFFLOAD:
+            steps.append(Recomputation(heavier))
+    return tuple(steps)
