@@ -66,7 +66,7 @@ class _Search:
         """Return single settings that suffice; of the values of one setting, the fastest."""
         single = (change for knob in c.SINGLE for change in knob.changes(self._plan))
         found: list[Fitting] = []
-        for each in self._by_time(list(self.fitting(chain(single, self._recomputed())))):
+        for each in self._by_time(list(self.fitting(chain(self._recomputed(), single)))):
             keys = each[0].values.keys()  # strategies differ in more than their degree
             if "strategy" in keys or all(keys != faster.values.keys() for faster, _ in found):
                 found.append(each)

@@ -143,7 +143,7 @@ class _Search:
 
     def roomiest(self) -> RunEstimate:
         """Return an estimate of a point that fits, or of the point that lacks least."""
-        any(self._fits(each) for name in self.axes.strategies for each in self._extremes(name))
+        any(self._fitting(each) for name in self.axes.strategies for each in self._extremes(name))
         return self.closest()
 
     def closest(self) -> RunEstimate:
@@ -172,14 +172,14 @@ class _Search:
             late = number > 0 and seconds > best * (1 + TIE)
             if number >= KEPT and late:
                 return
-            if not self._fits(point):
+            if (fitting := self._fitting(point)) is None:
                 if (less := self.axes.less_prefetch(point)) is not None:
                     heapq.heappush(heap, self._hopeful(less))
-            elif is_exact:
+            elif is_exact and fitting == point:
                 number, best = number + 1, best or seconds
                 yield point
             else:
-                least = point if late else self._least(point)
+                least = fitting if late else self._least(fitting)
                 heapq.heappush(heap, (self._time(least), least, True))
 
     def _hopeful(self, point: SearchPoint) -> tuple[float, SearchPoint, bool]:
@@ -270,12 +270,12 @@ class _Search:
 
     def _edges(self, strategy: str) -> Iterator[tuple[int, int]]:
         """Yield each recomputation mode, the least first, with the largest size that fits."""
-        if not any(map(self._fits, self._extremes(strategy))):
+        if not any(map(self._fitting, self._extremes(strategy))):
             return
         low, last = -1, len(self.axes.sizes) - 1
 
         def fits(mode: int, place: int) -> bool:
-            return self._fits(self.axes.point(strategy, mode, place, most=False))
+            return self._fitting(self.axes.point(strategy, mode, place, most=False)) is not None
 
         for mode in self.axes.modes:
             low = largest_true(partial(fits, mode), low, last, last)
@@ -287,6 +287,17 @@ class _Search:
         last, modes = len(self.axes.sizes) - 1, self.axes.modes
         ends = [(modes[0], last), *((mode, size) for mode in modes[:-3:-1] for size in (0, last))]
         return [self.axes.point(strategy, mode, place, most=False) for mode, place in ends]
+
+    def _fitting(self, point: SearchPoint) -> SearchPoint | None:
+        """Return a point, or the one in which the last block is treated more lightly, if it fits.
+
+        The activations of that block are alive in its backward anyway: to recompute it may take
+        more.
+        """
+        lighter = self.axes.lighter(point)
+        before = point._replace(recomputation=point.recomputation - 1)
+        tried = (point,) if lighter in (None, before) else (point, before)
+        return next(filter(self._fits, tried), None)
 
     def _fits(self, point: SearchPoint) -> bool:
         estimate = self._estimate(point)

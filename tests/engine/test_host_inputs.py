@@ -21,7 +21,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.training.assemble import make_model, make_optimizer
+from fsdpctl.training.assemble import make_model, make_optimizer, share_samples
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
 from tests.predict.drawing import random_config
@@ -263,12 +263,14 @@ def trained(config: Settled, rank: int, *, offload: bool) -> dict[str, Tensor]:
     about = replace(config.activation_checkpointing, offload=offload)
     config = replace(config, activation_checkpointing=about)
     torch.manual_seed(rank)
-    model = make_model(config, torch.device("cpu"), trains=True)
+    cpu = torch.device("cpu")
+    model = make_model(config, cpu, trains=True)
+    share_samples(cpu, model.collectives.size, config.train.context_parallel)
     optimizer = make_optimizer(config, model)
     for _ in range(2):
         train_step(config, model, optimizer)
     inputs = host_inputs(model)
-    assert offload == bool(inputs and inputs.sizes)
+    assert config.activation_checkpointing.sends_inputs == bool(inputs and inputs.sizes)
     state: dict[str, Tensor] = model.state_dict()
     return state
 
@@ -290,12 +292,33 @@ def test_a_run_has_the_same_bits(words: list[str]) -> None:
     check_bits(composed(1, words), 0)
 
 
+TREATMENTS = ["full:2", "offload:1,full:1,selective:1", "offload:3", "selective:3"]
+
+
+def check_treatments(config: Settled, rank: int) -> None:
+    usual = trained(config, rank, offload=False)
+    for blocks in TREATMENTS:
+        mixed = config.changed({"activation_checkpointing.blocks": blocks})
+        other = trained(mixed, rank, offload=False)
+        assert all(torch.equal(values, other[name]) for name, values in usual.items()), blocks
+
+
+@pytest.mark.parametrize("words", [
+    ["data=chat", "accumulation=last"],
+    ["model.overrides.model_type=qwen3_moe", "model.overrides.num_experts=4",
+     "model.overrides.num_experts_per_tok=2", "precision=bf16"],
+], ids=["packed", "experts"])  # fmt: skip
+def test_blocks_of_every_treatment_have_the_same_bits(words: list[str]) -> None:
+    check_treatments(composed(1, words), 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @distributed(timeout=120)
 @in_turn(words=CASES)
 def test_ranks_have_the_same_bits(rank: int, world_size: int, words: list[str]) -> None:
     check_bits(composed(world_size, words), rank)
+    check_treatments(composed(world_size, [x for x in words if "checkpointing" not in x]), rank)
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_the_verdict_names_the_reserve():
         _, text = invoke("estimate-memory", *SMALL, f"cluster.memory={memory:.9f}")
         (verdict,) = (line for line in text.splitlines() if line.startswith("verdict fits: "))
         assert said in verdict
-        assert "the 5% that a selection leaves)" in verdict
+        assert f"the {found.reserve_share:.0%} that a selection leaves)" in verdict
     _, text = invoke("estimate-memory", "launch.device=cpu")
     assert "a selection leaves" not in text
 
