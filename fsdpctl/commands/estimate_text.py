@@ -18,8 +18,9 @@ from fsdpctl.estimate.candidates import differs_here
 from fsdpctl.estimate.duration import has_length, run_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.from_others import ImportedConfig, completed
+from fsdpctl.estimate.largest import Fit, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import Fit, estimates_of, largest_that_fits
+from fsdpctl.estimate.search import estimates_of
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.texts import figure, format_bytes

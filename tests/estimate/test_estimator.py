@@ -12,8 +12,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import is_faster, kind_of
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.largest import FITTED, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import FITTED, estimates_of, largest_that_fits, largest_true
+from fsdpctl.estimate.search import estimates_of, largest_true
 from fsdpctl.estimate.traced import TracedModel, WholeModule
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model

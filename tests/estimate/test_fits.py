@@ -12,8 +12,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.largest import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import choose, largest_that_fits
+from fsdpctl.estimate.search import choose
 from fsdpctl.launch.begin import check_fits
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
