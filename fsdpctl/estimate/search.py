@@ -159,8 +159,8 @@ class _Search:
     def _fastest(self) -> Iterator[SearchPoint]:
         """Yield points that fit, the fastest first, until the rest cannot matter.
 
-        Between a mode that fits and the lighter one, which may not, the fastest that fits is found
-        when it may be selected: it is no faster than the lighter mode.
+        Between a mode that fits and the lighter one, the fastest point that fits is searched only
+        if it may be selected: it takes at least the time of the lighter mode.
         """
         heap = [self._hopeful(point) for point in self._promising()]
         heapq.heapify(heap)

@@ -17,7 +17,7 @@ BLOCKS = "activation_checkpointing.blocks"
 
 
 class Treatment(NamedTuple):
-    """What happens to the activations of a block from its forward to its backward."""
+    """How a block keeps or recomputes its activations from its forward to its backward."""
 
     mode: str  # of `MODES`
     sends: bool = False  # its input to the host
