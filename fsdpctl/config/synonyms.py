@@ -83,10 +83,13 @@ launch.rdzv_endpoint=HOST:PORT | main_process_ip main_process_port master_addr m
 launch.time_limit, in seconds | max_time
 launch.timeout, in seconds | ddp_timeout timeout_minutes
 log.memory_snapshot | enable_memory_snapshot
-log.tensorboard=true | enable_tensorboard save_tb_folder tensorboard
-log.wandb=true | enable_wandb use_wandb wandb wandb.enable
-log.wandb=true or log.tensorboard=true | logger_name report_to
-log.wandb_project | wandb.project wandb_project
+log.project | mlflow.experiment_name mlflow_experiment_name trackio_project_name wandb.project
+  wandb_project
+log.trackers | logger_name report_to trackers
+log.trackers=mlflow | use_mlflow mlflow
+log.trackers=tensorboard | enable_tensorboard save_tb_folder tensorboard
+log.trackers=trackio | use_trackio trackio
+log.trackers=wandb | enable_wandb use_wandb wandb wandb.enable
 lr_scheduler.decay_ratio, a share of the steps | num_decay_steps wsd_decay_steps
 lr_scheduler.decay_type | lr_wsd_decay_style
 lr_scheduler.min_lr_ratio | cosine_min_lr_ratio min_lr_factor min_lr_rate
@@ -270,7 +273,7 @@ noise in embeddings | neftune_noise_alpha
 plugins of other tools | plugins
 ReLoRA; set model.lora.rank=16 for LoRA | relora relora_steps
 label smoothing | label_smoothing label_smoothing_factor
-loggers other than log.tensorboard and log.wandb | comet mlflow swanlab trackio
+trackers other than those of log.trackers | comet swanlab
 losses other than cross-entropy | loss_type
 thresholds of early stopping: any lower validation loss counts | early_stopping_threshold
 """)

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from fsdpctl.config.keys import auto_key, key, optional_key
+from fsdpctl.config.keys import NONE, auto_key, key, optional_key
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import UsageError, nearest
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # packages, and extras of fsdpctl
 MOST_SAMPLES = 1 << 20  # per step
 _MOST_LENGTH = 1 << 27  # tokens
 # Values of auto: samples of a step; tokens of a sample of the toy model, and at most of others.
@@ -124,13 +126,34 @@ class CheckpointConfig:
 class LogConfig:
     """Loggers, and files that are written after failures."""
 
-    tensorboard: bool = key(False, "write metrics for TensorBoard to the run directory")
-    wandb: bool = key(
-        False, "send metrics to Weights & Biases, or store them if WANDB_MODE=offline"
+    trackers: str = key(
+        "none",
+        "programs that get the metrics: event files in the run directory for TensorBoard; Weights "
+        "& Biases; Trackio; MLflow",
+        choices=TRACKERS,
+        read=lambda text: _trackers(text),
+        is_names=True,
     )
-    wandb_project: str | None = optional_key(
-        "project in Weights & Biases; not set: WANDB_PROJECT, else fsdpctl"
+    project: str | None = optional_key(
+        "project in trackers, experiment in MLflow; not set: WANDB_PROJECT, TRACKIO_PROJECT, "
+        "MLFLOW_EXPERIMENT_NAME, else fsdpctl"
     )
     memory_snapshot: bool = key(
         False, "CUDA: record allocations, for a memory snapshot if memory runs out"
     )
+
+    @property
+    def tracker_names(self) -> list[str]:
+        return [] if self.trackers == NONE else self.trackers.split(",")
+
+
+def _trackers(text: str) -> str:
+    """Return the trackers that a list, with or without brackets, names."""
+    names = [each.strip().lower() for each in text.strip("[] ").split(",")]
+    if text.strip("[] ") in ("", NONE):
+        return NONE
+    for name in names:
+        if name not in TRACKERS:
+            expected = f"none, or a list of {', '.join(TRACKERS)}{nearest(name, TRACKERS)}"
+            raise UsageError(f"log.trackers={text}: expected {expected}")
+    return ",".join(dict.fromkeys(names))

@@ -12,6 +12,7 @@ from fsdpctl.chats.lines import first_row
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.source_config import SourceKey, as_whole
+from fsdpctl.config.training import TRACKERS
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.defaults import OF_DEEPSPEED
 from fsdpctl.importers.translation import SourceBatch, Translation
@@ -22,9 +23,7 @@ _PLAIN = {
     "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_grad_norm",
     "seed": "train.seed", "output_dir": "train.run_dir", "save_total_limit": "checkpoint.keep_last",
-    "logging_steps": "train.log_every", "use_tensorboard": "log.tensorboard",
-    "wandb_project": "log.wandb_project", "env.WANDB_PROJECT": "log.wandb_project",
-    "lora_model_dir": "model.lora.path",
+    "logging_steps": "train.log_every", "lora_model_dir": "model.lora.path",
 }  # fmt: skip
 # Steps between events, which may be a share of all steps; the number per epoch; and ours.
 _INTERVALS = (
@@ -34,7 +33,16 @@ _INTERVALS = (
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
 _OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
 _SPLIT = re.compile(r"(?:^|\+)([\w.-]+)")  # a name in train[:20%]+test
-_LOGGERS = ("tensorboard", "wandb")
+# Keys of a file that turn on a tracker, in the order of `TRACKERS`, and that name its project.
+_ON = (
+    ("use_tensorboard",), ("use_wandb", "wandb_project"), ("trackio_project_name", "use_trackio"),
+    ("mlflow_experiment_name", "use_mlflow"),
+)  # fmt: skip
+_ALL = TRACKERS[:2]  # of `report_to: all`: those that are installed
+_PROJECTS = (
+    "wandb_project", "env.WANDB_PROJECT", "mlflow_experiment_name", "env.MLFLOW_EXPERIMENT_NAME",
+    "trackio_project_name", "project",
+)  # fmt: skip
 # What names the best checkpoint, or ends the training, by validation losses.
 _BY_LOSS = {
     "early_stopping_patience": ("train.patience={}", "checkpoint.keep_best=true"),
@@ -69,7 +77,7 @@ def read_hugging_face_training(found: Translation, *, adapts: bool) -> int | Non
     steps = _read_steps(found)
     if steps is not None and (unused := found.value(epochs)) is not None:
         found.leave(unused, "max_steps decides the length")
-    _read_loggers(found)
+    _read_trackers(found)
     half = found.value("fp16", "float16")
     if half is not None and half.is_on:
         found.leave(half, "trained in bf16, without scaling of the loss")
@@ -80,20 +88,22 @@ def read_hugging_face_training(found: Translation, *, adapts: bool) -> int | Non
     return steps
 
 
-def _read_loggers(found: Translation) -> None:
-    usual = found.value("use_wandb", "wandb_project")
-    if usual and not usual.is_off:
-        found.add(usual, "log.wandb=true", decides=False)
+def _read_trackers(found: Translation) -> None:
+    keys = [found.value(*each) for each in _ON]
+    on = {name: key for name, key in zip(TRACKERS, keys, strict=True) if key and not key.is_off}
     if given := found.value("report_to"):
         named = {*re.findall(r"\w+", given.text.lower())}
-        for name in _LOGGERS:
-            if named & {name, "all"}:
-                found.add(given, f"log.{name}=true", decides=False)
-        if others := named - {*_LOGGERS, "all", "none"}:
+        on |= {
+            name: given for name in TRACKERS if name in named or ("all" in named and name in _ALL)
+        }
+        if others := named - {*TRACKERS, "all", "none"}:
             found.leave(given, f"{', '.join(sorted(others))[:80]}: not supported")
-    label = found.value("run_name", "wandb_name")
-    if label and "log.wandb" in found.settings:
-        found.leave(label, "in Weights & Biases, a run has the name of train.run_dir")
+    if on:
+        names = ",".join(name for name in TRACKERS if name in on)
+        found.add(next(iter(on.values())), f"log.trackers={names}", decides=False)
+        found.plain(dict.fromkeys(_PROJECTS, "log.project"))
+        if label := found.value("run_name", "wandb_name"):
+            found.leave(label, "a run has the name of train.run_dir in a tracker")
 
 
 def first_rows(found: Translation, paths: Iterable[str]) -> list[dict[str, Any]]:

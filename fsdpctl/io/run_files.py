@@ -12,7 +12,7 @@ OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
 LOCK = "lock"
 HEARTBEAT, ENVIRONMENT, DATA = "heartbeat.json", "environment.json", "data_files.json"
-TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
+TENSORBOARD, TRACKER_ID = "tensorboard", "tracker-id.txt"
 HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -26,8 +26,9 @@ BEST = "best"  # a link to the checkpoint with the lowest validation loss
 STEP = re.compile(r"step-(\d{8,18})")
 _LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
 _WHOLE = (
-    OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
-    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA, CACHE,
+    OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD,
+    TRACKER_ID, HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA,
+    CACHE,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"

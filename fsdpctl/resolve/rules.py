@@ -42,8 +42,6 @@ from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import may_share_memory, strategy_that_runs
 
-_EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
-
 
 class Rule(NamedTuple):
     """A mistake."""
@@ -293,9 +291,9 @@ def check_preflight(config: Config) -> None:
         raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
     if (price := config.cluster.price) is not None:
         raise UsageError(f"cluster.price={price:g}: for estimates and compare --simulate only")
-    for name in _EXTRAS:
-        if getattr(config.log, name) and not _is_installed(name):
-            raise UsageError(f"log.{name}=true: {lacking(name)}")
+    for name in config.log.tracker_names:
+        if not _is_installed(name):
+            raise UsageError(f"log.trackers={name}: {lacking(name)}")
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
         problem = "expected a directory in an object store, such as s3://BUCKET/runs"

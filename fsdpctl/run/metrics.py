@@ -21,6 +21,7 @@ from fsdpctl.io.files import leads_to, open_own, open_regular, refusing
 from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
+_BEFORE = 1000  # lines that a killed run may not have sent everywhere
 _TAIL_BYTES = 1 << 16  # enough for the last lines
 Value = float | None | UnsetType  # None: not finite; UNSET: the line does not have it
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]  # sums and quotients of which are finite
@@ -117,11 +118,15 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         """Open `path` and remove lines after `step`, the step of the checkpoint."""
         self._path = path
+        self.earlier: list[dict[str, Any]] = []  # the removed lines, and some before them
         self._writing = threading.Lock()
         with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
             if path.is_file():  # nothing else records rejected steps
-                lines = _read(path)
-                kept = [text for text, x in lines if x.step <= step or x.rejected_step is not None]
+                kept, removed = list[bytes](), list[bytes]()
+                for text, line in _read(path):
+                    stays = line.step <= step or line.rejected_step is not None
+                    (kept if stays else removed).append(text)
+                self.earlier = [json.loads(text) for text in (*kept[-_BEFORE:], *removed)]
                 files.replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
             self._file = open_own(path, "ab")
 

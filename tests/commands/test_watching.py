@@ -49,7 +49,7 @@ def test_only_rank_0_writes_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in (30, 40):
-        done = fsdpctl("train", *words(tmp_path, steps, "log.tensorboard=true"), cwd=tmp_path)
+        done = fsdpctl("train", *words(tmp_path, steps, "log.trackers=tensorboard"), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     board = tmp_path / "run" / "tensorboard"
     assert len(list(board.iterdir())) == 2  # one for each start

@@ -39,7 +39,7 @@ def test_answers_name_keys_that_exist():
     ("packed_sequence.packed_sequence_size", "data.packing=true and train.seq_len"),
     ("validation_dataset.path_or_dataset_id", "data.val_path"),
     ("lr_scheduler.min_lr", "lr_scheduler.min_lr_ratio, a share of optimizer.lr"),
-    ("lr_scheduler.min_lr_factor", "lr_scheduler.min_lr_ratio"), ("wandb.project", "log.wandb_p"),
+    ("lr_scheduler.min_lr_factor", "lr_scheduler.min_lr_ratio"), ("wandb.project", "log.project"),
     ("compile.components", "train.compile"), ("checkpoint.load_step", "--resume PATH"),
 ])  # fmt: skip
 def test_a_name_of_another_tool_is_answered_with_ours(typed, ours):
@@ -49,7 +49,7 @@ def test_a_name_of_another_tool_is_answered_with_ours(typed, ours):
 @pytest.mark.parametrize(("typed", "why"), [
     ("early_stopping_threshold", "does not support thresholds"), ("loss_type", "does not support"),
     ("checkpoint.save_consolidated", "not needed: `fsdpctl consolidate-checkpoint`"),
-    ("mlflow.experiment_name", "does not support loggers other than"),
+    ("swanlab.project", "does not support trackers other than"),
     ("parallelism.enable_loss_parallel", "does not support tensor parallelism"),
 ])  # fmt: skip
 def test_a_name_without_a_counterpart_is_told_why(typed, why):

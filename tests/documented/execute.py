@@ -20,11 +20,11 @@ ONLY_CHECKED = {
     "kubectl": "needs a cluster: tests/examples runs the command in the file",
     "sky": "needs a cluster: tests/examples runs the command in the file",
     "model.attention=flash3": "needs a GPU and its kernels",
-    "log.wandb=true": "needs an account; tests/training/test_loggers.py",
+    "log.trackers=wandb,mlflow": "needs accounts; tests/training/test_trackers.py",
     "--install-completion": "changes files of the user's shell",
     "python -m": "a benchmark or a campaign, up to hours",
 }  # fmt: skip
-PACKAGES = {"log.tensorboard=true": "tensorboard", "gguf": "gguf"}  # of extras
+PACKAGES = {"log.trackers=tensorboard": "tensorboard", "gguf": "gguf"}  # of extras
 # Sizes in a line, and smaller ones.
 _SMALLER = {
     "train.tokens=5e6": "train.tokens=1e4",

@@ -15,6 +15,7 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.environment import read_records
 from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.training import trackers
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.callbacks.reporting import Heartbeat
@@ -89,16 +90,17 @@ def test_a_rank_that_fails_alone_does_not_wait(rank: int, world_size: int, tmp_p
     assert (record.state, record.message) == ("failed", "RuntimeError: planted")
 
 
-def test_values_reach_the_loggers_and_a_failed_logger_is_lines(tmp_path, monkeypatch, capsys):
-    def fail(run_dir: Path, step: int) -> Any:
+def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monkeypatch, capsys):
+    def fail(config: Config, run_dir: Path, step: int) -> Any:
         raise ValueError("no room")
 
-    monkeypatch.setattr("fsdpctl.training.journal._TensorBoard", fail)
-    journal = journal_in(tmp_path, configured(log=replace(Config().log, tensorboard=True)), 5)
+    monkeypatch.setitem(trackers._TRACKERS, "tensorboard", fail)
+    log = replace(Config().log, trackers="tensorboard")
+    journal = journal_in(tmp_path, configured(log=log), 5)
     sent: list[Any] = []
-    monkeypatch.setattr(journal.loggers, "line", sent.append)
+    monkeypatch.setattr(journal.trackers, "line", sent.append)
     journal.write({"step": 6, "loss": 1.0})
-    warning = "log.tensorboard: no room; the run continues without it"
+    warning = "log.trackers=tensorboard: no room; the run continues without it"
     assert warning in capsys.readouterr().out
     journal.warn("odd")
     journal.warn("saved, but late", 4)

@@ -201,7 +201,7 @@ class Checkpoints(Callback):
         self._uploads = Uploads(about, run_dir, self._report, remote)
 
     def _report(self, done: UploadOutcome) -> None:
-        self._journal.loggers.line({"step": done.step, "upload_seconds": round(done.seconds, 6)})
+        self._journal.track({"step": done.step, "upload_seconds": round(done.seconds, 6)})
         if done.message:
             self._journal.warn(done.message, done.step)
 

@@ -138,7 +138,7 @@ class RunReporter(Callback):
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         self._journal.progress.stop(is_complete=error is None)
-        self._journal.loggers.close(well=is_joint(error))
+        self._journal.end(well=is_joint(error))
 
 
 class Heartbeat(Callback):

@@ -1,0 +1,293 @@
+"""Trackers store and show the numbers of runs; each is imported if `log.trackers` names it.
+
+Note: steps after a resume. A run that failed trains the steps after its checkpoint again, with the
+same values, since a resume is exact. A tracker continues its run and gets each value once:
+TensorBoard drops what follows the checkpoint. Others get no value that metrics.jsonl had and that
+they have stored, and those before the checkpoint that a killed start had not sent. The id of the
+run in trackers is a file of the run directory.
+"""
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
+from fsdpctl.errors import UsageError
+from fsdpctl.io import files
+from fsdpctl.io.files import open_regular, plain_name, read_text_file
+from fsdpctl.io.packages import lacking
+from fsdpctl.io.run_files import TENSORBOARD, TRACKER_ID
+
+_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
+_FLUSH_SECONDS = 10  # a killed run may lose the values of this time
+_ID = r"[a-z0-9]{1,64}"
+_LONGEST = 300  # characters of a message
+_BLOCK = 1 << 15  # bytes that wandb writes at a time
+_PARAMS, _METRICS, _LONGEST_PARAM = 100, 1000, 500  # limits of a request to MLflow
+
+
+class Tracker(Protocol):
+    """A tracker with the run that it stores."""
+
+    def has(self, step: int, name: str) -> bool:
+        """Return whether it has stored a value of an earlier start."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Store values without waiting for a server."""
+
+    def close(self, *, well: bool) -> None:
+        """Store the remaining values, which may take long; `well`: the run did not fail."""
+
+
+class _TensorBoard:
+    """Event files in the run directory."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(run_dir / TENSORBOARD)
+        self._writer = SummaryWriter(folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
+        self._begin = step
+
+    def has(self, step: int, name: str) -> bool:
+        return step <= self._begin
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, well: bool) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases, whose steps only increase."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        import wandb
+
+        number = _tracker_id(run_dir)
+        stored = _steps_of_wandb([*run_dir.glob(f"wandb/offline-run-*-{number}/*.wandb")])
+        self._run = wandb.init(
+            id=number,
+            resume="allow",
+            project=_project(config, "WANDB_PROJECT"),
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=config_words(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Steps below it; without a server, a run does not know of earlier starts.
+        self._stored = self._run.starting_step if self._run.resumed else stored
+        self._newest = self._stored if self._run.resumed else 0
+
+    def has(self, step: int, name: str) -> bool:
+        return step < self._stored
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._newest = max(self._newest, step)
+        self._run.log(dict(figures), step=self._newest)
+
+    def close(self, *, well: bool) -> None:
+        self._run.finish(exit_code=0 if well else 1)
+
+
+class _Trackio:
+    """A run of Trackio, in its database on this machine or where its variables say."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        import trackio
+
+        with redirect_stdout(StringIO()):
+            self._run = trackio.init(
+                project=_project(config, "TRACKIO_PROJECT"),
+                name=f"{run_dir.name}-{_tracker_id(run_dir)}",
+                resume="allow",
+                config=config_words(config),
+                embed=False,
+            )
+        self._last = getattr(self._run, "_initial_last_step", None)
+
+    def has(self, step: int, name: str) -> bool:
+        return self._last is None or step <= self._last
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self, *, well: bool) -> None:
+        with redirect_stdout(StringIO()):
+            self._run.finish()
+
+
+class _Mlflow:
+    """A run of MLflow, by a tag; a thread sends its values, several steps at once."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric = MlflowClient(), Metric
+        project, number = _project(config, "MLFLOW_EXPERIMENT_NAME"), _tracker_id(run_dir)
+        known = self._client.get_experiment_by_name(project)
+        where = self._client.create_experiment(project) if known is None else known.experiment_id
+        found = self._client.search_runs([where], f"tags.fsdpctl = '{number}'", max_results=1)
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            about = {"tags": {"fsdpctl": number}, "run_name": run_dir.name}
+            self._run = self._client.create_run(where, **about).info.run_id
+            words = [Param(name, x[:_LONGEST_PARAM]) for name, x in config_words(config).items()]
+            for start in range(0, len(words), _PARAMS):
+                self._client.log_batch(self._run, params=words[start : start + _PARAMS])
+        self._steps: dict[str, set[int]] = {}  # that are stored, by name
+        self._error: Exception | None = None
+        self._queue = SimpleQueue[Any]()
+        self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._sender.start()
+
+    def has(self, step: int, name: str) -> bool:
+        if name not in self._steps:
+            stored = self._client.get_metric_history(self._run, _mlflow_name(name))
+            self._steps[name] = {each.step for each in stored}
+        return step in self._steps[name]
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._error is not None:
+            raise self._error
+        now = int(1000 * time.time())
+        for name, value in figures.items():
+            self._queue.put(self._metric(_mlflow_name(name), value, now, step))
+
+    def close(self, *, well: bool) -> None:
+        self._queue.put(None)
+        self._sender.join()
+        if self._error is not None:
+            raise self._error
+        self._client.set_terminated(self._run, "FINISHED" if well else "FAILED")
+
+    def _send(self) -> None:
+        is_over = False
+        while not is_over:
+            values = [self._queue.get()]
+            while len(values) < _METRICS and not self._queue.empty():
+                values.append(self._queue.get())
+            is_over = values[-1] is None
+            try:
+                self._client.log_batch(self._run, metrics=values[: len(values) - is_over])
+            except Exception as error:
+                self._error = error
+                return
+
+
+_TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
+    "tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow
+}  # fmt: skip
+
+
+class Trackers:
+    """The configured trackers. One that fails is dropped, and the run continues."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        step: int,
+        warn: Callable[[str], None],
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Start the trackers after `step`; `warn` gets a message about each that fails.
+
+        `earlier` are the last lines of metrics.jsonl, also those that this start writes again.
+        """
+        self._warn = warn
+        self._written: dict[int, set[str]] = {}  # names of values by step
+        for line in earlier:
+            self._written.setdefault(line["step"], set()).update(line)
+        self._trackers: dict[str, Tracker] = {}
+        for name in config.log.tracker_names:
+            with self._dropping(name):
+                self._trackers[name] = _TRACKERS[name](config, run_dir, step)
+        for line in (each for each in earlier if each["step"] <= step):
+            self.line(line)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Log the numbers of a line of metrics.jsonl."""
+        step = line["step"]
+        figures = {
+            name: value
+            for name, value in line.items()
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        again = self._written.get(step, set())
+        for name, each in list(self._trackers.items()):
+            with self._dropping(name):
+                stored = {x for x in again & figures.keys() if each.has(step, x)}
+                if new := {x: value for x, value in figures.items() if x not in stored}:
+                    each.log(step, new)
+
+    def close(self, *, well: bool) -> None:
+        """Send the remaining values for a limited time, shorter if an error is to be reported."""
+        patience = _LEAVING_SECONDS if well else _FAILING_SECONDS
+        for name, each in list(self._trackers.items()):
+            thread = threading.Thread(target=self._close, args=(name, each, well), daemon=True)
+            thread.start()
+            thread.join(patience)
+            if thread.is_alive():
+                where = f"log.trackers={name}"
+                self._warn(f"{where}: not closed within {patience:g} s, values may be missing")
+        self._trackers.clear()
+
+    def _close(self, name: str, tracker: Tracker, well: bool) -> None:
+        with self._dropping(name):
+            tracker.close(well=well)
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._trackers.pop(name, None)
+            text = lacking(name, error) if isinstance(error, ImportError) else str(error)
+            cause = " ".join(text.split())[:_LONGEST] or type(error).__name__
+            self._warn(f"log.trackers={name}: {cause}; the run continues without it")
+
+
+def _project(config: Config, variable: str) -> str:
+    return config.log.project or os.environ.get(variable) or "fsdpctl"
+
+
+def _tracker_id(run_dir: Path) -> str:
+    path = run_dir / TRACKER_ID
+    if not path.exists():
+        files.replace(path, f"{secrets.token_hex(4)}\n")
+    return plain_name(read_text_file(path).strip(), _ID, str(path), UsageError)
+
+
+def _steps_of_wandb(logs: Sequence[Path]) -> int:
+    """Return one more than the last step in the logs of earlier starts without a server.
+
+    A killed run leaves whole blocks, whose last step may be incomplete.
+    """
+    found = [0]
+    for log in logs:
+        with open(open_regular(log), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 8 * _BLOCK))
+            steps = re.findall(rb"_step\x82\x01[\x01-\x14](\d+)", file.read())
+        found += [int(each) + (size % _BLOCK > 0) for each in steps]
+    return max(found)
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name without characters that MLflow rejects, such as of a source of a mixture."""
+    return re.sub(r"[^\w./ -]", "_", name)
