@@ -2,19 +2,10 @@
 
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.importers import shared
+from fsdpctl.importers.tables import patterns
 from fsdpctl.importers.training import read_inner_deepspeed
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 
-UNUSED = (
-    "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
-    "main_process_*", "main_training_function", "rdzv_*", "same_network", "tpu_*", "gpu_ids",
-    "use_cpu", "mpirun_config*", "ipex_config*", "dynamo_config*", "dynamo_backend", "commands",
-    "command_file", "logging_dir", "project_dir", "fp8_config*", "fp16.*", "bf16.*", "zero3_*",
-    "deepspeed_config.zero3_*", "deepspeed_config.deepspeed_*",
-    "deepspeed_config.offload_*_nvme_path", "distributed_type",
-    "parallelism_config.parallelism_config_[cs]p_*",
-    *(f"fsdp_config.{each}" for each in shared.UNUSED_OF_FSDP),
-)  # fmt: skip
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
 
 
@@ -34,7 +25,7 @@ def read_accelerate(source: SourceConfig) -> Translation:
         found.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
     found.leave(SourceKey("(training)", ""), why)
-    found.sort_rest(UNUSED)
+    found.sort_rest(patterns("unused", "accelerate"))
     return found
 
 

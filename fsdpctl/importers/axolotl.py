@@ -7,74 +7,30 @@ from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import shared
-from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
+from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
-from fsdpctl.importers.defaults import AXOLOTL, CHANGES_AXOLOTL
+from fsdpctl.importers.tables import patterns, table
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.plan.strategy import Offload
 
-# Keys with which the estimate would be for another kind of training.
-_OTHER_TRAININGS = {
-    "rl": "trains on preferences, with a second model",
-    "reward_model": "trains a reward model",
-    "process_reward_model": "trains a reward model",
-    "qat": "quantization-aware training needs more memory",
-    "peft_use_dora": "DoRA needs more memory than LoRA",
-    "eager_attention": shared.EAGER,
-    "diffusion_lm": "trains masked diffusion",
-    "use_onebitllms": "quantization-aware training needs more memory",
-    "nvfp4_merge_aware": "quantization-aware training needs more memory",
-}
 _DEGREES = {
     "tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_parallel"),
     "pipeline": ("pipeline_parallel_size",),
     "expert": ("expert_parallel_size", "expert_parallel_degree"),
 }
 _KERNELS = ("lora_*_kernel", "liger_*", "use_scattermoe", "use_sonicmoe")
-_SMALLER = {
-    "load_in_4bit": "the frozen weights are estimated in bf16, not in 4 bits",
-    "gptq": "the frozen weights are estimated in bf16, not quantized",
-    "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
-    "nonexpert_quantization": "the frozen weights are estimated in bf16, not quantized",
-    "ple_cpu_offload": "embeddings are estimated on the device",
-    "peft_layers_to_transform": "adapters are estimated on all layers",
-    "lisa_n_layers": "all layers are estimated as trained, not a few at a time",
-}
 # With these, not all logits exist at once.
 _FUSED_LOSSES = (
     "cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy",
     "unsloth_cross_entropy_loss",
 )  # fmt: skip
 _CROSS_ENTROPY = "CutCrossEntropyPlugin"  # on unless `cut_cross_entropy` turns it off
-_UNUSED = (
-    "dataset*", "pretraining_dataset*", "shuffle_*", "skip_prepare_dataset", "dataloader_*",
-    "wandb_*", "mlflow_*", "use_mlflow", "comet_*", "use_comet", "swanlab*", "trackio*",
-    "gradio_*", "ray_*", "use_ray", "eval*", "do_*eval", "save*", "lr_*", "embedding_lr*",
-    "cosine_*", "adam_*", "loraplus_*", "special_tokens*", "added_tokens_overrides*",
-    "tokenizer_*", "base_model_config", "is_*_derived_model", "trust_remote_code",
-    "chat_template*", "default_system_message", "train_on_*", "hub_*", "hf_*", "push_*", "strict",
-    "resume_from_checkpoint", "auto_resume_from_checkpoints", "group_by_length",
-    "curriculum_sampling", "local_rank", "world_size", "gradient_checkpointing_kwargs*",
-    "attention", "flash_attention", "xformers_attention", "sdp_attention",
-    "flex_attention", "flex_attn*", "flash_attn_*", "sample_packing_*", "min_sample_len",
-    "remove_unused_columns", "profiler_*", "tokens.*", "resize_token_embeddings_to_32x",
-    "experimental_skip_move_*", "model_config.output_router_logits", "use_kernels", "include_t*",
-    "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
-    "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*", "neftune_*",
-    "torch_compile_*", "bnb_config_kwargs*", "micro_batch_size",
-    "model_quantization_config_kwargs.*", "eta_min", "reinit_weights", "eaft_*", "streaming_*",
-    "use_otel_metrics", "otel_*", "jagged_*", "llmcompressor.*", "gemma4_hybrid_attn_impl",
-    "fused_attn_kernel", "flash_optimum", "freeze_mm_modules", "cls_model_config", "lisa_*",
-    "pretrain_multipack_attn", "fp8_*", "diffusion.*", "max_packed_sequence_len", "message_*",
-    "unfrozen_parameters", "fp16", "float32", "fsdp", "fsdp_final_state_dict_type",
-    "context_parallel.*", "nf4_backend", "lora_fp32_gradients", "full_determinism", "export*",
-    "autotune_*", "fa_varlen_kwargs_in_collator", "sync_profiler_*", "logging_nan_inf_filter",
-)  # fmt: skip
 
 
 def read_axolotl(source: SourceConfig) -> Translation:
     """Translate a configuration; UsageError if its training can't be estimated."""
-    found = Translation("axolotl", source, AXOLOTL, CHANGES_AXOLOTL)
+    tools = ("transformers", "axolotl")
+    found = Translation("axolotl", source, table("defaults", *tools), patterns("changes", *tools))
     _check_training(source)
     _read_model(found)
     _read_length(found)
@@ -91,12 +47,12 @@ def read_axolotl(source: SourceConfig) -> Translation:
     shared.read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
-    found.sort_rest((*_UNUSED, *UNUSED))
+    found.sort_rest(patterns("unused", "axolotl", "accelerate"))
     return found
 
 
 def _check_training(source: SourceConfig) -> None:
-    for key, why in _OTHER_TRAININGS.items():
+    for key, why in table("refused", "axolotl").items():
         if key in source and (value := source.take_used(key)):
             raise source.error(value, why)
         if any(each.key.startswith(f"{key}.") for each in source.peek()):
@@ -258,7 +214,7 @@ def _read_without(found: Translation) -> None:
         if value := found.source.take_used(key):
             found.map(value, note="logits of few tokens at a time: train.loss_chunk_tokens")
             found.whole_logits = False
-    for key, why in _SMALLER.items():
+    for key, why in table("smaller", "axolotl").items():
         if value := found.source.take_used(key):
             found.exclude(value, f"{why}; {shared.TOO_HIGH}")
     is_restored = found.source.take_on("model_quantization_config_kwargs.dequantize")

@@ -17,7 +17,7 @@ from fsdpctl.config.source_config import NO_TOML, SourceConfig, SourceKey, tool_
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.accelerate import read_accelerate
 from fsdpctl.importers.axolotl import read_axolotl
-from fsdpctl.importers.defaults import HARMLESS
+from fsdpctl.importers.tables import table
 from fsdpctl.importers.translation import (
     RankDegrees,
     SourceBatch,
@@ -232,7 +232,8 @@ def _left_out(found: Translation) -> Iterator[str]:
 def _changes(found: Translation, value: SourceKey) -> bool:
     name, text = value.key, value.text.strip().lower()
     is_off = value.is_off or not (value.is_list or text.strip("0."))
-    usual = HARMLESS.get(name, HARMLESS.get(f"{name.partition('.')[0]}.*"))
+    harmless = table("harmless", "transformers")
+    usual = harmless.get(name, harmless.get(f"{name.partition('.')[0]}.*"))
     is_usual = is_off if usual is None else text in usual.split()
     return not is_usual and any(fnmatchcase(name, pattern) for pattern in found.changes)
 

@@ -19,7 +19,6 @@ from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
-EAGER = "eager attention stores a score for each pair of tokens"
 OF_FSDP = "parameters, gradients, master weights and moments on the host"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
@@ -66,11 +65,6 @@ _STRATEGIES = {
 _STAGES = {0: "no_shard", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 _OF_FSDP_1 = (
     "sharding_strategy", "fsdp_sharding_strategy", "forward_prefetch", "fsdp_forward_prefetch",
-)  # fmt: skip
-UNUSED_OF_FSDP = (
-    "*cpu_ram_efficient_loading", "*sync_module_states", "*use_orig_params", "*state_dict_type",
-    "*limit_all_gathers", "*transformer_layer_cls_to_wrap", "*auto_wrap_policy", "*fsdp_version",
-    "*min_num_params", "*cast_forward_inputs",
 )  # fmt: skip
 
 
@@ -202,8 +196,11 @@ def read_offload(
 
 def check_attention(source: SourceConfig) -> None:
     value = source.value("attn_implementation")
+    eager = source.take_used("eager_attention")
     if value and value.text.strip() == "eager":
-        raise source.error(value, EAGER)
+        eager = value
+    if eager:
+        raise source.error(eager, "eager attention stores a score for each pair of tokens")
 
 
 def read_recomputation(found: Translation, usual: str) -> bool:

@@ -14,7 +14,7 @@ from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.config.training import TRACKERS
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.defaults import OF_DEEPSPEED
+from fsdpctl.importers.tables import patterns
 from fsdpctl.importers.translation import SourceBatch, Translation
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
@@ -220,10 +220,11 @@ def read_inner_deepspeed(found: Translation) -> None:
         value = given.get(key)
         if value is not None and value.text.strip() not in ("auto", str(size)):
             found.leave(value, f"{found.file.name} decides it")
+    changes = patterns("changes", "deepspeed")
     for key, value in given.items():
         is_usual = value.is_on if key.startswith("optimizer.") else value.is_off
         is_usual = is_usual or value.text.strip() == "auto"
-        if not is_usual and any(fnmatchcase(key, x) for x in OF_DEEPSPEED):
+        if not is_usual and any(fnmatchcase(key, x) for x in changes):
             found.leave(value, "changes the training, without a counterpart")
 
 

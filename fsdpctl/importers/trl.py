@@ -8,35 +8,20 @@ from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import shared, training
-from fsdpctl.importers.accelerate import UNUSED, read_launch_beside
-from fsdpctl.importers.defaults import CHANGES_TRL, TRL
+from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
+from fsdpctl.importers.tables import patterns, table
 from fsdpctl.importers.translation import SourceBatch, Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 
-# Layers that peft 0.21 adapts by default, by families (peft/utils/constants.py).
-_OF_PEFT = {
-    "q_proj,v_proj": "llama llama4 mistral mixtral stablelm gemma gemma2 gemma3_text qwen2 qwen3 "
-    "opt gptj gpt_neo",
-    "c_attn": "gpt2 gpt_bigcode",
-    "query_key_value": "bloom falcon gpt_neox",
-    "q_proj,v_proj,fc1,fc2": "phi",
-    "q_proj,k_proj,v_proj,o_proj": "nemotron_h",
-}
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
-_UNUSED = (
-    "dataset_*", "dataloader_*", "logging_*", "save_*", "eval_*", "lr_scheduler_*", "adam_*",
-    "overwrite_output_dir", "push_to_hub", "hub_*", "remove_unused_columns",
-    "*_checkpointing_kwargs*", "trust_remote_code",
-    "packing_strategy", "lora_dropout", "bnb_4bit_*", "use_bnb_nested_quant", "env.*", "do_*",
-    "eos_token", "bf16_full_eval", "ddp_*", "lora_task_type",
-)  # fmt: skip
 
 
 def read_trl(source: SourceConfig) -> Translation:
     """Translate a configuration; UsageError if its training can't be estimated."""
-    found = Translation("TRL", source, TRL, CHANGES_TRL)
+    tools = ("transformers", "trl")
+    found = Translation("TRL", source, table("defaults", *tools), patterns("changes", *tools))
     for key in _OTHER_TRAININGS:
         if key in source:
             raise UsageError(f"{source.file}: {key}: expected the file of `trl sft`")
@@ -65,7 +50,7 @@ def read_trl(source: SourceConfig) -> Translation:
     shared.read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     _read_training(found)
-    found.sort_rest((*_UNUSED, *UNUSED))
+    found.sort_rest(patterns("unused", "trl", "accelerate"))
     return found
 
 
@@ -114,7 +99,8 @@ def _read_adapters(found: Translation) -> None:
         file = Path(found.model.text if found.model else "") / CONFIG_JSON
         content = read_json(file, dict[str, Any]) if file.is_file() else {"model_type": "llama"}
         family = str(content.get("model_type", ""))
-        names = next((each for each, of in _OF_PEFT.items() if family in of.split()), "")
+        layers = table("targets", "peft")
+        names = next((each for each, of in layers.items() if family in of.split()), "")
         if names:
             words = f"model.lora.targets={names}"
             found.map(None, words, default="lora_target_modules", note="the default of peft")

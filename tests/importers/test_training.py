@@ -13,9 +13,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS, LrSchedulerConfig
 from fsdpctl.config.source_config import SourceConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.importers import defaults
 from fsdpctl.importers.axolotl import read_axolotl
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.tables import table
 from fsdpctl.importers.translation import Translation
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.training.learning_rate import lr_factor
@@ -30,8 +30,9 @@ AXOLOTL: dict[str, Any] = {
 TRL: dict[str, Any] = {
     "model_name_or_path": "meta-llama/Llama-3.1-8B", "dataset_name": "rows.jsonl", "use_peft": True,
 }  # fmt: skip
-TOOLS: dict[str, tuple[Reader, dict[str, Any], defaults.Defaults]] = {
-    "axolotl": (read_axolotl, AXOLOTL, defaults.AXOLOTL), "TRL": (read_trl, TRL, defaults.TRL),
+TOOLS: dict[str, tuple[Reader, dict[str, Any], dict[str, str]]] = {
+    "axolotl": (read_axolotl, AXOLOTL, table("defaults", "transformers", "axolotl")),
+    "TRL": (read_trl, TRL, table("defaults", "transformers", "trl")),
 }  # fmt: skip
 _ZERO = {"zero_optimization": {"stage": 2}}
 _STOPS = {"val_set_size": 0.1, "early_stopping_patience": 2}
@@ -81,7 +82,9 @@ def test_a_recipe_has_the_tools_default_of_each_key_that_its_file_leaves_out(too
 def test_defaults_of_transformers_are_those_of_its_arguments():
     fields = TrainingArguments.__dataclass_fields__
     names = ("eval_strategy", "lr_scheduler_type", "warmup_steps", "num_train_epochs")
-    for key, text in {**defaults.HUGGING_FACE, **{key: defaults.TRL[key] for key in names}}.items():
+    of_trl = table("defaults", "transformers", "trl")
+    for key in (*table("defaults", "transformers"), *names):
+        text = of_trl[key]
         theirs = fields[key].default
         assert theirs == (text if isinstance(theirs, str) else float(text))
 
