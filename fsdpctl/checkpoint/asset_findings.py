@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ class Assets:
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
         self.files, self.folder = files, folder
-        self.ids = self._ids()
+        content = self.json(TOKENIZER_JSON)
+        vocab = content.get("model", {}).get("vocab", {})
+        if isinstance(vocab, list):  # pairs of a token and its score
+            vocab = {str(each[0]): number for number, each in enumerate(vocab) if each}
+        added = {str(x.get("content")): x.get("id") for x in content.get("added_tokens") or ()}
+        self.ids: dict[str, int] = {k: v for k, v in (vocab | added).items() if type(v) is int}
 
     def json(self, name: str) -> dict[str, Any]:
-        where = str(self.folder / name)
-        content = self.files.get(name, b"{}")
+        where, content = str(self.folder / name), self.files.get(name, b"{}")
         return parse_json(content, dict[str, Any], where, CheckpointError)
 
     @property
@@ -47,29 +52,16 @@ class Assets:
         found = (self.json(name).get("chat_template") for name in (TOKENIZER_CONFIG, TEMPLATE_JSON))
         return next((str(each) for each in found if each), "")
 
-    def _ids(self) -> dict[str, int]:
-        """Return the tokens of tokenizer.json with their ids."""
-        content = self.json(TOKENIZER_JSON)
-        vocab = content.get("model", {}).get("vocab", {})
-        if isinstance(vocab, list):  # pairs of a token and its score
-            vocab = {str(each[0]): number for number, each in enumerate(vocab) if each}
-        added = {str(x.get("content")): x.get("id") for x in content.get("added_tokens") or ()}
-        return {a: number for a, number in {**vocab, **added}.items() if type(number) is int}
-
 
 def check_vocabulary(weights: Tensors, assets: Assets) -> Iterator[Finding]:
     """Compare the rows of embedding and head with config.json and the tokenizer's ids."""
     size, last = assets.json(CONFIG_JSON).get("vocab_size"), max(assets.ids.values(), default=-1)
-    for key in tensor_keys(weights):
-        shape, name = weights.info(key).shape, parameter_name(key)
-        if not _TABLE.search(name) or len(shape) != 2:
-            continue
-        if isinstance(size, int) and shape[0] != size:
-            text = f"{name} has {shape[0]:,} rows, {CONFIG_JSON} {size:,}"
-            yield Finding("vocabulary", text, is_lost=True)
-        if last >= shape[0]:
-            text = f"{name} has {shape[0]:,} rows, the tokenizer token {last:,}"
-            yield Finding("vocabulary", text, is_lost=True)
+    for name in filter(_TABLE.search, tensor_keys(weights)):
+        rows, text = weights.info(name).shape[0], f"{parameter_name(name)} has {{:,}} rows"
+        if isinstance(size, int) and rows != size:
+            yield Finding("vocabulary", f"{text.format(rows)}, {CONFIG_JSON} {size:,}", True)
+        if last >= rows:
+            yield Finding("vocabulary", f"{text.format(rows)}, the tokenizer token {last:,}", True)
 
 
 def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
@@ -79,55 +71,45 @@ def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     if one != other:
         text = "differs from the base's" if one and other else "not in the base"
         yield Finding("chat template", text if one else "missing; the base has one", not one)
-    yield from _generation(ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG))
-    yield from _config(ours.json(CONFIG_JSON), theirs.json(CONFIG_JSON))
+    made, base = ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG)
+    if base and not made:
+        yield Finding(GENERATION_CONFIG, "missing; the base has one", is_lost=True)
+    elif made.get("eos_token_id") is None and (end := base.get("eos_token_id")) is not None:
+        yield Finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}", is_lost=True)
+    elif differing := _differing(made, base, {"transformers_version"}):
+        yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
+    pair = [each.json(CONFIG_JSON) for each in (ours, theirs)]
+    kinds = [each.get("model_type") for each in pair]
+    with suppress(UsageError):  # not a text model of transformers
+        pair = [read_configuration(each, CONFIG_JSON).to_dict() for each in pair]
+    if kinds[0] != kinds[1]:
+        yield Finding(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}", is_lost=True)
+    elif differing := _differing(pair[0], pair[1], _OTHER_KEYS):
+        yield Finding(CONFIG_JSON, f"differs from the base's in {differing}")
 
 
 def _tokenizer(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     files, known = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (ours, theirs))
+    moved = sorted(x for x, number in theirs.ids.items() if ours.ids.get(x) != number)
+    new = sorted(map(repr, ours.ids.keys() - theirs.ids))
+    differing = _differing(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
     if known and not files:
         yield Finding("tokenizer", f"missing; the base has {first_of(known)}", is_lost=True)
-    if not ours.ids or not theirs.ids:
+    elif not ours.ids or not theirs.ids:
         return
-    if moved := sorted(x for x, number in theirs.ids.items() if ours.ids.get(x) != number):
+    elif moved:
         text = f"{len(moved):,} tokens of the base missing or with other ids, such as {moved[0]!r}"
         yield Finding("tokenizer", text, is_lost=True)
-    elif new := sorted(ours.ids.keys() - theirs.ids):
-        text = f"{len(new)} tokens more than the base: {first_of(list(map(repr, new)))}"
-        yield Finding("tokenizer", text)
-    elif differing := _differing(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON)):
-        yield Finding(
-            "tokenizer", f"differs from the base's in {first_of(differing)}", is_lost=True
-        )
+    elif new:
+        yield Finding("tokenizer", f"{len(new)} tokens more than the base: {first_of(new)}")
+    elif differing:
+        yield Finding("tokenizer", f"differs from the base's in {differing}", is_lost=True)
     else:
         yield Finding("tokenizer", f"{len(ours.ids):,} tokens, as in the base")
 
 
-def _generation(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:
-    end = theirs.get("eos_token_id")
-    if theirs and not ours:
-        yield Finding(GENERATION_CONFIG, "missing; the base has one", is_lost=True)
-    elif end is not None and ours.get("eos_token_id") is None:
-        yield Finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}", is_lost=True)
-    elif differing := _differing(ours, theirs, {"transformers_version"}):
-        yield Finding(GENERATION_CONFIG, f"differs from the base's in {first_of(differing)}")
-
-
-def _config(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
-    kinds = ours.get("model_type"), theirs.get("model_type")
-    if kinds[0] != kinds[1]:
-        yield Finding(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}", is_lost=True)
-        return
-    try:
-        pair = [read_configuration(each, CONFIG_JSON).to_dict() for each in (ours, theirs)]
-    except UsageError:  # not a text model of transformers
-        pair = [ours, theirs]
-    if differing := _differing(pair[0], pair[1], _OTHER_KEYS):
-        yield Finding(CONFIG_JSON, f"differs from the base's in {first_of(differing)}")
-
-
 def _differing(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], apart: Collection[str] = ()
-) -> list[str]:
+) -> str:
     names = sorted({*ours, *theirs}.difference(apart))
-    return [name for name in names if ours.get(name) != theirs.get(name)]
+    return first_of([name for name in names if ours.get(name) != theirs.get(name)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.adapter_findings import findings_on_adapters
 from fsdpctl.checkpoint.asset_findings import Assets, check_vocabulary, compare_assets
-from fsdpctl.checkpoint.findings import Finding, compare_weights
+from fsdpctl.checkpoint.findings import Finding, compare_names, compare_values
 from fsdpctl.checkpoint.manifest import PARAMETER
 from fsdpctl.checkpoint.pretrained import assets_beside, files_of_weights, open_weights, read_assets
 from fsdpctl.checkpoint.source import FileTensors, Tensors, tensor_keys
@@ -22,17 +22,17 @@ from fsdpctl.io.run_files import CONFIG_JSON
 def findings_on(
     export: Path, base: Path | None, *, has_weights: bool = True, is_trained: bool = True
 ) -> list[Finding]:
-    """Return the findings on a model, adapters or both in a directory, and their base.
+    """Return the findings on a model, adapters or both in a directory, compared with their base.
 
     The base is a model directory, GGUF file, run or checkpoint. Adapters need only its config.json;
     `has_weights` tells whether its weights are there. CheckpointError if a file of the export
     cannot be read; UsageError if one of the base.
     """
-    found = list[Finding]()
-    assets = Assets(read_assets(export), export)
+    found, assets = list[Finding](), Assets(read_assets(export), export)
     if is_hugging_face(export):
         ours, theirs, found = _under_same_names(export, base, assets)
-        found += compare_weights(ours, theirs, is_trained=is_trained)
+        found += () if theirs is None else compare_names(ours, theirs)
+        found += compare_values(ours, theirs, is_trained=is_trained)
         found += check_vocabulary(ours, assets)
         if base is not None:
             found += compare_assets(assets, Assets(assets_beside(base), base))
@@ -60,26 +60,24 @@ def _under_same_names(
 ) -> tuple[Tensors, Tensors | None, list[Finding]]:
     """Open both: under the names in their files if these are equal, else under the model's."""
     ours = _stored(export)
-    assert ours is not None
+    names = ours.names(PARAMETER)
     if base is None:
         return ours, None, []
-    theirs, names = _stored(base), ours.names(PARAMETER)
+    is_ours = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
+    with _of_base(base):
+        theirs = None if is_ours else _stored(base)
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
     if theirs is not None and names == theirs.names(PARAMETER) and not ties:
         return ours, theirs, []
     try:
         with _of_base(base):
             by_model = _in_model(base)
-    except UsageError:
+        in_model = _in_model(export)
+    except FsdpctlError as error:  # UsageError: of a family that fsdpctl does not train
         if theirs is None:
             raise
-        return ours, theirs, []  # of a family that fsdpctl does not train
-    here = theirs or by_model
-    try:
-        in_model = _in_model(export)
-    except FsdpctlError as error:
         is_lost = isinstance(error, CheckpointError)
-        return ours, here, [Finding("weights", str(error), is_lost)]
+        return ours, theirs, [Finding("weights", str(error), is_lost)] if is_lost else []
     others = [] if theirs is None else sorted({*names} - {*theirs.names(PARAMETER)})
     text = (
         f"{len(others)} tensors under other names than in the base's files: {first_of(others, 2)}"
@@ -87,10 +85,7 @@ def _under_same_names(
     return in_model, by_model, [Finding("weights", text)] if others else []
 
 
-def _stored(folder: Path) -> FileTensors | None:
-    """Return the weights under the names in files; None for a run, checkpoint or GGUF file."""
-    if is_gguf(folder) or not is_hugging_face(folder):
-        return None
+def _stored(folder: Path) -> FileTensors:
     files = files_of_weights(folder)
     return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
 

@@ -1,6 +1,8 @@
 """The upload of an export to a private repository of the Hugging Face Hub, in one commit."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,99 +13,83 @@ from fsdpctl.io.fetch import Repository, host_of_hub, is_offline
 from fsdpctl.io.hub_answers import PATIENCE, checked_answers
 
 HUB = "hf://"
-_NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
-_OF_THE_HUB = {".gitattributes"}  # of a repository without a commit
+_NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
+_OF_THE_HUB = {".gitattributes"}  # the files of a new repository
 
 
 @dataclass(frozen=True, slots=True)
 class UploadTarget:
-    """A repository that exists or is created, which `check` has found to be writable."""
+    """A repository, which exists or is created."""
 
     url: str  # hf://ORG/NAME
     overwrite: bool
 
     @property
     def name(self) -> str:
-        return self._repository.name
-
-    @property
-    def _repository(self) -> Repository:
         if (match := _NAME.fullmatch(self.url)) is None:
             raise UsageError(f"{self.url}: expected hf://ORG/NAME")
-        return Repository(f"{match[1]}/{match[2]}", None, "model", self.url, is_target=True)
+        return match[1]
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[Any]:
+        from huggingface_hub import HfApi, constants
+
+        repository = Repository(self.name, None, "model", self.url, is_target=True)
+        with repository.explained(), checked_answers(constants.ENDPOINT, PATIENCE), doing(what):
+            yield HfApi()
 
     def check(self) -> None:
-        """Check the token, and that nothing in the repository is overwritten unintentionally."""
-        from huggingface_hub import HfApi, constants, get_token
+        """Check the token and its owners, and that nothing is overwritten or made public."""
+        from huggingface_hub import get_token
 
-        owner, where = self.name.partition("/")[0], self.url
+        owner = self.name.partition("/")[0]
         if is_offline():
-            raise UsageError(f"{where}: HF_HUB_OFFLINE is set; unset it to upload")
+            raise UsageError(f"{self.url}: HF_HUB_OFFLINE is set; unset it to upload")
         if get_token() is None:
-            raise UsageError(f"{where}: no token; set HF_TOKEN, or run `hf auth login`")
-        with (
-            self._repository.explained(),
-            checked_answers(constants.ENDPOINT),
-            doing(f"asking {host_of_hub()} for {self.name}"),
-        ):
-            user: dict[str, Any] = HfApi().whoami()
-            mine = [user.get("name"), *(each.get("name") for each in user.get("orgs", ()))]
-            owners = [str(each) for each in mine if each]
+            raise UsageError(f"{self.url}: no token; set HF_TOKEN, or run `hf auth login`")
+        with self._asking(f"asking {host_of_hub()} for {self.name}") as api:
+            user = api.whoami()
+            owners = [str(x["name"]) for x in (user, *user.get("orgs", ())) if x.get("name")]
             if owner not in owners:
+                hint = nearest(owner, owners)
                 raise UsageError(
-                    f"{where}: the token is of {first_of(owners)}, not of {owner}"
-                    f"{nearest(owner, owners)}"
+                    f"{self.url}: the token is of {first_of(owners)}, not of {owner}{hint}"
                 )
-            role = user.get("auth", {}).get("accessToken", {}).get("role")
-            if role == "read":
-                raise UsageError(f"{where}: the token may only read; create one that may write")
-            self._existing()
+            if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+                raise UsageError(f"{self.url}: the token may only read; create one that may write")
+            self._existing(api)
 
-    def _existing(self) -> tuple[str | None, list[str]]:
-        """Return the commit and the files of the repository, None if it does not exist."""
-        from huggingface_hub import HfApi, errors
+    def _existing(self, api: Any) -> tuple[str | None, set[str]]:
+        """Return the commit and the files of the repository; None if it does not exist."""
+        from huggingface_hub import errors
 
         try:
-            info: Any = HfApi().repo_info(self.name)
-        except errors.GatedRepoError:
-            raise
+            info = api.repo_info(self.name)
         except errors.RepositoryNotFoundError:
-            return None, []
+            return None, set()
         if not info.private:
             raise UsageError(
                 f"{self.url}: is public, and fsdpctl uploads to private repositories only; pass "
                 "another name, or export to a directory and run `hf upload`"
             )
-        names = [each.rfilename for each in info.siblings or ()]
-        if {*names} - _OF_THE_HUB and not self.overwrite:
+        names = {each.rfilename for each in info.siblings or ()} - _OF_THE_HUB
+        if names and not self.overwrite:
             raise UsageError(f"{self.url}: already exists; pass --overwrite to replace its files")
         return info.sha, names
 
     def upload(self, folder: Path) -> str:
         """Upload the files below `folder` in one commit; return the address of the repository."""
-        from huggingface_hub import (
-            CommitOperationAdd,
-            CommitOperationDelete,
-            HfApi,
-            constants,
-        )
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        files = sorted(each for each in folder.rglob("*") if each.is_file())
-        new = {str(each.relative_to(folder)): each for each in files}
+        new = {str(x.relative_to(folder)): x for x in sorted(folder.rglob("*")) if x.is_file()}
         disable_progress_bars()
-        with (
-            self._repository.explained(),
-            checked_answers(constants.ENDPOINT, PATIENCE),
-            doing(f"uploading {self.name}"),
-        ):
-            if self._existing()[0] is None:
-                HfApi().create_repo(self.name, private=True, exist_ok=True)
-            parent, names = self._existing()
-            operations: list[Any] = [CommitOperationAdd(a, b) for a, b in new.items()]
-            old = sorted({*names} - {*new} - _OF_THE_HUB)
-            operations += [CommitOperationDelete(each) for each in old]
-            HfApi().create_commit(
-                self.name, operations, commit_message="Upload by fsdpctl", parent_commit=parent
-            )
+        with self._asking(f"uploading {self.name}") as api:
+            if self._existing(api)[0] is None:
+                api.create_repo(self.name, private=True, exist_ok=True)
+            parent, names = self._existing(api)
+            changes = [CommitOperationAdd(name, path) for name, path in new.items()]
+            removed = [CommitOperationDelete(name) for name in sorted(names - new.keys())]
+            about = {"commit_message": "Upload by fsdpctl", "parent_commit": parent}
+            api.create_commit(self.name, [*changes, *removed], **about)
         return f"{constants.ENDPOINT}/{self.name}"

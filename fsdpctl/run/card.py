@@ -5,7 +5,7 @@ Nothing in it names a directory of this machine: of a path, only the last name i
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,74 +34,68 @@ def card_of(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     words, info = reader.manifest.config, reader.manifest.base
     path = "" if words.get("model.init") == "random" else words.get("model.path", "")
     base = _public("model.path", path if info is None else info.path)
-    named = _HUB_MODEL.fullmatch(base)
+    named, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in words
     front = ModelCardData(
         library_name="peft" if is_peft else "transformers",
         base_model=named[1] if named else None,
         datasets=sorted({*_HUB_DATA.findall(words.get("data.path", ""))}) or None,
-        tags=["fsdpctl", *(["lora"] if "model.lora.rank" in words else [])],
+        tags=["fsdpctl", *(["lora"] if is_lora else [])],
     )
-    facts = {"base model": base, **dict(_facts(reader))}
-    rows = "\n".join(
-        f"| {name} | {one_line(text).replace('|', chr(92) + '|')} |"
-        for name, text in facts.items()
-        if text
-    )
-    text = f"---\n{front.to_yaml()}\n---\n\n# Trained with fsdpctl\n\n| | |\n|---|---|\n{rows}\n"
-    for title, lines in (("Command", _command(reader)), ("Settings", _settings(words))):
-        if block := "".join(f"    {one_line(each)}\n" for each in lines):
-            text += f"\n## {title}\n\n{block}"
+    facts = {
+        "base model": base,
+        "data": _public("data.path", words.get("data.path", words.get("data", ""))),
+        "trained": "LoRA adapters" if is_lora else words.get("model.trainable", "all parameters"),
+        **dict(_progress(reader)),
+        "versions": ", ".join(f"{a} {b}" for a, b in reader.manifest.versions.items() if b),
+    }
+    rows = (f"| {name} | {one_line(x).replace('|', '&#124;')} |" for name, x in facts.items() if x)
+    text = f"---\n{front.to_yaml()}\n---\n\n# Trained with fsdpctl\n\n| | |\n|---|---|\n"
+    text += "\n".join(rows) + "\n"
+    usual = config_words(compose_config([]).config)
+    settings = [
+        f"{name}={_public(name, each)}"
+        for name, each in words.items()
+        if usual.get(name) != each and not _is_left_out(name)
+    ]
+    for title, lines in (("Command", _command(reader)), ("Settings", settings)):
+        if lines:
+            text += f"\n## {title}\n\n" + "".join(f"    {one_line(x)}\n" for x in lines)
     return sealed_card(text)
 
 
-def _facts(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
-    words, progress = reader.manifest.config, reader.manifest.progress
-    yield "data", _public("data.path", words.get("data.path", words.get("data", "")))
-    trained = "LoRA adapters" if "model.lora.rank" in words else words.get("model.trainable", "all")
-    yield "trained parameters", trained
+def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
+    progress, path = reader.manifest.progress, reader.folder.parent.parent / METRICS
     yield "steps, samples", f"{progress.step:,}, {progress.samples:,}"
-    tokens, losses, validation = 0, list[tuple[int, float]](), ""
-    folder = reader.folder.parent
-    path = folder.parent / METRICS
+    is_run = reader.folder.parent.name == CHECKPOINTS and path.is_file()
+    lines = []
     with suppress(UsageError):  # a damaged file
-        for line in read_metrics(path) if folder.name == CHECKPOINTS and path.is_file() else ():
-            if line.step > progress.step:
-                break
-            tokens += line.tokens or 0
-            if isinstance(line.loss, float):
-                losses = [*losses[:1], (line.step, line.loss)]
-            if isinstance(line.val_loss, float):
-                validation = f"{line.val_loss:.4f} at step {line.step:,}"
-    yield "tokens", f"{tokens:,}" if tokens else ""
-    yield "training loss", ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in losses)
+        lines = [x for x in read_metrics(path) if x.step <= progress.step] if is_run else []
+    losses = [f"{x.loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.loss, float)]
+    valid = [f"{x.val_loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.val_loss, float)]
+    yield "tokens", f"{sum(x.tokens or 0 for x in lines):,}" if losses else ""
+    yield "training loss", ", ".join(losses[:1] + losses[1:][-1:])
+    yield "validation loss", ", ".join(valid[-1:])
     best = progress.best
-    yield "validation loss", validation
     yield "lowest validation loss", f"{best.loss:.4f} at step {best.step:,}" if best else ""
-    yield "versions", ", ".join(f"{a} {b}" for a, b in reader.manifest.versions.items() if b)
 
 
 def _command(reader: CheckpointReader) -> list[str]:
-    """Return the command as it was typed, without what is of the machine."""
-    run_dir, words = reader.folder.parent.parent, reader.manifest.config
     with suppress(UsageError):
-        typed = read_text_file(run_dir / OVERRIDES).splitlines()
-        pairs = [(each, *each.partition("=")[::2]) for each in typed]
-        kept = [
-            f"{name}={_public(name, words.get(name, text) if _is_path(name) else text)}"
-            if "=" in each else _public("", each)
-            for each, name, text in pairs
-            if not name.startswith(_OF_THE_MACHINE)
-        ]  # fmt: skip
-        return [f"fsdpctl train {shlex.join(kept)}"]
+        typed = read_text_file(reader.folder.parent.parent / OVERRIDES).splitlines()
+        return [
+            "fsdpctl train " + shlex.join(_typed(reader, x) for x in typed if not _is_left_out(x))
+        ]
     return []
 
 
-def _settings(words: Mapping[str, str]) -> Iterator[str]:
-    usual = config_words(compose_config([]).config)
-    for name, text in words.items():
-        is_own = name.startswith(_OF_THE_MACHINE) or name == "model.config_json"
-        if not is_own and usual.get(name) != text:
-            yield f"{name}={_public(name, text)}"
+def _typed(reader: CheckpointReader, word: str) -> str:
+    name, is_setting, text = word.partition("=")
+    text = reader.manifest.config.get(name, text) if _is_path(name) else text
+    return f"{name}={_public(name, text)}" if is_setting else _public("", word)
+
+
+def _is_left_out(name: str) -> bool:
+    return name.startswith((*_OF_THE_MACHINE, "model.config_json"))
 
 
 def _is_path(name: str) -> bool:
@@ -113,8 +107,7 @@ def _public(name: str, text: str) -> str:
     text = _TOKEN.sub("hf_***", text)
     if not _is_path(name):
         return _FOLDERS.sub("", by_name(text))
-    parts = text.split(",")
     return ",".join(
         x if x.startswith("hf://") else by_name(x) if by_name(x) != x else Path(x).name
-        for x in parts
+        for x in text.split(",")
     )

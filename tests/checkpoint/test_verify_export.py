@@ -251,7 +251,7 @@ def test_adapters_for_each_expert_are_read_as_such_and_counted(made, tmp_path):
     change_json(config, lambda x: x.pop("target_parameters"))
     found = findings_on(export, made / "base")
     assert lost(found) == []
-    assert any("a pair of matrices for each expert: vLLM reads it" in x.text for x in found)
+    assert any("two matrices each: vLLM reads it" in x.text for x in found)
     change(export / ADAPTERS, lambda x: without(x, f"{EXPERTS}.2."))
     lines = lost(findings_on(export, made / "base"))
     assert lines == [f"experts: lost: {EXPERTS}: adapters of 3 of 4 experts"]
@@ -264,22 +264,23 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
     "experts: lost: 4 adapters whose product is zero":
         lambda x: {n: 0 * y if "experts" in n and "lora_A" in n else y for n, y in x.items()},
     f"attention: lost: {LAYER}: only lora_B": lambda x: without(x, f"{LAYER}.lora_A"),
-    "adapter_config.json: lost: target_modules: no adapters of 2 weights":
+    "adapter_config.json: lost: target_modules: no adapters of model.layers.0.self_attn.q_proj":
         lambda x: without(x, "q_proj"),
-    "adapter_config.json: lost: target_parameters: no adapters of 4 weights":
+    "adapter_config.json: lost: target_parameters: no adapters of model.layers.0.mlp.experts":
         lambda x: without(x, ".experts."),
     "attention: lost: model.layers.0.attn.k_proj, model.layers.0.attn.o_proj and 6 more: the base "
     "has no such layer": lambda x: {n.replace("self_attn", "attn"): y for n, y in x.items()},
     "adapters: lost: model.layers.0.mlp.experts.base_layer.lora_A.weight":
         lambda x: {n.removeprefix(PREFIX): y for n, y in x.items()},
-    "attention: lost: NaN or infinite": lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
-    f"attention: lost: {LAYER}: shapes [8, 16]":
+    f"attention: lost: {LAYER}.weight: NaN or infinite":
+        lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
+    f"attention: lost: {LAYER}: 16 to 32, rank 8 and 8, do not fit the base, 32 to 32":
         lambda x: {n: y[:, :16] if f"{LAYER}.lora_A" in n else y for n, y in x.items()},
     "adapter_config.json: lost: r=8, not 4": lambda x: {
         n: (y[:4] if "lora_A" in n else y[:, :4]) if LAYER in n else y for n, y in x.items()},
     "experts: lost: model.layers.0.mlp.experts, model.layers.1.mlp.experts: in and out are swapped":
         swapped,
-    "experts: lost: model.layers.0.mlp.experts.lora_gate_and_up_A: a form that PEFT and vLLM":
+    "adapters: lost: model.layers.0.mlp.experts.lora_gate_and_up_A: a form that PEFT and vLLM":
         lambda x: x | {f"{PREFIX}{EXPERTS}.lora_gate_and_up_A": torch.ones(4, 32, 8)},
     "adapters: lost: model.norm.lora_magnitude_vector: neither LoRA nor a parameter":
         lambda x: x | {f"{PREFIX}model.norm.lora_magnitude_vector": torch.ones(32)},

@@ -9,10 +9,16 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
 from tests.commands.run import figures, fsdpctl, make_text
+from tests.models.decoders import save_decoder
 from tests.models.families import save_model
 
 RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkpoint.every=2",
@@ -71,6 +77,27 @@ def test_a_pretrained_model_is_trained_and_exported_with_its_tokenizer(trained, 
     )
     assert (exported.returncode, "no tokenizer" in exported.stdout) == (0, False), exported.stderr
     assert len(GGUFReader(tmp_path / "m.gguf").tensors) == len(after)
+
+
+@pytest.mark.slow
+def test_exports_of_runs_have_lost_nothing_of_their_base(trained, tmp_path):
+    base = trained / "moe"
+    save_decoder("qwen3_moe", base)
+    give_tokenizer(base, make_text(trained))
+    config = AutoConfig.from_pretrained(base, vocab_size=320, initializer_range=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    lora = ("model.lora.rank=8", "model.lora.targets=[all_linear,experts]", "optimizer.lr=1e-2")
+    train(trained, "experts", "model=hf", f"model.path={base}", *lora)
+    for run, of, *options in (("run", "in"), ("experts", "moe", "--merge"),
+                              ("experts", "moe", "--format", "peft")):  # fmt: skip
+        out = str(tmp_path / "-".join((run, *options)))
+        result = fsdpctl("consolidate-checkpoint", run, out, *options, cwd=trained)
+        assert result.returncode == 0, result.stderr
+        result = fsdpctl("verify-checkpoint", out, "--base", of, "--json", cwd=trained)
+        found = json.loads(result.stdout)
+        assert (result.returncode, found["verified"]) == (0, True), result.stderr
+        lines = {x["subject"]: x["figures"] for x in found["findings"] if x["figures"]}
+        assert all(lines[kind]["changed"] for kind in {"attention", "experts"} & lines.keys())
 
 
 @pytest.mark.slow
