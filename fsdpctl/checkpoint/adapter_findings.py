@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.findings import Change, Finding, by_kind, compare_values, kind_of
+from fsdpctl.checkpoint.findings import Finding, WeightChange, by_kind, compare_values, kind_of
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import FileTensors, Tensors, read_floats
@@ -217,7 +217,7 @@ def _products(found: _Adapters, about: dict[str, Any], theirs: Tensors | None) -
     """Compute by how much each kind of layer changes, without the products of matrices."""
     rank, alpha = float(about.get("r") or 1), float(about.get("lora_alpha") or 0)
     scale = alpha / (rank**0.5 if about.get("use_rslora") else rank)
-    changes: dict[str, list[Change]] = defaultdict(list)
+    changes: dict[str, list[WeightChange]] = defaultdict(list)
     for pair in found.pairs:
         kind, weight = kind_of(pair.layer.weight), pair.layer.weight
         squares = _squares_of_product(found.tensors, pair)
@@ -228,7 +228,7 @@ def _products(found: _Adapters, about: dict[str, Any], theirs: Tensors | None) -
             yield Finding(kind, f"{weight}: the product is zero for {idle} experts")
         norm = 0.0 if theirs is None else _squares(theirs, tensor_key(PARAMETER, weight))
         delta = scale**2 * float(np.nan_to_num(squares).sum())
-        changes[kind].append(Change(delta, norm, weight))
+        changes[kind].append(WeightChange(delta, norm, weight))
     for kind, of_kind in changes.items():
         if zero := [each.name for each in of_kind if not each.delta]:
             text = f"{len(zero)} adapters whose product is zero: {first_of(zero, 2)}"

@@ -39,7 +39,7 @@ class Finding:
         return f"{self.subject}: {'lost: ' * self.is_lost}{self.text}"
 
 
-class Change(NamedTuple):
+class WeightChange(NamedTuple):
     """The change of a weight: squared norms of the change and of the base, 0 if it is unknown."""
 
     delta: float
@@ -55,7 +55,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, part in _KINDS.items() if re.search(part, name, re.I)), "other")
 
 
-def by_kind(changes: Mapping[str, Collection[Change]]) -> Iterator[Finding]:
+def by_kind(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
     """Return a line for each kind: how many of its tensors changed, and by how much."""
     for kind, of_kind in sorted(changes.items()):
         delta, norm, most = sum(x.delta for x in of_kind), sum(x.norm for x in of_kind), ""
@@ -108,7 +108,7 @@ def compare_values(
 ) -> Iterator[Finding]:
     """Compare values with the base's, rounded to the dtype of the export; None: only check them."""
     known = {*tensor_keys(theirs)} if theirs is not None else set()
-    changes: dict[str, list[Change]] = defaultdict(list)
+    changes: dict[str, list[WeightChange]] = defaultdict(list)
     keys = sorted(tensor_keys(ours))
     with doing("comparing", BYTES, sum(ours.info(key).nbytes for key in keys)) as advance:
         for key in keys:
@@ -127,7 +127,7 @@ def compare_values(
 
 
 @np.errstate(all="ignore")  # of values that are not finite
-def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[Change, int, bool]:
+def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[WeightChange, int, bool]:
     """Return the change, the number of new NaNs, and whether any value is not zero.
 
     Of a tensor with more rows than the base's, the first ones are compared.
@@ -153,7 +153,7 @@ def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[Change, 
         delta += 0.0 if is_same else float(difference @ difference)
         norm += float(np.nan_to_num(base @ base))
         has_any = has_any or bool(values.any())
-    return Change(delta, norm, parameter_name(key)), bad, has_any
+    return WeightChange(delta, norm, parameter_name(key)), bad, has_any
 
 
 def _bytes(weights: Tensors, key: str, span: Span) -> bytearray:
