@@ -210,7 +210,7 @@ def _warmup(c: Config, f: Facts) -> int | None:
 def total_steps(c: Config, data: DataSet | None) -> int | None:
     """Return the steps of a run; None if they are unknown, UsageError if there is not one."""
     train, asked = c.train, None if c.is_auto("train.steps") else c.train.steps
-    epochs = None if data is None else _steps_of_epochs(c, data)
+    epochs = None if data is None else steps_of_epochs(c, data)
     if train.epochs is not None:
         return epochs if asked is None or epochs is None else min(asked, epochs)
     if asked is not None:
@@ -220,7 +220,8 @@ def total_steps(c: Config, data: DataSet | None) -> int | None:
     return epochs if c.data.name == CHAT else _STEPS
 
 
-def _steps_of_epochs(c: Config, data: DataSet) -> int:
+def steps_of_epochs(c: Config, data: DataSet) -> int:
+    """Return the steps of all epochs; UsageError if there is no sample to train on or validate."""
     train = c.train
     plan = plan_batches(
         train.global_batch_size, c.num_ranks, context_parallel=train.context_parallel

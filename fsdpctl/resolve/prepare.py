@@ -33,7 +33,7 @@ from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
-from fsdpctl.resolve.auto_values import AUTO_VALUES, Facts, Stage, filled
+from fsdpctl.resolve.auto_values import AUTO_VALUES, Facts, Stage, filled, steps_of_epochs
 from fsdpctl.resolve.data import (
     check_validation,
     checked_data,
@@ -142,6 +142,7 @@ class _Preparation:
         config = filled(config, Stage.LENGTH, facts._replace(module=module))
         notes = (*notes, *on_cache, *more)
         if facts.data is not None and self.is_run:
+            steps_of_epochs(config, facts.data)  # refuses data without a sample
             steps = config.train.steps or 0
             notes += () if self.task else notes_on_epochs(config, facts.data, steps)
             config = config.changed(dict.fromkeys(_REPLACED))

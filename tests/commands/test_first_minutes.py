@@ -131,8 +131,9 @@ def test_a_length_that_nobody_asked_for_follows_the_data(words):
     data = ["data=text", "data.path=words.txt"]
     said = dry_run(*data, "model=gpt2", "model.vocab_size=256")
     assert "of 256 tokens (default: limited by the data)" in said
-    code, said = invoke("train", *data, "train.seq_len=1024")
-    assert (code, "longer than the validation data" in said) == (2, True)
+    for more in ([], ["train.steps=2"], ["train.steps=2", "--dry-run"]):
+        code, said = invoke("train", *data, "train.seq_len=1024", *more)
+        assert (code, "longer than the validation data" in said) == (2, True)
 
 
 @pytest.mark.slow
