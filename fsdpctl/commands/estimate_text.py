@@ -34,7 +34,6 @@ _SIZED_BY = (
     "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
     SIZES[0], "launch.nproc_per_node", "launch.device",
 )  # fmt: skip
-_NOT_OF_RUN = (SIZES[1], "cluster.price")  # the samples of a step are known
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -117,7 +116,7 @@ def _sized(asked: Config, found: RunEstimate) -> Config:
     origins = {name: found.config.origin(name) for name in names}
     fixed = (key for key in _SIZED_BY if asked.is_auto(key))
     values = {key: found.config.value(key) for key in fixed}
-    config = config.changed({**values, **dict.fromkeys(_NOT_OF_RUN)})
+    config = config.changed({**values, SIZES[1]: None})  # the samples of a step are known
     return replace(config, origins={**config.origins, **origins})
 
 

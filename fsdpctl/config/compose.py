@@ -18,6 +18,7 @@ from fsdpctl.config.model import NO_DECODER, OWN
 from fsdpctl.config.model_path import FROM_PATH, values_of_adapters, values_of_model, with_model
 from fsdpctl.config.overrides import gathered
 from fsdpctl.config.recipe import (
+    PRICED,
     cards_with,
     choices_of,
     clusters_like,
@@ -312,7 +313,7 @@ def _values_of_choices(choices: Mapping[str, str]) -> dict[str, Value]:
 def _texts(composed: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
     for section, content in composed.items():
         for word, value in content.items():
-            if word not in ("name", "device_names"):
+            if word not in ("name", "device_names", PRICED):
                 text = str(value).lower() if isinstance(value, bool) else str(value)
                 yield f"{section}.{word}", text
 

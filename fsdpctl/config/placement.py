@@ -135,7 +135,8 @@ class ClusterConfig:
         31.5, "GB/s between a GPU and its host, per direction", within=(1e-4, 1e6)
     )
     price: float | None = optional_key(
-        "estimates only: price of a GPU hour, in any currency", within=(0, 1e6)
+        "estimates only: price of a GPU hour; of a named cluster, one quoted on a day, in USD",
+        within=(0, 1e6),
     )
     architecture: str | None = auto_key(
         "GPU generation, which determines the supported attention kernels", choices=ARCHITECTURES

@@ -15,6 +15,7 @@ from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
+PRICED = "priced"  # in the file of a cluster: who asks its price, on which day
 MISSING = "???"  # as Hydra marks a value that is required
 OF_MISSING = "MISSING: "  # before the reason, in a comment above such a value
 _OF_JSON = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
@@ -71,6 +72,12 @@ def clusters_like(text: str) -> list[str]:
     similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
     whole = [x for x in similar if all(part in word for part in x.split("_"))]
     return [max(whole, key=len)] if whole else similar
+
+
+def price_source(cluster: str) -> str:
+    """Return who asks the price of a cluster's file, and the day; empty if it has none."""
+    file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
+    return str((read_yaml(file) or {}).get(PRICED, ""))
 
 
 def _clusters() -> Iterator[tuple[str, Any]]:

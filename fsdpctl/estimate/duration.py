@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from fsdpctl.config.recipe import price_source
 from fsdpctl.config.schema import LENGTHS, Config, Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import Band, band_of
@@ -113,13 +114,23 @@ def run_time(
     step = step or estimator.predict(replace(estimate.plan, config=config))
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
     length = run_length(config, step.tokens, estimator)
-    notes = tuple(_notes(config, length.steps, estimator))
+    notes = tuple(_notes(config, length, estimator))
     about = length, config.cluster.price, band, source, notes
     return RunTime(step.seconds, step.tokens, config.num_ranks, *about)
 
 
-def _notes(config: Settled, steps: int | None, estimator: Estimator) -> Iterator[str]:
-    length = config.train.seq_len
+def notes_on_price(config: Config) -> tuple[str, ...]:
+    """Return a line with the source of a price that is not set."""
+    price, source = config.cluster.price, price_source(config.cluster.name)
+    if price is None or config.is_set("cluster.price") or not source:
+        return ()
+    return (f"cost at {price:g} USD per GPU hour: {source}; set cluster.price to change it",)
+
+
+def _notes(config: Settled, run: RunLength, estimator: Estimator) -> Iterator[str]:
+    length, steps = config.train.seq_len, run.steps
+    if steps is not None:
+        yield from notes_on_price(config)
     if config.data.holds_documents:
         tokens = min(ASSUMED_TOKENS, -(-length // 2))
         yield (

@@ -289,8 +289,9 @@ def check_preflight(config: Config) -> None:
     """Check what estimates have no need of: packages for logging, the object store."""
     if (program := config.engine.program) != OURS:
         raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
-    if (price := config.cluster.price) is not None:
-        raise UsageError(f"cluster.price={price:g}: for estimates and compare --simulate only")
+    if config.is_typed("cluster.price"):
+        price = f"cluster.price={config.cluster.price:g}"
+        raise UsageError(f"{price}: for estimates and compare --simulate only")
     for name in config.log.tracker_names:
         if not _is_installed(name):
             raise UsageError(f"log.trackers={name}: {lacking(name)}")

@@ -1,6 +1,7 @@
 """`fsdpctl compare`: the variants and the results."""
 
 import json
+import re
 import signal
 import subprocess
 import tempfile
@@ -13,6 +14,8 @@ import pytest
 from fsdpctl.commands.compare import figures
 from fsdpctl.commands.compare.report import NOT_REACHED, OK
 from fsdpctl.commands.compare.vary import possible, variants
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import choices_of, price_source
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
@@ -72,6 +75,52 @@ def test_prices_are_those_of_the_clusters_in_their_order():
     assert {each.composed.config.train.tokens for each in found} == {10**9}
     code, said = invoke("compare", "--simulate", *words[:3], "--by", "cost")
     assert (code, "requires cluster.price, and a length" in said) == (2, True)
+
+
+def test_a_price_of_a_cluster_has_a_source_and_a_day():
+    for name in choices_of("cluster"):
+        config = compose_config([f"cluster={name}"]).config
+        source = price_source(name)
+        assert (config.cluster.price is None) == (source == "")
+        assert not source or re.search(r", on 2026-\d\d-\d\d \(.+\)$", source)
+    assert compose_config(["cluster=h100", "cluster.price=2"]).config.cluster.price == 2
+
+
+def test_a_budget_names_the_cheapest_that_ends_and_what_it_buys_of_others():
+    words = ["--simulate", "cluster=h100,a100_80,mi300x", "launch.nnodes=1,2", "--budget", "0.1"]
+    code, said = invoke("compare", *words, "train.steps=500", "--json")
+    rows = json.loads(said[said.index("[\n") : said.rindex("]") + 1])
+    assert (code, len(rows)) == (0, 6)
+    priced = [row for row in rows if row["price"] is not None]
+    assert {row["varied"]["cluster"] for row in priced} == {"h100", "a100_80"}
+    for row in priced:
+        steps = row["budget_steps"] * row["cost"] / 500
+        assert 0.1 - row["cost"] / 500 <= steps <= 0.1
+        assert row["budget_tokens"] == row["budget_steps"] * 16 * 128
+    code, said = invoke("compare", *words, "train.steps=500")
+    cheapest = min(priced, key=lambda row: row["cost"])
+    label = " ".join(f"{name}={text}" for name, text in cheapest["varied"].items())
+    assert cheapest["cost"] < 0.1
+    assert f"budget  {label}: the cheapest that fits and is predicted to end within 0.1, " in said
+    assert said.count("\n0.1 buys  ") == 3
+    assert "price   cluster=mi300x launch.nnodes=2: not known; set cluster.price" in said
+    assert "cost at 3.99 USD per GPU hour: Lambda, 8x H100 SXM, on 2026-09-20 (" in said
+    _, said = invoke("compare", *words, "train.steps=500000000")
+    assert "budget  no variant that fits is predicted to end within 0.1" in said
+    _, said = invoke("compare", *words)
+    assert "budget  " not in said
+    assert said.count("\n0.1 buys  ") == 4
+    assert said.count("cost at ") == 2
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["--budget", "500"], "--budget: only valid with --simulate"),
+    (["--simulate", "--budget", "0"], "--budget=0: expected a number from 0.01"),
+    (["--simulate", "--budget", "much"], "--budget=much: expected a number from 0.01"),
+])  # fmt: skip
+def test_a_budget_is_money_of_a_simulation(words, part):
+    code, said = invoke("compare", *words)
+    assert (code, part in said) == (2, True)
 
 
 def test_a_directory_that_is_not_empty_is_rejected(tmp_path):

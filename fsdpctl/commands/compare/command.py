@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fsdpctl.commands.compare.budget import budget_lines, spend
 from fsdpctl.commands.compare.figures import measure, predict
 from fsdpctl.commands.compare.report import (
     BY,
@@ -36,13 +37,14 @@ from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, chec
 from fsdpctl.commands.console import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.duration import has_length
+from fsdpctl.estimate.duration import has_length, notes_on_price
 from fsdpctl.io.files import refusing
 
 _STEPS = Key("--steps", "whole number", 20, "", within=(4, 1_000_000))
+_BUDGET = Key("--budget", "number", None, "", within=(0.01, 1e12))
 
 
-def compare(
+def compare(  # noqa: PLR0913  # each is an option
     settings: Settings = None,
     recipe: Recipe = None,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
@@ -57,6 +59,10 @@ def compare(
     by: Annotated[
         str, typer.Option(metavar="|".join(BY), help="What the order is by, the least first.")
     ] = "time",
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="MONEY", help="What this buys of each; with --simulate."),
+    ] = None,
 ) -> None:
     """Compare variants by short runs or simulation.
 
@@ -66,6 +72,9 @@ def compare(
     """
     check_choice("--by", by, BY)
     length = int(str(_STEPS.parse(steps)))
+    money = None if budget is None else float(str(_BUDGET.parse(budget)))
+    if money is not None and not simulate:
+        raise UsageError("--budget: only valid with --simulate")
     asked = normalized(settings, recipe)
     found = _variants(asked, simulates=simulate)
     configs = [each.composed.config for each in found]
@@ -83,7 +92,7 @@ def compare(
             else:
                 notes.extend(predict(found))
         finally:  # the results so far, even if it is stopped
-            _report(found, folder, notes, by=by, as_json=as_json)
+            _report(found, folder, notes, by=by, as_json=as_json, budget=money)
     failed = [each.row.status != OK for each in found]
     if all(failed) or (any(failed) and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
@@ -91,7 +100,7 @@ def compare(
 
 def _report(
     found: Sequence[Variant], folder: Path | None, notes: Sequence[str] | None, *,
-    by: str, as_json: bool,
+    by: str, as_json: bool, budget: float | None,
 ) -> None:  # fmt: skip
     """Print the results, with `notes` on predictions; None: they are measured."""
     rows = ordered([each.row for each in found], by)
@@ -102,6 +111,9 @@ def _report(
         raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
     if all(row.status == NOT_REACHED for row in rows):
         return
+    if budget is not None:
+        spend(rows, budget)
+        notes = [*(notes or ()), *(x for each in found for x in notes_on_price(each.config))]
     title = title_of([x.config for x in found], rows, is_predicted=notes is not None)
     written = []
     if folder is not None:
@@ -113,6 +125,7 @@ def _report(
         names = names_of(rows)
         show_table([*names, *FIGURES], (cells(row, names) for row in rows), right=FIGURES)
         say(*(f"{row.label}: {row.status}" for row in rows if row.status != OK), *losses(rows))
+        say(*(() if budget is None else budget_lines(rows, budget)))
     note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
 
 

@@ -201,6 +201,7 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
     row.world_size, row.steps = time.num_ranks, time.length.steps
     row.tokens_per_second, row.error_band = time.tokens_per_second, time.band
     row.step_seconds, row.exposed_communication_seconds = step.seconds, step.exposed_communication
+    row.price = time.price
     row.hours, row.gpu_hours, row.cost = map(time.of_run.get, ("hours", "gpu_hours", "cost"))
     _add_memory(row, estimate)
 

@@ -52,6 +52,9 @@ class Row:
     hours: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
+    price: float | None = None  # of a GPU hour
+    budget_steps: int | None = None  # that --budget buys, of a variant that fits
+    budget_tokens: int | None = None  # in these
     exposed_communication_seconds: float | None = None  # of a step: computation waits
     mfu: float | None = None  # model FLOPs utilization; None: peak FLOP/s of the device unknown
     sent_bytes_per_step: int | None = None  # by a rank, as planned

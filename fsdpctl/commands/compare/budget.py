@@ -1,0 +1,63 @@
+"""The run that a sum of money buys on each variant."""
+
+from collections.abc import Iterator, Sequence
+
+from fsdpctl.commands.compare.report import OK, Row
+from fsdpctl.io.texts import figure
+
+_HOUR = 3600
+
+
+def spend(rows: Sequence[Row], budget: float) -> None:
+    """Add to each variant that fits and has a price the steps and tokens that `budget` buys."""
+    for row in rows:
+        if row.status == OK and row.price and row.step_seconds and row.world_size:
+            each = row.price * row.world_size * row.step_seconds / _HOUR
+            row.budget_steps = int(budget / each)
+            tokens = (row.tokens_per_second or 0.0) * row.step_seconds
+            row.budget_tokens = round(row.budget_steps * tokens)
+
+
+def budget_lines(rows: Sequence[Row], budget: float) -> Iterator[str]:
+    """Yield the cheapest variant that fits and ends within `budget`, then what it buys of others.
+
+    These begin with the one of which it buys most.
+    """
+    money, fitting = f"{budget:,g}", [row for row in rows if row.status == OK]
+    ending = [row for row in fitting if row.cost is not None and row.cost <= budget]
+    best = min(ending, key=lambda row: row.cost or 0.0, default=None)
+    if best is not None:
+        end = f"is predicted to end within {money}"
+        yield f"budget  {best.label}: the cheapest that fits and {end}, {_cost(best)}"
+    elif any(row.cost is not None for row in fitting):
+        yield f"budget  no variant that fits is predicted to end within {money}"
+    bought = [row for row in fitting if row.budget_tokens is not None and row is not best]
+    for row in sorted(bought, key=lambda row: -(row.budget_tokens or 0)):
+        hours = figure((row.budget_steps or 0) * (row.step_seconds or 0.0) / _HOUR)
+        yield (
+            f"{money} buys  {row.label}: {_tokens(row)}, {row.budget_steps:,} steps in {hours} "
+            f"hours{_against_cost(row, budget)}"
+        )
+    for row in fitting:
+        if row.price is None:
+            yield f"price   {row.label}: not known; set cluster.price"
+
+
+def _tokens(row: Row) -> str:
+    return f"{(row.budget_tokens or 0) / 1e9:.3g} B tokens"
+
+
+def _cost(row: Row) -> str:
+    assert row.cost is not None
+    text = f"cost {figure(row.cost)}"
+    if row.error_band is None:
+        return text
+    low, high = (figure(row.cost * each) for each in (row.error_band.low, row.error_band.high))
+    return f"{text} ({low} to {high})"
+
+
+def _against_cost(row: Row, budget: float) -> str:
+    if not row.cost:
+        return ""
+    share = f"{budget / row.cost:.0%} of the run" if row.cost > budget else "more than the run"
+    return f", {share}: {_cost(row)}"
