@@ -77,7 +77,8 @@ def clusters_like(text: str) -> list[str]:
 def price_source(cluster: str) -> str:
     """Return who asks the price of a cluster's file, and the day; empty if it has none."""
     file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
-    return str((read_yaml(file) or {}).get(PRICED, ""))
+    about: Any = read_yaml(file) or {}
+    return str(about.get(PRICED, ""))
 
 
 def _clusters() -> Iterator[tuple[str, Any]]:
