@@ -34,7 +34,7 @@ def findings_on(
         found += () if theirs is None else compare_names(ours, theirs)
         found += compare_values(ours, theirs, is_trained=is_trained)
         found += check_vocabulary(ours, assets)
-        if base is not None:
+        if base is not None and not is_gguf(export):
             found += compare_assets(assets, Assets(assets_beside(base), base))
     if has_adapters(export) and base is not None:
         with _of_base(base):
@@ -59,7 +59,7 @@ def _under_same_names(
     export: Path, base: Path | None, assets: Assets
 ) -> tuple[Tensors, Tensors | None, list[Finding]]:
     """Open both: under the names in their files if these are equal, else under the model's."""
-    ours = _stored(export)
+    ours = _in_model(export) if is_gguf(export) else _stored(export)
     names = ours.names(PARAMETER)
     if base is None:
         return ours, None, []

@@ -106,30 +106,29 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
             exported = consolidate(reader, folder, dtype=dtype, max_file_bytes=limit, **about)
         size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
         say(f"{exported.path}: {size}, {step}", *exported.notes)
-    if format != "gguf":
-        _finish(reader, folder.resolve(), is_peft=format == "peft")
+    _finish(reader, folder.resolve(), is_peft=format == "peft")
     if target is not None:
         say(f"{target.upload(folder)}: uploaded, private")
 
 
-def _finish(reader: CheckpointReader, folder: Path, *, is_peft: bool) -> None:
-    """Write the model card of an export, and verify the export."""
+def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
+    """Verify an export, to which a model card is added if it is a directory."""
     from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
     from fsdpctl.run.card import card_of
 
-    write_synced(folder / CARD, card_of(reader, is_peft=is_peft))
     words, info = reader.manifest.config, reader.manifest.base
     path = "" if words.get("model.init") == "random" else words.get("model.path", "")
     path = path if info is None else info.path
-    base = Path(path) if path else None
-    if base is not None and not base.exists():
-        say(f"{base}: base model not found, so the export is not compared with it")
-        base = None
-    exported = ExportedDirectory(folder)
-    _read_all(exported, exported.counts()["bytes"])
-    findings = findings_on(folder, base, is_trained=reader.manifest.progress.step > 0)
-    say(*map(str, findings), f"{folder}: {exported.counts()['files']} files verified")
-    _refuse_lost(folder, findings)
+    base = Path(path) if path and Path(path).exists() else None
+    if path and base is None:
+        say(f"{path}: base model not found, so the export is not compared with it")
+    if export.is_dir():
+        write_synced(export / CARD, card_of(reader, is_peft=is_peft))
+        exported = ExportedDirectory(export)
+        _read_all(exported, exported.counts()["bytes"])
+    findings = findings_on(export, base, is_trained=reader.manifest.progress.step > 0)
+    say(*map(str, findings), f"{export}: verified")
+    _refuse_lost(export, findings)
 
 
 def verify_checkpoint(
@@ -160,28 +159,24 @@ def verify_checkpoint(
         if reader.manifest.base is not None:
             verify_base(reader)
             lines = [f"{reader.manifest.base.path}: base model verified"]
-    is_whole = not any(each.is_lost for each in findings)
     if as_json:
         found = {"base": base, "findings": list(map(asdict, findings))} if base else {}
+        is_whole = not any(each.is_lost for each in findings)
         show_json({"path": where, **counts, "verified": is_whole, **found})
     else:
         (what, number), (_, size) = counts.items()
-        say(f"{where}: {number} {what}, {size:,} bytes{' verified' * is_whole}", *lines)
+        say(f"{where}: {number} {what}, {size:,} bytes verified", *lines)
     _refuse_lost(folder, findings)
 
 
 def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Finding]]:
     """Verify the checksums of an export, and compare it with its base if one is given."""
-    files = [each for each in folder.rglob("*") if each.is_file()]
-    counts = {"files": len(files), "bytes": sum(each.stat().st_size for each in files)}
-    findings = list[Finding]()
+    counts, findings = {"files": 0, "bytes": 0}, list[Finding]()
     try:
-        if not (folder / CHECKSUMS).exists():
-            findings.append(Finding("files", f"{CHECKSUMS} not found, so bytes are not verified"))
-        else:
+        if (folder / CHECKSUMS).exists():
             exported = ExportedDirectory(folder)
+            _read_all(exported, exported.counts()["bytes"])
             counts = exported.counts()
-            _read_all(exported, counts["bytes"])
     except CheckpointError as error:
         if base is None:
             raise
