@@ -238,6 +238,7 @@ class RunEstimate:
             "tokens_per_step": self.tokens_per_step,
             "verdict": self.verdict,
             "margin_bytes": self.margin,
+            "reserve_bytes": self.reserve,
             "memory_bytes": self.memory_bytes,
             "outside_bytes": [outside.low, outside.high],
             "host_bytes": self.host_bytes,
