@@ -220,8 +220,8 @@ def read_recomputation(found: Translation, usual: str) -> bool:
     elif leaves:
         found.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
     if recomputes and every and every.text.strip() != "1":
-        way = "fsdpctl recomputes all blocks or the first; add activation_checkpointing=full, or =none"
-        way += " and activation_checkpointing.blocks=full:N"
+        way = "fsdpctl recomputes all blocks or the first ones; add activation_checkpointing=full, "
+        way += "or activation_checkpointing=none activation_checkpointing.blocks=full:N"
         found.lack(names[0], every, way)
     return recomputes
 

@@ -367,7 +367,7 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     ("adapter: mixlora", "expected lora or qlora"),
     ("attn_implementation: eager", "attn_implementation: eager: eager attention stores"),
     ("nvfp4_merge_aware: true", "quantization-aware"), ("diffusion_lm: {t_eps: 1}", "masked diff"),
-    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 2}}", "every_n_layers: 2: fsdpctl recomputes every"),
+    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 2}}", "fsdpctl recomputes all blocks or the first"),
     ("gradient_checkpointing: true\nselective_checkpointing: {save_matmul_min_k: 9}",
      "saves other outputs than fsdpctl; add activation_checkpointing=selective"),
     ("optimizer: ademamix", "unknown optimizer states"),
