@@ -122,6 +122,7 @@ def _read_saved_outputs(found: Translation) -> None:
         return
     saved = given.get(f"{section}.save")
     others = given.keys() & {f"{section}.save_modules", f"{section}.save_matmul_min_k"}
+    others |= found.settings.keys() & {"activation_checkpointing.blocks"}
     if (leaves := given.get(f"{section}.offload")) and leaves.is_on:
         found.map(leaves, note="in host memory, which is not counted")
     elif others or (saved and saved.items != ("attention",)):

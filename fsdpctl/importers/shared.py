@@ -207,7 +207,7 @@ def read_recomputation(found: Translation, usual: str) -> bool:
     """Translate recomputation, by default `usual`, and its offload; return whether it is on."""
     source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), found.settings.get(names[0])
-    every = source.take(*(f"{name}_kwargs.every_n_layers" for name in names))
+    every = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
     leaves = source.take_used(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
     recomputes = (set_before or usual) == "full" if value is None else not value.is_off
     if value is not None or set_before is None:
@@ -215,15 +215,29 @@ def read_recomputation(found: Translation, usual: str) -> bool:
         found.map(value, option, default=names[1])
     if recomputes and value is not None and not value.is_on:  # such as "offload"
         leaves = leaves or value
-    if leaves and recomputes:
+    if recomputes and every and every > 1:
+        _read_distance(found, SourceKey("every_n_layers", str(every)), sends=leaves is not None)
+    elif leaves and recomputes:
         read_activation_offload(found, leaves)
-    elif leaves:
+    if leaves and not recomputes:
         found.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
-    if recomputes and every and every.text.strip() != "1":
-        way = "fsdpctl recomputes all blocks or the first ones; add activation_checkpointing=full, "
-        way += "or activation_checkpointing=none activation_checkpointing.blocks=full:N"
-        found.lack(names[0], every, way)
     return recomputes
+
+
+def _read_distance(found: Translation, every: SourceKey, *, sends: bool) -> None:
+    """Translate the distance between recomputed blocks; fsdpctl recomputes as many, the first."""
+    name, count = found.model.text if found.model else "", 0
+    with suppress(UsageError):
+        is_known = name.partition("@")[0] in hub_models()
+        folder = name if is_known else local_model(os.path.expanduser(name), "config")
+        count = -(-int(model_words(folder)["model.num_layers"]) // int(every.text))
+    if count:
+        blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
+        note = "as many blocks, the first ones"
+        found.map(every, "activation_checkpointing=none", blocks, note=note)
+    else:
+        way = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
+        found.lack("activation_checkpointing", every, f"the number of blocks is unknown; {way}")
 
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:

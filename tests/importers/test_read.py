@@ -256,6 +256,12 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      {"activation_checkpointing": "selective"}),
     (AXOLOTL, "gradient_checkpointing: true\nselective_checkpointing: {offload: true}",
      {"activation_checkpointing": "full"}),
+    (AXOLOTL, f"{RECOMPUTES}_kwargs: {{every_n_layers: 3}}",
+     {"activation_checkpointing": "none", "activation_checkpointing.blocks": "full:11"}),
+    (AXOLOTL, f"{RECOMPUTES}_kwargs: {{every_n_layers: 2, offload: true}}",
+     {"activation_checkpointing.blocks": "offload:16", "activation_checkpointing.offload": False}),
+    (AXOLOTL, f"{RECOMPUTES}_kwargs: {{every_n_layers: 1}}",
+     {"activation_checkpointing": "full", "activation_checkpointing.blocks": None}),
     (AXOLOTL, f"{RECOMPUTES}_kwargs: {{offload: true}}",
      {"activation_checkpointing.offload": True}),
     (AXOLOTL, "optimizer: muon", {"optimizer": "adamw"}),
@@ -336,6 +342,16 @@ def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
         check_recipe(file, *words)
 
 
+def test_a_share_of_the_blocks_of_an_unknown_model_is_asked_for(tmp_path):
+    base = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
+    file = written(tmp_path, f"{base}{RECOMPUTES}_kwargs: {{every_n_layers: 2}}\n")
+    with pytest.raises(UsageError, match="every_n_layers: 2: the number of blocks is unknown"):
+        asked(file, "model=llama_tiny")
+    words = ("activation_checkpointing=none", "activation_checkpointing.blocks=full:1")
+    found = asked(file, "model=llama_tiny", *words)
+    assert found.composed.config.activation_checkpointing.blocks == "full:1"
+
+
 @pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
 def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(name):
     for typed in (["strategy=full_shard", "train.micro_batch_size=1"], ["optimizer=adamw"]):
@@ -367,7 +383,9 @@ def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     ("adapter: mixlora", "expected lora or qlora"),
     ("attn_implementation: eager", "attn_implementation: eager: eager attention stores"),
     ("nvfp4_merge_aware: true", "quantization-aware"), ("diffusion_lm: {t_eps: 1}", "masked diff"),
-    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 2}}", "fsdpctl recomputes all blocks or the first"),
+    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 2}}\nselective_checkpointing: true",
+     "saves other outputs than fsdpctl"),
+    (f"{RECOMPUTES}_kwargs: {{every_n_layers: 0}}", "expected at least 1, got 0"),
     ("gradient_checkpointing: true\nselective_checkpointing: {save_matmul_min_k: 9}",
      "saves other outputs than fsdpctl; add activation_checkpointing=selective"),
     ("optimizer: ademamix", "unknown optimizer states"),
