@@ -176,13 +176,9 @@ def _read_adapters(found: Translation) -> bool:
 def _read_targets(found: Translation) -> None:
     names = ("linear", "modules", "parameters")
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
-    if stacked and targets and shared.is_expression(targets):
-        why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
-        found.lack("model.lora.targets", targets, why)
-    elif stacked:
-        layers = ("all_linear",) if linear and linear.is_on else targets.items if targets else ()
-        words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
-        found.map(stacked, words, note="with the layers that have adapters")
+    if stacked:
+        usual = ("all_linear",) if linear and linear.is_on else ()
+        shared.read_stacked(found, stacked, targets, usual)
     elif targets and not (linear and linear.is_on):
         shared.read_targets(found, targets)
     elif linear and linear.is_on:

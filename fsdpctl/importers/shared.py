@@ -117,6 +117,19 @@ def read_targets(found: Translation, value: SourceKey) -> None:
         found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
 
 
+def read_stacked(
+    found: Translation, stacked: SourceKey, targets: SourceKey | None, usual: Sequence[str] = ()
+) -> None:
+    """Translate peft's parameters with adapters, and the layers: `targets`, unless `usual`."""
+    if targets and is_expression(targets):
+        why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
+        found.lack("model.lora.targets", targets, why)
+        return
+    layers = usual or (targets.items if targets else ())
+    words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
+    found.map(stacked, words, note="with the layers that have adapters")
+
+
 def read_modules_to_save(found: Translation) -> None:
     """Translate the modules that are trained whole in addition to adapters."""
     if whole := found.source.take_used("lora_modules_to_save"):
@@ -226,12 +239,8 @@ def read_recomputation(found: Translation, usual: str) -> bool:
 
 def _read_distance(found: Translation, every: SourceKey, *, sends: bool) -> None:
     """Translate the distance between recomputed blocks; fsdpctl recomputes as many, the first."""
-    name, count = found.model.text if found.model else "", 0
-    with suppress(UsageError):
-        is_known = name.partition("@")[0] in hub_models()
-        folder = name if is_known else local_model(os.path.expanduser(name), "config")
-        count = -(-int(model_words(folder)["model.num_layers"]) // int(every.text))
-    if count:
+    if layers := model_of(found).get("model.num_layers"):
+        count = -(-int(layers) // int(every.text))
         blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
         note = "as many blocks, the first ones"
         found.map(every, "activation_checkpointing=none", blocks, note=note)
@@ -368,6 +377,15 @@ def _is_known(name: str) -> bool:
     with suppress(UsageError):  # not on the Hub, or not to be fetched here
         return name.partition("@")[0] in hub_models() or local_model(name, "config") != name
     return False
+
+
+def model_of(found: Translation) -> dict[str, str]:
+    """Return the settings of the pretrained model; none if its configuration is unknown."""
+    with suppress(UsageError):  # as in `_is_known`
+        if found.model:
+            path = local_model(os.path.expanduser(found.model.text), "config", table=True)
+            return model_words(path)
+    return {}
 
 
 def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:

@@ -1,10 +1,11 @@
 """Translation of the YAML file of `trl sft --config`, whose ranks are accelerate's."""
 
+import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
+from fsdpctl.config.model_path import MODEL_CONFIG
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import shared, training
@@ -12,8 +13,6 @@ from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.tables import patterns, table
 from fsdpctl.importers.translation import SourceBatch, Translation
-from fsdpctl.io.run_files import CONFIG_JSON
-from fsdpctl.io.untrusted import read_json
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 
@@ -86,33 +85,38 @@ def _read_length(found: Translation) -> None:
 
 def _read_adapters(found: Translation) -> None:
     source = found.source
-    rank, alpha, targets = map(source.take, ("lora_r", "lora_alpha", "lora_target_modules"))
+    rank, alpha = map(source.take, ("lora_r", "lora_alpha"))
     if dora := source.take_on("use_dora"):
         raise source.error(dora, "DoRA needs more memory than LoRA")
     if (on := source.take_on("use_peft")) is None:
         return
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
-    if targets:
-        shared.read_targets(found, targets)
-    else:
-        file = Path(found.model.text if found.model else "") / CONFIG_JSON
-        content = read_json(file, dict[str, Any]) if file.is_file() else {"model_type": "llama"}
-        family = str(content.get("model_type", ""))
-        layers = table("targets", "peft")
-        names = next((each for each, of in layers.items() if family in of.split()), "")
-        if names:
-            words = f"model.lora.targets={names}"
-            found.map(None, words, default="lora_target_modules", note="the default of peft")
-        else:
-            why = f"peft has no default for {family}; set model.lora.targets"
-            found.require("model.lora.targets", f"lora_target_modules: not set: {why}")
+    _read_targets(found)
     shared.read_modules_to_save(found)
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
             found.map(value, *shared.quantized(dtype))
+
+
+def _read_targets(found: Translation) -> None:
+    names = ("lora_target_modules", "lora_target_parameters")
+    targets, stacked = map(found.source.take, names)
+    text = shared.model_of(found).get(MODEL_CONFIG, '{"model_type": "llama"}')
+    family, layers = json.loads(text)["model_type"], table("targets", "peft")
+    usual = next((each for each, of in layers.items() if family in of.split()), "")
+    if stacked:
+        shared.read_stacked(found, stacked, targets, [usual] if usual and not targets else [])
+    elif targets:
+        shared.read_targets(found, targets)
+    elif usual:
+        note = "the default of peft"
+        found.map(None, f"model.lora.targets={usual}", default=names[0], note=note)
+    else:
+        why = f"peft has no default for {family}; set model.lora.targets"
+        found.require("model.lora.targets", f"{names[0]}: not set: {why}")
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:

@@ -256,6 +256,14 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
      {"activation_checkpointing": "selective"}),
     (AXOLOTL, "gradient_checkpointing: true\nselective_checkpointing: {offload: true}",
      {"activation_checkpointing": "full"}),
+    ("model_name_or_path: Qwen/Qwen3-30B-A3B\nuse_peft: true\n",
+     "lora_target_modules: [q_proj, v_proj]\nlora_target_parameters: "
+     "[mlp.experts.gate_up_proj, mlp.experts.down_proj]", {"model.lora.targets": OF_EXPERTS}),
+    ("model_name_or_path: openai/gpt-oss-20b\nuse_peft: true\n",
+     "lora_target_parameters: [mlp.experts.down_proj]",
+     {"model.lora.targets": "[mlp.experts.down_proj]"}),
+    ("model_name_or_path: EleutherAI/pythia-14m\n", "use_peft: true",
+     {"model.lora.targets": "query_key_value"}),
     (AXOLOTL, f"{RECOMPUTES}_kwargs: {{every_n_layers: 3}}",
      {"activation_checkpointing": "none", "activation_checkpointing.blocks": "full:11"}),
     (AXOLOTL, f"{RECOMPUTES}_kwargs: {{every_n_layers: 2, offload: true}}",
@@ -346,8 +354,12 @@ def test_a_share_of_the_blocks_of_an_unknown_model_is_asked_for(tmp_path):
     base = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{base}{RECOMPUTES}_kwargs: {{every_n_layers: 2}}\n")
     with pytest.raises(UsageError, match="every_n_layers: 2: the number of blocks is unknown"):
-        asked(file, "model=llama_tiny")
-    words = ("activation_checkpointing=none", "activation_checkpointing.blocks=full:1")
+        asked(file, "model=llama_tiny", "model.vocab_size=64")
+    words = (
+        "model.vocab_size=64",
+        "activation_checkpointing=none",
+        "activation_checkpointing.blocks=full:1",
+    )
     found = asked(file, "model=llama_tiny", *words)
     assert found.composed.config.activation_checkpointing.blocks == "full:1"
 
