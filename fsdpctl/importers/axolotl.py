@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from fsdpctl.config.overrides import OVERRIDES
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
-from fsdpctl.importers import shared
+from fsdpctl.importers import adapters, shared
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
 from fsdpctl.importers.tables import patterns, table
@@ -162,12 +162,12 @@ def _read_adapters(found: Translation) -> bool:
     if kind == "qlora" or four or gptq:
         shown = four or gptq or adapter
         note = "linear layers of blocks take 0.516 bytes per weight"
-        found.map(shown, *shared.quantized("nf4", experts=packs), note=note)
+        found.map(shown, *adapters.quantized("nf4", experts=packs), note=note)
     elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
-        found.map(eight, *shared.quantized("int8", experts=packs), note=note)
+        found.map(eight, *adapters.quantized("int8", experts=packs), note=note)
     _read_targets(found)
-    shared.read_modules_to_save(found)
+    adapters.read_modules_to_save(found)
     if scaled := source.take_on("peft_use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     return True
@@ -178,11 +178,11 @@ def _read_targets(found: Translation) -> None:
     linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
     if stacked:
         usual = ("all_linear",) if linear and linear.is_on else ()
-        shared.read_stacked(found, stacked, targets, usual)
+        adapters.read_stacked(found, stacked, targets, usual)
     elif targets and not (linear and linear.is_on):
-        shared.read_targets(found, targets)
+        adapters.read_targets(found, targets)
     elif linear and linear.is_on:
-        shared.check_heads(found, targets)
+        adapters.check_heads(found, targets)
         found.map(linear, "model.lora.targets=all_linear")
     elif not found.source.text("lora_model_dir"):
         why = "lora_target_modules: required by axolotl; set model.lora.targets"

@@ -8,7 +8,7 @@ from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.model_path import MODEL_CONFIG
 from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.errors import UsageError
-from fsdpctl.importers import shared, training
+from fsdpctl.importers import adapters, shared, training
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.tables import patterns, table
@@ -93,12 +93,12 @@ def _read_adapters(found: Translation) -> None:
     found.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
     found.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
     _read_targets(found)
-    shared.read_modules_to_save(found)
+    adapters.read_modules_to_save(found)
     if scaled := source.take_on("use_rslora"):
         found.map(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
-            found.map(value, *shared.quantized(dtype))
+            found.map(value, *adapters.quantized(dtype))
 
 
 def _read_targets(found: Translation) -> None:
@@ -108,9 +108,9 @@ def _read_targets(found: Translation) -> None:
     family, layers = json.loads(text)["model_type"], table("targets", "peft")
     usual = next((each for each, of in layers.items() if family in of.split()), "")
     if stacked:
-        shared.read_stacked(found, stacked, targets, [usual] if usual and not targets else [])
+        adapters.read_stacked(found, stacked, targets, [usual] if usual and not targets else [])
     elif targets:
-        shared.read_targets(found, targets)
+        adapters.read_targets(found, targets)
     elif usual:
         note = "the default of peft"
         found.map(None, f"model.lora.targets={usual}", default=names[0], note=note)

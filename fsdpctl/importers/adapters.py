@@ -1,0 +1,94 @@
+"""Adapters of peft: the layers that have them, and the dtype of the frozen weights."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+from fsdpctl.config.source_config import SourceKey
+from fsdpctl.importers.shared import TOO_HIGH
+from fsdpctl.importers.translation import Translation
+
+# Linear layers of a decoder, and where its blocks are in a model, also with images.
+_LAYERS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+_BLOCKS = (
+    "model.layers", "model.language_model.layers", "language_model.model.layers",
+    "model.text_model.layers",
+)  # fmt: skip
+_NUMBERS = (0, 1, 17, 100)  # of blocks
+_HEADS = ("lm_head", "embed_tokens", "embed_out", "wte", "embed_in", "output", "tok_embeddings")
+_EXPRESSION = re.compile(r"[\\\[(|*+?^$]")
+
+
+def quantized(dtype: str, *, experts: bool = False) -> tuple[str, ...]:
+    """Return the settings of a quantized base, of which bitsandbytes leaves experts as they are."""
+    return f"model.base_dtype={dtype}", f"model.quantize_experts={str(experts).lower()}"
+
+
+def read_targets(found: Translation, value: SourceKey) -> None:
+    """Translate the layers with adapters: a list, or peft's expression that matches whole names."""
+    text = value.text.strip()
+    if not _is_expression(value):
+        found.map(value, f"model.lora.targets=[{','.join(value.items)}]")
+        check_heads(found, value)
+        return
+    expression = None
+    with (
+        suppress(re.error, RecursionError, OverflowError),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        expression = re.compile(text)
+    each = [_matched(expression, number) for number in _NUMBERS] if expression else [()]
+    names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
+    if not names:
+        why = "matches no usual name" if expression else "not a regular expression"
+        found.lack("model.lora.targets", value, f"{why}; add model.lora.targets=REGEX")
+        return
+    note = "these names in the text model; others that it matches have no adapters"
+    found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
+    if any(one != each[0] for one in each):
+        found.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")
+
+
+def read_stacked(
+    found: Translation, stacked: SourceKey, targets: SourceKey | None, usual: Sequence[str] = ()
+) -> None:
+    """Translate peft's parameters with adapters, and the layers: `targets`, unless `usual`."""
+    if targets and _is_expression(targets):
+        why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
+        found.lack("model.lora.targets", targets, why)
+        return
+    layers = usual or (targets.items if targets else ())
+    words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
+    found.map(stacked, words, note="with the layers that have adapters")
+
+
+def read_modules_to_save(found: Translation) -> None:
+    """Translate the modules that are trained whole in addition to adapters."""
+    if whole := found.source.take_used("lora_modules_to_save"):
+        note = "an embedding and a head that are one parameter stay one"
+        found.map(whole, f"model.lora.also=[{','.join(whole.items)}]", note=note)
+
+
+def check_heads(found: Translation, value: SourceKey | None) -> None:
+    """Refuse recipes with adapters of the head or of embeddings, which `train` does not accept."""
+    names = value.items if value else ()
+    if heads := [each for each in names if each.rpartition(".")[2].strip("*") in _HEADS]:
+        shown = SourceKey(value.key if value else "", heads[0])
+        found.ask(shown, "model.lora.targets", "has no adapters here")
+
+
+def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:
+    return tuple(
+        name
+        for part, names in _LAYERS.items()
+        for name in names
+        if any(expression.fullmatch(f"{block}.{number}.{part}.{name}") for block in _BLOCKS)
+    )
+
+
+def _is_expression(value: SourceKey) -> bool:
+    return len(value.items) == 1 and _EXPRESSION.search(value.text.strip()) is not None
