@@ -17,6 +17,7 @@ from benchmarks.report import arguments, on_ranks, write_report
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.run_estimate import MEMORY_ACCURACY
 from tests.predict.published import PUBLISHED as STEPS
+from tests.predict.steps import Step
 from tests.predict.test_published_memory import PUBLISHED
 from tests.predict.test_published_time import PREDICTOR, planned, used_bytes
 from tests.predict.test_total import peaks_of
@@ -50,9 +51,15 @@ def published_runs() -> Iterator[dict[str, Any]]:
             yield {"kind": "dense"} | _row(each.name, "torchtitan", name, measured, estimates[name])
     for step in STEPS:
         if step.used is not None:
-            kind = PREDICTOR.estimate(planned(step.words)).kind
-            row = _row(step.name, step.source, "used", step.used, used_bytes(step))
-            yield {"kind": kind} | row
+            yield _row_of(step, "used", step.used, used_bytes(step))
+        if step.allocated is not None:
+            nbytes = PREDICTOR.estimate(planned(step.words)).allocated
+            yield _row_of(step, "allocated", step.allocated, nbytes)
+
+
+def _row_of(step: Step, what: str, measured: float, nbytes: int) -> dict[str, Any]:
+    kind = PREDICTOR.estimate(planned(step.words)).kind
+    return {"kind": kind} | _row(step.name, step.source, what, measured, nbytes)
 
 
 def errors_by_kind(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:

@@ -120,7 +120,7 @@ def phrases() -> dict[str, str]:
         "peak memory": f"{min(ratios):.2f} to {max(ratios):.2f} times PyTorch's peak",
         "estimates": f"peak of all tensors at most {max(e['worst_error'] for e in small):.2%} off "
         f"in {sum(each['configurations'] for each in small)} runs",
-        "published runs": f"{off} in {len(published)} measurements on H100",
+        "published runs": f"{off} in {len(published)} measurements on H100 and B300",
         "published steps": f"off by {median(timed):.1%} (median) and {max(timed):.1%} (most) in "
         f"{len(timed)} steps; more in {len(steps['results']) - len(timed)} whose programs differ",
         "growth": f"{later[-1]['over_first'] - 1:+.1%} from step {first['step']:,} to step "

@@ -1,7 +1,7 @@
 """Engine, launch, and the hardware that estimates assume."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.io.resources import threads_of_rank
@@ -12,19 +12,28 @@ _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times th
 
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
-    """The memory of another program that an estimate can be of, where it differs from fsdpctl's."""
+    """The differences between fsdpctl and another program that an estimate can be of."""
 
     steps_at_once: bool = True  # AdamW in one kernel; else with a copy of the second moments
     keeps_logits: bool = False  # in float32, until the next pass has made its own
     plain_norms: bool = False  # of transformers' modules, which keep more tensors than torch's
+    fused_experts: bool = False  # as Liger's
+    regathers: bool = False  # in backward after recomputation, as reentrant checkpoints do
+    unpacks_at_once: bool = False  # quantized weights, as bitsandbytes does
+    # Of the host, for each DTensor's norm, clip and step, before the trainer reads the loss.
+    seconds_per_tensor: float = 0.0
 
 
 OURS = "fsdpctl"
+# By published steps of TRL.
+_TRAINER = ProgramFacts(plain_norms=True, unpacks_at_once=True, seconds_per_tensor=0.3e-3)
 PROGRAMS = {
     OURS: ProgramFacts(),
     "torchtitan": ProgramFacts(keeps_logits=True),
-    "transformers": ProgramFacts(plain_norms=True),
-    "transformers_foreach": ProgramFacts(steps_at_once=False, plain_norms=True),
+    "transformers": _TRAINER,
+    "transformers_foreach": replace(_TRAINER, steps_at_once=False),
+    "liger": replace(_TRAINER, plain_norms=False, fused_experts=True),
+    "reentrant": ProgramFacts(regathers=True),
 }
 
 
@@ -35,9 +44,9 @@ class EngineConfig:
     name: str = "fsdpctl"
     program: str = key(
         OURS,
-        "estimates only: program whose memory is estimated; torchtitan: keeps logits in float32 "
-        "during the next pass; transformers: norms of its modules, with _foreach torch's default "
-        "AdamW",
+        "estimates only: program that is estimated; torchtitan: keeps logits in float32 during the "
+        "next pass; transformers: norms and trainer of transformers, with _foreach torch's default "
+        "AdamW; liger: with Liger's kernels; reentrant: fsdp2 gathers again after recomputation",
         choices=tuple(PROGRAMS),
     )
 

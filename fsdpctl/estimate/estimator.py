@@ -21,7 +21,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.plan.batch import tokens_per_rank
 from fsdpctl.plan.step import RankPlace
-from fsdpctl.plan.strategy import FSDPCTL
+from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
@@ -161,7 +161,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
-            config.engine.facts.keeps_logits,
+            config.engine.facts,
             kernel_of(config),
         )
         if alike not in _traced:
@@ -207,6 +207,9 @@ def _simulate(
     for _ in range(2):  # collectives that the first leaves in flight end in the second
         steps.step()
         step = simulator.run(recorder.take())
+    if config.engine.name == FSDP2:
+        trained = sum(each.trainable for unit in traced.units for each in unit.params)
+        step.seconds += config.engine.facts.seconds_per_tensor * trained
     return StepPrediction(
         seconds=step.seconds, exposed_communication=step.exposed, simulated=step, tokens=0
     )

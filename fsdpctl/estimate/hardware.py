@@ -21,7 +21,9 @@ _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
 _USUAL = "hopper"  # the assumed generation of unknown GPUs
 # What the products and the routing of experts reach, where published steps show it.
-_EXPERTS = {"hopper": {"grouped": 0.5, "indexed": 0.3}}
+_EXPERTS = {"hopper": {"grouped": 0.78, "indexed": 0.3}, "blackwell": {"grouped": 0.78}}
+# Share of NVLink that FSDP's collectives reach during computation, where published steps show it.
+_REACHED = {"blackwell": 0.28}
 # Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
 _UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.45e-3}
@@ -51,6 +53,7 @@ def device_of(config: Settled) -> DataSheet:
         in_step=cluster.step_efficiency,
         **_EXPERTS.get(generation, {}),
         fuses=config.train.compile,
+        unpacks_at_once=config.engine.facts.unpacks_at_once,
         step_overhead=_PER_STEP,
         long_gain=_LONG_GAIN.get(generation, {}).get(kernel, 0.0),
         unit_seconds=_UNIT.get(config.engine.name, 0.0),
@@ -72,7 +75,8 @@ def network_of(config: Settled) -> RingNetwork:
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
         raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
-    return RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
+    network = RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
+    return replace(network, reached=_REACHED.get(cluster.architecture or "", network.reached))
 
 
 def host_of(config: Settled) -> HostSheet:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpctl.models.context import ALL_TO_ALL
 from fsdpctl.predict.compute import Work, WorkKind
+from fsdpctl.predict.hardware import GATHERING
 
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
@@ -27,6 +28,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: (1, 14),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7),
 }
+_ADDING = {_aten.index_put.default, _aten.index_put_.default}
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
 # Matrix products of length by length, and passes over queries and keys.
 _FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 5, 4)
@@ -63,7 +65,15 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
         nbytes = 2 * max(map(_bytes_of, (made[0], args[0])))
     elif not read:
         nbytes = 2 * nbytes  # memory that a kernel of another name fills
-    return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize)
+    dims = (0, 0, 0, _in_turn(args)) if func in _ADDING else (0, 0, 0, 0)
+    return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize, dims)
+
+
+def _in_turn(args: Sequence[Any]) -> int:
+    """Return how many rows are added to each one of a tensor, one after another."""
+    target, values, *adds = args[0], args[2], *args[3:4]
+    wide = values.ndim == target.ndim == 2 and values.shape[1] > 1
+    return -(-len(values) // len(target)) if wide and any(adds) else 0
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -75,17 +85,19 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
+    """Return the work of grouped products; rows are tokens, also if the product sums over them."""
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
-        groups, length = made.shape[0], -(-left.shape[1] // made.shape[0])
-        rows, columns = made.shape[1:]
-        flops = 2 * rows * columns * left.shape[1]
+        groups, length, columns = made.shape
+        tokens = left.shape[1]
     else:
         groups, length, columns = right.shape[0], left.shape[-1], right.shape[-1]
-        rows = -(-left.shape[0] // groups)
-        flops = 2 * left.shape[0] * length * columns
+        tokens = left.shape[0]
+    flops, rows = 2 * tokens * length * columns, -(-tokens // groups)
     nbytes, dims = sum(map(_bytes_of, (left, right, made))), (groups, rows, columns, length)
-    return Work(_name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
+    gathers = 0 in (*left.stride(), *right.stride())  # as `estimate.fused_experts` marks them
+    name = GATHERING if gathers else _name(func)
+    return Work(name, WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
 
 
 def _whole_samples(func: Any, args: Sequence[Any]) -> Work:

@@ -69,6 +69,7 @@ def steps_of(
     recorder: Recorder,
     *,
     fused: bool = True,
+    regathers: bool = False,
 ) -> Steps:
     """Return the steps of a rank under `engine`; `strategy` is the requested one."""
     check_strategy(engine, strategy)
@@ -76,7 +77,7 @@ def steps_of(
         return DdpSteps(units, plan, recorder, fused=fused)
     if engine == FSDPCTL:
         return FsdpctlSteps(plan, recorder)
-    return Fsdp2Steps(units, strategy, plan, recorder, fused=fused)
+    return Fsdp2Steps(units, strategy, plan, recorder, fused=fused, regathers=regathers)
 
 
 def planned_steps(
@@ -85,7 +86,9 @@ def planned_steps(
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
     fused = engine.facts.steps_at_once or config.optimizer.name != ADAMW
-    return steps_of(engine.name, strategy, units, plan, recorder, fused=fused)
+    again = engine.facts.regathers and config.activation_checkpointing.name == "full"
+    about = (engine.name, strategy, units, plan, recorder)
+    return steps_of(*about, fused=fused, regathers=again)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.placement import ProgramFacts
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Filled
 from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.fused_experts import fuse_experts
 from fsdpctl.estimate.recurrences import packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
@@ -212,16 +214,18 @@ class BuiltModel:
     num_trained: int
 
 
-def _make(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> nn.Module:
-    module = build_model(config, plain_norms=plain_norms)
+def _make(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Module:
+    module = build_model(config, plain_norms=facts.plain_norms)
     chunk_feed_forward(module, chunk_tokens)
+    if facts.fused_experts:
+        fuse_experts(module)
     return module
 
 
 @lru_cache(maxsize=8)
-def _built(config: ModelConfig, chunk_tokens: int, plain_norms: bool) -> BuiltModel:
+def _built(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> BuiltModel:
     """Return a model, which no one else may change."""
-    module = _make(config, chunk_tokens, plain_norms)
+    module = _make(config, chunk_tokens, facts)
     return BuiltModel(
         num_params=sum(count_weights(module).values()),
         num_active=count_active(module),
@@ -240,7 +244,7 @@ class TracedModel:
         """
 
         self._model = config.model
-        self._about = config.train.mlp_chunk_tokens or 0, config.engine.facts.plain_norms
+        self._about = config.train.mlp_chunk_tokens or 0, config.engine.facts
         built = _built(config.model, *self._about)
         self.units, self.num_trained = tuple(built.whole.units), built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active

@@ -31,7 +31,8 @@ from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS
 
 _LAUNCH = "accelerate"
 _READERS = {"axolotl": read_axolotl, _LAUNCH: read_accelerate, "TRL": read_trl}
-_FUSED_NORMS = ("liger_rms_norm", "use_liger_kernel")
+_ALL_OF_LIGER = "use_liger_kernel"
+_FUSED_NORMS = ("liger_rms_norm", _ALL_OF_LIGER)
 _EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 NOT_NEEDED = "not needed: "
 _WIDTH = 100  # of a line
@@ -52,10 +53,14 @@ def read_others(path: Path, beside: Path | None = None) -> Translation:
         if tool == _LAUNCH:
             tool, source, second = other, second, source
         source = SourceConfig(source.file, source.content, second)
-    fused = any(each.key in _FUSED_NORMS and each.is_on for each in source.peek())
+    fused = {each.key for each in source.peek() if each.key in _FUSED_NORMS and each.is_on}
     found = _READERS[tool](source)
-    if not fused and "engine.program" not in settings_of(found.program):
+    if "engine.program" in settings_of(found.program):
+        return found
+    if not fused:
         found.emulate("(norms)", "", "engine.program=transformers", "of transformers")
+    elif _ALL_OF_LIGER in fused:
+        found.emulate("(experts)", "", "engine.program=liger", "of Liger")
     return found
 
 

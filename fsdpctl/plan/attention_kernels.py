@@ -18,6 +18,6 @@ SHARES = {
     "ampere": {FLASH: 0.61, CUDNN: 0.50, EFFICIENT: 0.31},
     "ada": {FLASH: 0.61, CUDNN: 0.61, EFFICIENT: 0.31},
     "hopper": {FLASH: 0.34, FLASH3: 0.63, FLASH4: 0.63, CUDNN: 0.545, EFFICIENT: 0.17},
-    "blackwell": {FLASH: 0.18, FLASH4: 0.40, CUDNN: 0.34, EFFICIENT: 0.09},
+    "blackwell": {FLASH: 0.18, FLASH4: 0.53, CUDNN: 0.34, EFFICIENT: 0.09},
 }
 ARCHITECTURES = tuple(SHARES)

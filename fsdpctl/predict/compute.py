@@ -26,7 +26,8 @@ class Work(NamedTuple):
     """One operator, by its name in torch.
 
     `dims` are batch, rows, columns and the length of the sums of a matrix product; batch, heads,
-    length and width of attention, whose `flops` count what a causal mask leaves.
+    length and width of attention, whose `flops` count what a causal mask leaves. The last is that
+    of the rows that are added to each row of a tensor in turn, by index.
     """
 
     name: str

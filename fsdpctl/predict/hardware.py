@@ -43,6 +43,7 @@ class RingNetwork:
 
     intra: float  # bytes/s that a rank sends and receives within its node
     inter: float  # the same between nodes, over its network card
+    reached: float = 0.8  # share of `intra` that collectives reach during computation
     # Share of the computing speed lost during a collective: 18.9% on average in arXiv 2507.03114.
     slowdown_intra: float = 0.19
     slowdown_inter: float = 0.10
@@ -66,7 +67,7 @@ class RingNetwork:
 
     def _bandwidth(self, group: Group) -> float:
         """Return the bytes/s of a ring, which more nodes slow down (NVIDIA/nccl#1229)."""
-        intra = self.intra * _PROTOCOL
+        intra = self.intra * self.reached
         if group.nodes == 1:
             return intra
         inter = self.inter * _CARD * group.ranks_per_node
@@ -126,9 +127,10 @@ class DataSheet:
     matmul: float  # share of FLOP/s that large products reach within a step
     attention: Mapping[str, float]  # the same for attention over long sequences, by kernel
     in_step: float  # share of its speed alone that an operator reaches within a step
-    grouped: float = 1.0  # share of a product's speed that grouped products of experts reach
+    grouped: float = 1.0  # share of other products' speed that grouped ones of many rows reach
     indexed: float | None = None  # share of the bandwidth of reads and writes by index, never fused
     fuses: bool = False  # whether a compiler fuses operators that read and write
+    unpacks_at_once: bool = False  # whether one kernel dequantizes a weight
     step_overhead: float = 0.0
     long_gain: float = 0.0  # relative, of attention from a length of 65,536 to one of 1,048,576
     unit_seconds: float = 0.0  # of the host, for the engine's part of a unit's forward or backward
@@ -138,10 +140,15 @@ class DataSheet:
         if self.indexed is not None and work.name.rstrip("_") in _INDEXING:
             return work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
         if work.kind is WorkKind.MEMORY:
-            share = _FUSED_UNPACKING.get(work.name, _FUSED) if self.fuses else 1.0
-            return self.copy_seconds(work.nbytes * share) + _LAUNCH * share
+            share = _FUSED if self.fuses else 1.0
+            if self.fuses or self.unpacks_at_once:
+                share = _FUSED_UNPACKING.get(work.name, share)
+            in_turn = 0.0 if self.fuses else _IN_TURN * max(0, work.dims[-1] - _AT_ONCE)
+            return self.copy_seconds(work.nbytes * share) + _LAUNCH * share + in_turn
         rate = self.flops[work.itemsize] * self._share(work)
         moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes))
+        if work.name.startswith(GROUPED):
+            moved /= self._grouped(work)
         return max(work.flops / rate, moved) / self.in_step + _LAUNCH
 
     @property
@@ -166,6 +173,12 @@ class DataSheet:
         kernel = next((name for name in self.attention if name in work.name), FLASH)
         return self.attention[kernel if work.itemsize == _TWO_BYTES else FLASH]
 
+    def _grouped(self, work: Work) -> float:
+        """Return the share of other products' speed: fewer rows fill their tiles less."""
+        rows = work.dims[1]
+        share = self.grouped * rows / (rows + _HALF_ROWS)
+        return share if work.name == GROUPED else _TRITON * share
+
     def _share(self, work: Work) -> float:
         if work.kind in _ATTENTION:
             _, _, length, width = work.dims
@@ -174,15 +187,21 @@ class DataSheet:
             long = 1.0 + self.long_gain * min(1.0, max(0.0, math.log2(length / _LONG) / _DOUBLINGS))
             return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
-        matmul = self.matmul * (self.grouped if work.name == GROUPED else 1.0)
+        matmul = self.matmul * (self._grouped(work) if work.name.startswith(GROUPED) else 1.0)
         return matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
 
 
 GROUPED = "_grouped_mm"
+GATHERING = f"{GROUPED}, gathering"  # by a kernel that reads its rows by index, such as Liger's
+_TRITON = 0.55  # share of torch's grouped products that such a kernel reaches, by steps of TRL
 _INDEXING = (
     "index", "index_put", "index_add", "index_select", "scatter", "scatter_add", "gather",
 )  # fmt: skip
 _TWO_BYTES = 2
+# Seconds for each row that index_put adds to the same row, such as gradients of an expert's bias: a
+# warp adds them one after another. By published steps of gpt-oss, whose filler text sends tokens to
+# the same experts: 1.6e-6 each, for eight times the mean. A compiler adds with atomics instead.
+_IN_TURN, _AT_ONCE = 13e-6, 64
 # Bytes per weight of AdamW in tiles with 8-bit moments, by the operators in optim/tiles.py, of
 # which each reads and writes float32. Fused, 16: gradient 4, weight 2 * 4, moments 2 * 2.
 _TILES = 310
@@ -195,6 +214,7 @@ _ISSUING = 9e-6  # seconds
 _LAUNCH = 2e-6  # seconds: the shortest kernel
 _LONG, _DOUBLINGS = 1 << 16, 4
 _HALF_LENGTH = 560  # sequence length at which attention reaches half of its speed
+_HALF_ROWS = 600  # rows of each group at which a grouped product reaches half of its speed
 _HALF_SUM = 130  # length of the sums at which a matrix product reaches half of its speed
 
 

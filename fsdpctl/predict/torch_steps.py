@@ -37,13 +37,19 @@ class Fsdp2Steps:
         recorder: Recorder,
         *,
         fused: bool = True,
+        regathers: bool = False,
     ) -> None:
-        """Describe what a rank does under the requested `strategy`; the plan's may differ."""
+        """Describe what a rank does under the requested `strategy`; the plan's may differ.
+
+        `regathers`: recomputation runs as a forward of its own, after which a unit is freed, and
+        backward gathers it again, as with reentrant checkpoints.
+        """
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
         place, prefetch = plan.step.place, plan.step.prefetch
         self._num_parts = place.size if plan.step.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # the last block and the root never
+        self._regathers = regathers and self._reshards and self._num_parts > 1
         self._replicates = place.num_replicas > 1  # gradients are then all-reduced over replicas
         self._behind = max(1, prefetch.backward)  # blocks gathered ahead in backward
         # Blocks gathered ahead in forward by request, and those whose transfer starts anyway.
@@ -94,15 +100,15 @@ class Fsdp2Steps:
         return [self._numel(param) * self._plan.dtypes.master.itemsize for param in params]
 
     def _start_gather(self, unit: str) -> None:
-        if unit in self._gathers or unit in self._whole:
-            return
+        if unit not in self._gathers and unit not in self._whole:
+            self._gathers[unit] = self._gather(unit)
+
+    def _gather(self, unit: str) -> int:
         recorder, dtypes = self._recorder, self._plan.dtypes
         part = self._part(self._groups[unit])
         recorder.copy(part * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
         nbytes = part * self._num_parts * dtypes.compute.itemsize
-        self._gathers[unit] = recorder.start(
-            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
-        )
+        return recorder.start(C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE)
 
     def _allocate_gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._whole:
@@ -182,10 +188,14 @@ class Fsdp2Steps:
             if running:
                 self._copy_out(name, forward=False)
                 place = self._blocks.index(name)
+                is_last = place == len(self._blocks) - 1
+                again = self._gather(name) if self._regathers and not is_last else None
                 for ahead in self._blocks[max(0, place - self._behind) : place][::-1]:
                     self._start_gather(ahead)
                     self._allocate_gather(ahead)
             recorder.compute(Part.BACKWARD, name)
+            if running:
+                recorder.wait(again)
         for name in filter(None, (running, self._root)):
             self._after(name, reduces=reduces)
         for key in self._reductions:

@@ -332,6 +332,7 @@ SHARES = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     (TRL, "dtype: bfloat16", {"model.base_dtype": None}),
     (TRL, "bf16: false", {"model.base_dtype": None}),
     (TRL, "load_in_4bit: true", {"model.base_dtype": "nf4"}),
+    (TRL, "use_liger_kernel: true", {"engine.program": "liger"}),
     (DEGREES, "", {"strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),
     (DEGREES.replace("dp_shard_size: 4", "cp_size: 4"), "", {"train.context_parallel": 4,
      "strategy": "hybrid_shard_grad_op", "strategy.dp_shard_size": 4}),  # ranks that share samples

@@ -2,10 +2,13 @@
 
 What a source does not say is assumed as written beside it. Figures are tokens/s of one GPU. The
 shares of peak and bandwidth in conf/cluster come from other measurements, except step_efficiency:
-one number for each kind of device, set with the MPT rows in view, for the H200 with its own rows.
+one number for each kind of device, set with the MPT rows in view, for the H200 and Blackwell with
+their own.
 """
 
-from typing import NamedTuple
+from tests.predict.published_blackwell import BLACKWELL
+from tests.predict.steps import Step
+from tests.predict.steps import batch as _batch
 
 _TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, held to 500 W
 _MOSAIC = "llm-foundry scripts/train/benchmarking"
@@ -24,17 +27,6 @@ _8_A100, _400_GBIT_A_NODE = "cluster=a100_80", "cluster.inter_bandwidth=6.25"
 _800_GBIT_A_NODE = "cluster.inter_bandwidth=12.5"
 
 
-class Step(NamedTuple):
-    """A published step."""
-
-    name: str
-    words: str
-    tokens_per_second: float  # of each GPU
-    source: str
-    differs: str = ""  # how its program differs from what its words say
-    used: float | None = None  # GiB of the device, with what is outside of torch's allocator
-
-
 def _mpt(layers: int, width: int, heads: int, *, seq_len: int = 2048) -> str:
     """bf16 with gradients reduced in float32, as Composer's DEFAULT."""
     return (
@@ -42,10 +34,6 @@ def _mpt(layers: int, width: int, heads: int, *, seq_len: int = 2048) -> str:
         f"model.num_layers={layers} model.hidden_size={width} model.num_heads={heads} "
         f"model.num_kv_heads={heads} model.intermediate_size={4 * width} engine=fsdp2"
     )
-
-
-def _batch(micro: int, ranks: int, passes: int = 1) -> str:
-    return f"train.micro_batch_size={micro} train.global_batch_size={micro * ranks * passes}"
 
 
 _LLAMA2_13B = (
@@ -188,13 +176,12 @@ _34B = (
     "model=llama3_70b model.vocab_size=64000 model.num_layers=60 model.hidden_size=7168 "
     "model.num_heads=56 model.num_kv_heads=8 model.intermediate_size=20480"
 )
-_FUSED_NF4 = "dequantizes in one kernel"
 _ANSWER = (
     _answer("Llama-2-7B, LoRA", _7B, "", 6, 481, ""),
     _answer("Llama-2-7B, LoRA, DDP", _7B, _ALL, 4, 437, ""),
     _answer("Llama-2-7B, QLoRA", _7B, _NF4, 10, 466, ""),
     _answer("Llama-2-7B, QLoRA, DDP", _7B, f"{_NF4} {_ALL}", 8, 450, ""),
-    _answer("Yi-34B, QLoRA", _34B, _NF4, 2, 2072, _FUSED_NF4),
+    _answer("Yi-34B, QLoRA", _34B, f"{_NF4} {_PLAIN}", 2, 2072, ""),
 )
 _AUTOMODEL = f"train.seq_len=4096 model.lora.rank=16 cluster=1xh100 {_batch(2, 1, 16)}"
 _TUNE = (
@@ -278,9 +265,6 @@ PUBLISHED = (
     Step("Llama-2-70B, 128 A100",
          f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_8_A100} "
          f"{_400_GBIT_A_NODE} launch.nnodes=16 {_batch(2, 128)}", 410, _FMS),
-    Step("8B, 4 GB200, compiled",
-     f"{_8B} cluster=b200 cluster.flops=2500 {_COMPILED} launch.nproc_per_node=4 {_batch(1, 4)}",
-     17158, "torchtitan 58b034444"),
     Step("8B, 8 H200", f"{_8B} {_GRAD_OP} cluster=h200 model.attention=flash3 {_batch(1, 8)}", 8955,
          "ml-engineering insights"),
     Step("8B, 1 H200, all recomputed",
@@ -307,7 +291,8 @@ PUBLISHED = (
     Step("MPT-760M, 8 A100", f"{_MPT_760M} {_8_A100} {_batch(24, 8, 2)}", 32434, _MOSAIC),
     Step("MPT-350M, 8 A100", f"{_MPT_350M} {_8_A100} {_batch(32, 8, 2)}", 58782, _MOSAIC),
     Step("MPT-125M, 8 A100", f"{_MPT_125M} {_8_A100} {_batch(32, 8, 2)}", 141737, _MOSAIC),
-    Step("8B, 8 B200", f"{_8B} {_GRAD_OP} cluster=b200 {_batch(1, 8)}", 15107,
+    Step("8B, 8 B200",
+         f"{_8B} {_GRAD_OP} cluster=b200 model.attention=flash4 {_batch(1, 8)}", 15107,
          "ml-engineering insights"),
     *(each for name, dtype, found in _ADAPTED for each in _qwen(name, _QWEN[name], dtype, found)),
     *_mosaic(_KERNEL, _LONG),
@@ -323,6 +308,7 @@ PUBLISHED = (
          "mlc-ai/pith-train#79, 2026"),
     *(_on_host(length, speed) for length, speed in _ON_HOST.items()),
     *_ANSWER,
+    *BLACKWELL,
     Step("8B, LoRA, 1 H100", f"model=llama3_8b {_AUTOMODEL}", 12473, "Automodel 507bfb751, 2025"),
     Step("Qwen2.5-7B, LoRA, 1 H100",
          f"model=hf model.path=Qwen/Qwen2.5-7B model.init=random {_AUTOMODEL}", 14110,

@@ -9,8 +9,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.hardware import device_of
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.predict.compute import Work
-from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.compute import Work, WorkKind
+from fsdpctl.predict.hardware import GROUPED, NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -187,6 +187,31 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
     ours, theirs = (step(f"engine={e}", f"strategy={strategy}", *long) for e in ("fsdpctl", engine))
     assert theirs.simulated.sent[NET] >= 0.95 * ours.simulated.sent[NET]
     assert theirs.seconds >= 0.95 * ours.seconds
+
+
+@pytest.mark.parametrize(("strategy", "again"), [("full_shard", 5 / 18), ("shard_grad_op", 0)])
+def test_reentrant_checkpoints_gather_again_what_forward_has_freed(strategy, again):
+    """Five of six blocks, beside two gathers and a reduction in float32, which is two more."""
+    words = ["engine=fsdp2", f"strategy={strategy}", "activation_checkpointing=full"]
+    words += ["launch.nnodes=1", "train.global_batch_size=8", "model.vocab_size=8"]
+    programs = ("engine.program=fsdpctl", "engine.program=reentrant")
+    once, twice = (step(*words, each).simulated.sent[NODE] for each in programs)
+    assert twice / once == pytest.approx(1 + again, rel=0.1)
+
+
+def test_groups_of_few_rows_and_rows_that_are_added_in_turn_take_longer():
+    device = device_of(planned("cluster=b300").config)
+    grouped = [
+        Work(GROUPED, WorkKind.MATMUL, 2 * 32 * rows * 4096**2, 0, 2, (32, rows, 4096, 4096))
+        for rows in (640, 1 << 20)
+    ]
+    few, many = (work.flops / device.seconds(work) for work in grouped)
+    assert few / many == pytest.approx(640 / 1240, rel=0.01)
+    adds = Work("index_put", WorkKind.MEMORY, 0, 1000, 2)
+    in_turn = adds._replace(dims=(0, 0, 0, 1064))
+    assert device.seconds(in_turn) - device.seconds(adds) == pytest.approx(1000 * 13e-6)
+    fused = replace(device, fuses=True)
+    assert fused.seconds(in_turn) == fused.seconds(adds)
 
 
 def test_a_machine_without_specs_is_rejected():
