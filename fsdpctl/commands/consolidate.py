@@ -24,7 +24,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKSUMS
-from fsdpctl.io.upload import HUB, UploadTarget
+from fsdpctl.io.upload import UploadTarget
 
 _FORMATS = ("hf", "gguf", "peft")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     """Export a checkpoint to Hugging Face, GGUF or PEFT."""
     check_choice("--dtype", dtype, _DTYPES)
     check_choice("--format", format, _FORMATS)
-    target = UploadTarget(destination, overwrite) if destination.startswith(HUB) else None
+    target = UploadTarget(destination, overwrite) if ":/" in destination else None
     folder = Path(destination if target is None else target.name.partition("/")[2])
     format = format or ("gguf" if folder.suffix == ".gguf" else "hf")
     if format != "hf" and max_file_size is not None:

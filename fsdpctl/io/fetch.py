@@ -195,7 +195,7 @@ class Repository:
             return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"
         kind = type(chain[-1]).__name__
         if self.is_target:
-            return f"the connection to {host} broke ({kind}); to repeat it, pass --overwrite"
+            return f"the connection to {host} broke ({kind}); run it again"
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
             return f"{host} does not answer as a Hub does ({kind})"
         if self.snapshot() is None:

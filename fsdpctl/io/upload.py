@@ -12,7 +12,6 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.fetch import Repository, host_of_hub, is_offline
 from fsdpctl.io.hub_answers import PATIENCE, checked_answers
 
-HUB = "hf://"
 _NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 _OF_THE_HUB = {".gitattributes"}  # the files of a new repository
 
@@ -27,7 +26,7 @@ class UploadTarget:
     @property
     def name(self) -> str:
         if (match := _NAME.fullmatch(self.url)) is None:
-            raise UsageError(f"{self.url}: expected hf://ORG/NAME")
+            raise UsageError(f"{self.url}: expected a directory or hf://ORG/NAME")
         return match[1]
 
     @contextmanager
