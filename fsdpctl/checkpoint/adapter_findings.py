@@ -8,6 +8,7 @@ unsloth#5410, Automodel#1814.
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from fsdpctl.checkpoint.tensor_file import open_tensor_file
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from fsdpctl.errors import first_of
-from fsdpctl.io.untrusted import read_json
+from fsdpctl.errors import CheckpointError, first_of
+from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.stacked_experts import matrices_of, stacked_experts
@@ -37,6 +38,20 @@ _OTHER_EXPERTS = re.compile(r".*\bexperts\.(?!\d).*lora_\w+(\.weight)?")
 # Families whose classes in vLLM have is_3d_moe_weight, and one that loses stacked adapters.
 _STACKED_IN_VLLM, _LOST_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"), "gemma4"
 _MERGE = f"--merge exports a model that needs no such support ({_AS_OF})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The fields of adapter_config.json that are compared."""
+
+    r: Count = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    rank_pattern: dict[str, int] | None = None
+    layers_to_transform: Any = None
+    exclude_modules: Any = None
 
 
 class _Layer(NamedTuple):
@@ -121,7 +136,11 @@ class _Adapters:
         for each in known:
             experts = 1 if apart else each.experts
             sizes = (each.out, each.out // 2) if apart else (each.out,)  # of gate_up_proj
-            if width == each.width and out in sizes and rank == columns and not rank % experts:
+            if (
+                (rank or None) == columns
+                and (width, rank % experts) == (each.width, 0)
+                and out in sizes
+            ):
                 target = _Layer(each.weight, width, out, experts)
                 yield _Pair(target, names["A"], names["B"], apart["number"] if apart else "")
                 return
@@ -138,7 +157,9 @@ def findings_on_adapters(
     export: Path, model: ModelConfig, *, has_weights: bool
 ) -> Iterator[Finding]:
     """Compare adapters with their base, whose weights need not be here."""
-    found, about = _Adapters(export, model), read_json(export / ADAPTER_CONFIG, dict[str, Any])
+    found, file = _Adapters(export, model), export / ADAPTER_CONFIG
+    content = read_json(file, dict[str, Any], refusal=CheckpointError)
+    about = as_type(content, _Config, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
         yield Finding(kind, f"{first_of(names, 2)}: {reason}", is_lost=True)
     yield from _of_experts(found, family_of(model))
@@ -182,16 +203,16 @@ def _of_experts(found: _Adapters, family: str) -> Iterator[Finding]:
             yield Finding("experts", text, is_lost=layer in apart)
 
 
-def _settings(about: dict[str, Any], found: _Adapters) -> Iterator[Finding]:
+def _settings(about: _Config, found: _Adapters) -> Iterator[Finding]:
     """Compare adapter_config.json with the adapters and the base."""
     pairs = found.pairs
     adapted = {each.layer.weight for each in pairs}
     names = [x.down.removeprefix(PREFIX).partition(".lora_A")[0] for x in pairs]
-    has_all = not any(about.get(x) for x in ("layers_to_transform", "exclude_modules"))
+    has_all = not about.layers_to_transform and not about.exclude_modules
     modules = {layer: [x.weight for x in each] for layer, each in found.layers.items()}
     params = {name: [name] for name in found.shapes}
     for key, known in (("target_modules", modules), ("target_parameters", params)):
-        targets, unknown, lacking = about.get(key) or (), list[str](), list[str]()
+        targets, unknown, lacking = getattr(about, key), list[str](), list[str]()
         for target in targets if isinstance(targets, list) else ():
             of_target = [x for name, each in known.items() for x in each if _ends(name, target)]
             lacks = [each for each in of_target if each not in adapted]
@@ -203,20 +224,18 @@ def _settings(about: dict[str, Any], found: _Adapters) -> Iterator[Finding]:
             if which:
                 yield Finding(ADAPTER_CONFIG, f"{key}: {what} {first_of(which, 2)}", is_lost=True)
     ranks = {found.shape(x.down)[0] // x.layer.experts for x in pairs}
-    if others := ranks - {about.get("r"), *(about.get("rank_pattern") or {}).values()}:
-        yield Finding(
-            ADAPTER_CONFIG, f"r={about.get('r')}, not {first_of([*map(str, others)])}", True
-        )
+    if others := sorted(map(str, ranks - {about.r, *(about.rank_pattern or {}).values()})):
+        yield Finding(ADAPTER_CONFIG, f"r={about.r}, not {first_of(others)}", is_lost=True)
 
 
 def _ends(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def _products(found: _Adapters, about: dict[str, Any], theirs: Tensors | None) -> Iterator[Finding]:
+def _products(found: _Adapters, about: _Config, theirs: Tensors | None) -> Iterator[Finding]:
     """Compute by how much each kind of layer changes, without the products of matrices."""
-    rank, alpha = float(about.get("r") or 1), float(about.get("lora_alpha") or 0)
-    scale = alpha / (rank**0.5 if about.get("use_rslora") else rank)
+    rank = float(about.r or 1)
+    scale = about.lora_alpha / (rank**0.5 if about.use_rslora else rank)
     changes: dict[str, list[WeightChange]] = defaultdict(list)
     for pair in found.pairs:
         kind, weight = kind_of(pair.layer.weight), pair.layer.weight

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsdpctl.data.tokenizer_files import (
 )
 from fsdpctl.errors import CheckpointError, UsageError, first_of
 from fsdpctl.io.run_files import CONFIG_JSON
-from fsdpctl.io.untrusted import parse_json
+from fsdpctl.io.untrusted import as_type, parse_json
 
 _TABLE = re.compile(r"(embed_tokens|\bwte|embed_in|lm_head|embed_out|word_embeddings)\.weight$")
 # Of config.json: no part of the computation, or compared by themselves.
@@ -29,17 +30,36 @@ _OTHER_KEYS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    content: str
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    vocab: dict[str, int] | list[tuple[str, float]] = field(default_factory=dict)  # or scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """The tokens in tokenizer.json."""
+
+    model: _Vocabulary = field(default_factory=_Vocabulary)
+    added_tokens: list[_Added] = field(default_factory=list)
+
+
 class Assets:
     """The files with the weights of a model, by name."""
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
         self.files, self.folder = files, folder
-        content = self.json(TOKENIZER_JSON)
-        vocab = content.get("model", {}).get("vocab", {})
-        if isinstance(vocab, list):  # pairs of a token and its score
-            vocab = {str(each[0]): number for number, each in enumerate(vocab) if each}
-        added = {str(x.get("content")): x.get("id") for x in content.get("added_tokens") or ()}
-        self.ids: dict[str, int] = {k: v for k, v in (vocab | added).items() if type(v) is int}
+        where = str(folder / TOKENIZER_JSON)
+        made = as_type(self.json(TOKENIZER_JSON), _Tokenizer, where, CheckpointError)
+        vocab = made.model.vocab
+        if isinstance(vocab, list):
+            vocab = {token: number for number, (token, _) in enumerate(vocab)}
+        self.ids = vocab | {each.content: each.id for each in made.added_tokens}
 
     def json(self, name: str) -> dict[str, Any]:
         where, content = str(self.folder / name), self.files.get(name, b"{}")
@@ -57,11 +77,12 @@ def check_vocabulary(weights: Tensors, assets: Assets) -> Iterator[Finding]:
     """Compare the rows of embedding and head with config.json and the tokenizer's ids."""
     size, last = assets.json(CONFIG_JSON).get("vocab_size"), max(assets.ids.values(), default=-1)
     for name in filter(_TABLE.search, tensor_keys(weights)):
-        rows, text = weights.info(name).shape[0], f"{parameter_name(name)} has {{:,}} rows"
-        if isinstance(size, int) and rows != size:
-            yield Finding("vocabulary", f"{text.format(rows)}, {CONFIG_JSON} {size:,}", True)
+        rows = (weights.info(name).shape or [0])[0]
+        text = f"{parameter_name(name)} has {rows:,} rows"
+        if size not in (None, rows):
+            yield Finding("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}", True)
         if last >= rows:
-            yield Finding("vocabulary", f"{text.format(rows)}, the tokenizer token {last:,}", True)
+            yield Finding("vocabulary", f"{text}, the tokenizer token {last:,}", True)
 
 
 def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:

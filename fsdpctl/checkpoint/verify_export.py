@@ -86,7 +86,10 @@ def _under_same_names(
 
 
 def _stored(folder: Path) -> FileTensors:
-    files = files_of_weights(folder)
+    try:
+        files = files_of_weights(folder)
+    except UsageError as error:  # which has what to do for training
+        raise CheckpointError(str(error).removeprefix("model.path=").split(". Set")[0]) from None
     return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
 
 

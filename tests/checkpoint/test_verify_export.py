@@ -156,7 +156,7 @@ FILES: dict[str, Callable[[Path], object]] = {
         lambda x: (x / "generation_config.json").write_text('{"do_sample": true}'),
     "config.json: lost: model_type llama, of the base qwen3_moe":
         lambda x: change_json(x / "config.json", lambda y: y.update(model_type="llama")),
-    "vocabulary: lost: lm_head.weight has 320 rows, config.json 400":
+    "vocabulary: lost: lm_head.weight has 320 rows, config.json vocab_size=400":
         lambda x: change_json(x / "config.json", lambda y: y.update(vocab_size=400)),
     "weights: lost: ":  # both are stored, and differ
         lambda x: change_json(x / "config.json", lambda y: y.update(tie_word_embeddings=True)),
@@ -335,3 +335,32 @@ def test_a_mistake_is_one_line(made, monkeypatch, source, base, expected):
     monkeypatch.chdir(made)
     code, said = invoke("verify-checkpoint", source, "--base", base)
     assert (code, said[: len(expected)]) == (2, expected)
+
+
+@pytest.mark.parametrize(("kind", "file", "content"), [
+    ("adapters", "adapter_config.json", '{"r": "x"}'),
+    ("adapters", "adapter_config.json", '{"r": 8, "target_modules": [1]}'),
+    ("adapters", "adapter_config.json", '{"r": 8, "rank_pattern": [1]}'),
+    ("adapters", "adapter_config.json", "[]"),
+    ("adapters", "adapter_model.safetensors", "damaged"),
+    ("model", "tokenizer.json", '{"model": {"vocab": [1]}}'),
+    ("model", "tokenizer.json", '{"added_tokens": [1]}'),
+    ("model", "generation_config.json", "[]"),
+    ("model", "config.json", '{"vocab_size": "x"'),
+    ("model", "model.safetensors", "damaged"),
+])  # fmt: skip
+def test_a_damaged_file_is_named_in_one_line(made, tmp_path, kind, file, content):
+    export = copied(made, kind, tmp_path)
+    (export / file).write_text(content)
+    code, said = invoke("verify-checkpoint", str(export), "--base", str(made / "base"))
+    assert (code, str(export / file) in said, "\n" in said) == (4, True, False), said
+
+
+def test_adapters_of_rank_0_fit_nothing(made, tmp_path):
+    export = copied(made, "adapters", tmp_path)
+    empty = {f"{PREFIX}{LAYER}.lora_A.weight": torch.ones(0, 32),
+             f"{PREFIX}{LAYER}.lora_B.weight": torch.ones(32, 0)}  # fmt: skip
+    change(export / ADAPTERS, lambda x: empty)
+    assert "adapters: lost: none for a layer of the base" in lost(
+        findings_on(export, made / "base")
+    )
