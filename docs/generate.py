@@ -158,6 +158,7 @@ TABLES: dict[str, Callable[[], str] | str] = {
     "estimate_errors": measured.estimate_errors_table,
     "published_runs": measured.published_runs_table,
     "published_steps": measured.published_steps_table,
+    "registered": measured.registered_table,
     "estimate_time": measured.estimate_time_table,
     "startup": measured.startup_line,
     "growth": measured.growth_table,

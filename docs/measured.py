@@ -42,6 +42,19 @@ def measured_on(report: dict[str, Any]) -> str:
     return f"torch {report['torch']}, {report['machine']}"
 
 
+def registered_table() -> str:
+    """Return the predictions of public recipes without published results."""
+    report = report_of("registered")
+    header = "recipe | from | GPUs | allocated, GiB | reserved, GiB | step, s | band, s | settings"
+    rows = [
+        f"{e['name']} | {e['source']} | {e['cluster']} | {e['allocated']} | {e['reserved']} | "
+        f"{e['seconds']} | {e['low']} to {e['high']} ({e['band']}) | `{e['settings']}`"
+        for e in report["results"]
+    ]
+    about = f"{len(rows)} predictions of commit {report['commit']}, registered on "
+    return table_of(header, rows, f"{about}{report['searched']}.")
+
+
 def step_time_table() -> str:
     """Return each engine's overhead over the baseline, relative to that of fully_shard."""
     return _step_times("step-time-cpu", "added_over_fsdp2_added", "overhead / `fully_shard`'s")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_session
+from benchmarks.registered import RECIPES, SEARCHED
 from benchmarks.report import PAIRS
 from docs import measured
 from tests import emulated
@@ -96,6 +97,14 @@ def test_a_rank_grows_from_step_200_to_5000_by_at_most_what_the_pages_say() -> N
     assert max(each["over_first"] for each in later) <= 1.02
     for page in ("long-runs", "method/evidence"):
         assert "grows by at most 2% in 5,000 steps" in _words_of(page)
+
+
+def test_registered_predictions_are_of_thirty_public_recipes_with_a_commit_and_a_day() -> None:
+    report = json.loads((measured.RESULTS / "registered.json").read_text())
+    assert [each["settings"] for each in report["results"]] == [each.settings for each in RECIPES]
+    assert len(RECIPES) == len({each.settings for each in RECIPES}) == 30
+    assert (len(report["commit"]), report["searched"]) == (10, SEARCHED)
+    assert all(row["low"] <= row["seconds"] <= row["high"] for row in report["results"])
 
 
 def test_no_engine_of_pytorch_holds_less() -> None:
