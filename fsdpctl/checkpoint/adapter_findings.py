@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.findings import Finding, WeightChange, by_kind, compare_values, kind_of
+from fsdpctl.checkpoint.findings import (
+    Finding,
+    WeightChange,
+    by_kind,
+    compare_values,
+    kind_of,
+    lost,
+)
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import FileTensors, Tensors, read_floats
@@ -161,14 +168,14 @@ def findings_on_adapters(
     content = read_json(file, dict[str, Any], refusal=CheckpointError)
     about = as_type(content, _Config, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
-        yield Finding(kind, f"{first_of(names, 2)}: {reason}", is_lost=True)
+        yield lost(kind, f"{first_of(names, 2)}: {reason}")
     yield from _of_experts(found, family_of(model))
     yield from _settings(about, found)
     theirs = open_weights(model) if has_weights else None
     yield from _products(found, about, theirs)
     yield from compare_values(found.whole, theirs)
     if not found.pairs and not found.whole.names(PARAMETER):
-        yield Finding("adapters", "none for a layer of the base", is_lost=True)
+        yield lost("adapters", "none for a layer of the base")
 
 
 def _of_experts(found: _Adapters, family: str) -> Iterator[Finding]:
@@ -222,10 +229,10 @@ def _settings(about: _Config, found: _Adapters) -> Iterator[Finding]:
                 lacking += lacks
         for what, which in (("the base has no", unknown), ("no adapters of", lacking)):
             if which:
-                yield Finding(ADAPTER_CONFIG, f"{key}: {what} {first_of(which, 2)}", is_lost=True)
+                yield lost(ADAPTER_CONFIG, f"{key}: {what} {first_of(which, 2)}")
     ranks = {found.shape(x.down)[0] // x.layer.experts for x in pairs}
     if others := sorted(map(str, ranks - {about.r, *(about.rank_pattern or {}).values()})):
-        yield Finding(ADAPTER_CONFIG, f"r={about.r}, not {first_of(others)}", is_lost=True)
+        yield lost(ADAPTER_CONFIG, f"r={about.r}, not {first_of(others)}")
 
 
 def _ends(name: str, target: str) -> bool:
@@ -242,7 +249,7 @@ def _products(found: _Adapters, about: _Config, theirs: Tensors | None) -> Itera
         squares = _squares_of_product(found.tensors, pair)
         idle = int((squares == 0).sum())
         if not np.isfinite(squares).all():
-            yield Finding(kind, f"{weight}: NaN or infinite in its adapter", is_lost=True)
+            yield lost(kind, f"{weight}: NaN or infinite in its adapter")
         elif 0 < idle < len(squares):
             yield Finding(kind, f"{weight}: the product is zero for {idle} experts")
         norm = 0.0 if theirs is None else _squares(theirs, tensor_key(PARAMETER, weight))
@@ -250,8 +257,7 @@ def _products(found: _Adapters, about: _Config, theirs: Tensors | None) -> Itera
         changes[kind].append(WeightChange(delta, norm, weight))
     for kind, of_kind in changes.items():
         if zero := [each.name for each in of_kind if not each.delta]:
-            text = f"{len(zero)} adapters whose product is zero: {first_of(zero, 2)}"
-            yield Finding(kind, text, is_lost=True)
+            yield lost(kind, f"{len(zero)} adapters whose product is zero: {first_of(zero, 2)}")
     yield from by_kind(changes)
 
 

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.findings import Finding
+from fsdpctl.checkpoint.findings import Finding, lost
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, parameter_name
 from fsdpctl.checkpoint.source import Tensors, tensor_keys
 from fsdpctl.config.any_decoder import read_configuration
@@ -30,36 +29,22 @@ _OTHER_KEYS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    content: str
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    vocab: dict[str, int] | list[tuple[str, float]] = field(default_factory=dict)  # or scores
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokenizer:
-    """The tokens in tokenizer.json."""
-
-    model: _Vocabulary = field(default_factory=_Vocabulary)
-    added_tokens: list[_Added] = field(default_factory=list)
-
-
 class Assets:
     """The files with the weights of a model, by name."""
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
         self.files, self.folder = files, folder
-        where = str(folder / TOKENIZER_JSON)
-        made = as_type(self.json(TOKENIZER_JSON), _Tokenizer, where, CheckpointError)
-        vocab = made.model.vocab
+        where, refusal = str(folder / TOKENIZER_JSON), CheckpointError
+        content = self.json(TOKENIZER_JSON)
+        model = as_type(content.get("model") or {}, dict[str, Any], where, refusal)
+        kinds: Any = dict[str, int] | list[tuple[str, float]]  # the second with scores
+        vocab = as_type(model.get("vocab", {}), kinds, where, refusal)
         if isinstance(vocab, list):
             vocab = {token: number for number, (token, _) in enumerate(vocab)}
-        self.ids = vocab | {each.content: each.id for each in made.added_tokens}
+        added = as_type(content.get("added_tokens") or [], list[dict[str, Any]], where, refusal)
+        self.ids: dict[str, int] = vocab | {
+            str(x.get("content")): x["id"] for x in added if type(x.get("id")) is int
+        }
 
     def json(self, name: str) -> dict[str, Any]:
         where, content = str(self.folder / name), self.files.get(name, b"{}")
@@ -80,9 +65,9 @@ def check_vocabulary(weights: Tensors, assets: Assets) -> Iterator[Finding]:
         rows = (weights.info(name).shape or [0])[0]
         text = f"{parameter_name(name)} has {rows:,} rows"
         if size not in (None, rows):
-            yield Finding("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}", True)
+            yield lost("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}")
         if last >= rows:
-            yield Finding("vocabulary", f"{text}, the tokenizer token {last:,}", True)
+            yield lost("vocabulary", f"{text}, the tokenizer token {last:,}")
 
 
 def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
@@ -94,9 +79,9 @@ def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
         yield Finding("chat template", text if one else "missing; the base has one", not one)
     made, base = ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG)
     if base and not made:
-        yield Finding(GENERATION_CONFIG, "missing; the base has one", is_lost=True)
+        yield lost(GENERATION_CONFIG, "missing; the base has one")
     elif made.get("eos_token_id") is None and (end := base.get("eos_token_id")) is not None:
-        yield Finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}", is_lost=True)
+        yield lost(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
     elif differing := _differing(made, base, {"transformers_version"}):
         yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
     pair = [each.json(CONFIG_JSON) for each in (ours, theirs)]
@@ -104,7 +89,7 @@ def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     with suppress(UsageError):  # not a text model of transformers
         pair = [read_configuration(each, CONFIG_JSON).to_dict() for each in pair]
     if kinds[0] != kinds[1]:
-        yield Finding(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}", is_lost=True)
+        yield lost(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}")
     elif differing := _differing(pair[0], pair[1], _OTHER_KEYS):
         yield Finding(CONFIG_JSON, f"differs from the base's in {differing}")
 
@@ -115,16 +100,16 @@ def _tokenizer(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     new = sorted(map(repr, ours.ids.keys() - theirs.ids))
     differing = _differing(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
     if known and not files:
-        yield Finding("tokenizer", f"missing; the base has {first_of(known)}", is_lost=True)
+        yield lost("tokenizer", f"missing; the base has {first_of(known)}")
     elif not ours.ids or not theirs.ids:
         return
     elif moved:
-        text = f"{len(moved):,} tokens of the base missing or with other ids, such as {moved[0]!r}"
-        yield Finding("tokenizer", text, is_lost=True)
+        text = f"{len(moved):,} tokens of the base missing or with other ids"
+        yield lost("tokenizer", f"{text}, such as {moved[0]!r}")
     elif new:
         yield Finding("tokenizer", f"{len(new)} tokens more than the base: {first_of(new)}")
     elif differing:
-        yield Finding("tokenizer", f"differs from the base's in {differing}", is_lost=True)
+        yield lost("tokenizer", f"differs from the base's in {differing}")
     else:
         yield Finding("tokenizer", f"{len(ours.ids):,} tokens, as in the base")
 

@@ -39,6 +39,10 @@ class Finding:
         return f"{self.subject}: {'lost: ' * self.is_lost}{self.text}"
 
 
+def lost(subject: str, text: str) -> Finding:
+    return Finding(subject, text, is_lost=True)
+
+
 class WeightChange(NamedTuple):
     """The change of a weight: squared norms of the change and of the base, 0 if it is unknown."""
 
@@ -87,8 +91,7 @@ def compare_names(ours: Tensors, theirs: Tensors) -> Iterator[Finding]:
             yield Finding(kind_of(name), text, is_lost=not grown or one < other)
     counts, known = _experts(ours), _experts(theirs)
     for layer in (each for each in sorted(known) if counts.get(each) != known[each]):
-        text = f"{layer}: {counts.get(layer, 0)} experts, base {known[layer]}"
-        yield Finding("experts", text, is_lost=True)
+        yield lost("experts", f"{layer}: {counts.get(layer, 0)} experts, base {known[layer]}")
     if known and counts == known:
         most = " or ".join(map(str, sorted({*known.values()})))
         yield Finding("experts", f"{most} in each of {len(known)} layers, as in the base")
@@ -115,15 +118,15 @@ def compare_values(
             base, name = theirs if key in known else None, parameter_name(key)
             change, bad, has_any = _compared(ours, base, key)
             if bad:
-                yield Finding(kind_of(name), f"{name}: {bad:,} values are NaN or infinite", True)
+                yield lost(kind_of(name), f"{name}: {bad:,} values are NaN or infinite")
             if change.norm and not has_any:
-                yield Finding(kind_of(name), f"{name}: only zeros, and not in the base", True)
+                yield lost(kind_of(name), f"{name}: only zeros, and not in the base")
             if base is not None:
                 changes[kind_of(name)].append(change)
             advance(ours.info(key).nbytes)
     yield from by_kind(changes)
     if is_trained and changes and not any(x.delta for each in changes.values() for x in each):
-        yield Finding("weights", "all equal the base's; nothing that was trained is there", True)
+        yield lost("weights", "all equal the base's; nothing that was trained is there")
 
 
 @np.errstate(all="ignore")  # of values that are not finite
