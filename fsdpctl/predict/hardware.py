@@ -137,19 +137,21 @@ class DataSheet:
 
     def seconds(self, work: Work) -> float:
         """Apply the roofline model: the longer of computation and memory, and the launch."""
-        if self.indexed is not None and work.name.rstrip("_") in _INDEXING:
-            return work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
         if work.kind is WorkKind.MEMORY:
-            share = _FUSED if self.fuses else 1.0
-            if self.fuses or self.unpacks_at_once:
-                share = _FUSED_UNPACKING.get(work.name, share)
-            in_turn = 0.0 if self.fuses else _IN_TURN * max(0, work.dims[-1] - _AT_ONCE)
-            return self.copy_seconds(work.nbytes * share) + _LAUNCH * share + in_turn
+            return self._memory_seconds(work)
         rate = self.flops[work.itemsize] * self._share(work)
-        moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes))
-        if work.name.startswith(GROUPED):
-            moved /= self._grouped(work)
+        moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes) * self._grouped(work))
         return max(work.flops / rate, moved) / self.in_step + _LAUNCH
+
+    def _memory_seconds(self, work: Work) -> float:
+        in_turn = 0.0 if self.fuses else _IN_TURN * max(0, work.dims[-1] - _AT_ONCE)
+        if self.indexed is not None and work.name.rstrip("_") in _INDEXING:
+            seconds = work.nbytes / (self.bandwidth * self.indexed) / self.in_step + _LAUNCH
+            return seconds + in_turn
+        share = _FUSED if self.fuses else 1.0
+        if self.fuses or self.unpacks_at_once:
+            share = _FUSED_UNPACKING.get(work.name, share)
+        return self.copy_seconds(work.nbytes * share) + _LAUNCH * share + in_turn
 
     @property
     def host_seconds(self) -> float:
@@ -174,9 +176,10 @@ class DataSheet:
         return self.attention[kernel if work.itemsize == _TWO_BYTES else FLASH]
 
     def _grouped(self, work: Work) -> float:
-        """Return the share of other products' speed: fewer rows fill their tiles less."""
-        rows = work.dims[1]
-        share = self.grouped * rows / (rows + _HALF_ROWS)
+        """Return the share that groups of rows reach: fewer rows fill their tiles less."""
+        if not work.name.startswith(GROUPED):
+            return 1.0
+        share = self.grouped * work.dims[1] / (work.dims[1] + _HALF_ROWS)
         return share if work.name == GROUPED else _TRITON * share
 
     def _share(self, work: Work) -> float:
@@ -187,7 +190,7 @@ class DataSheet:
             long = 1.0 + self.long_gain * min(1.0, max(0.0, math.log2(length / _LONG) / _DOUBLINGS))
             return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
-        matmul = self.matmul * (self._grouped(work) if work.name.startswith(GROUPED) else 1.0)
+        matmul = self.matmul * self._grouped(work)
         return matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
 
 

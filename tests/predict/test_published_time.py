@@ -80,9 +80,8 @@ def test_the_published_memory_of_a_step_is_estimated_within_8_percent(step):
 _ALLOCATED = [step for step in PUBLISHED if step.allocated is not None]
 
 
-@pytest.mark.parametrize(
-    "step", fast(_ALLOCATED[-1], slow=_ALLOCATED[:-1]), ids=lambda step: step.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", _ALLOCATED, ids=lambda step: step.name)
 def test_published_allocations_are_estimated_within_5_percent(step):
     found = PREDICTOR.estimate(planned(step.words)).allocated
     assert found / (1 << 30) == pytest.approx(step.allocated, rel=0.05)
