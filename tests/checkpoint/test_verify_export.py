@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsdpctl.checkpoint.findings import Finding
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -73,7 +73,7 @@ def made(tmp_path_factory):
     words = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
              "model.lora.targets=[all_linear,experts]", "data.tokenizer=bytes"]  # fmt: skip
     config = as_kept(compose_config(words).config)
-    about = About(Progress(1), config_words(config))
+    about = About(Progress(1), config_words(config), base=BaseInfo(str(base), "", ""))
     snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, about)
     write_checkpoint(folder / "step-00000001", snapshot, Collectives())
     write_peft(CheckpointReader(folder / "step-00000001"), folder / "adapters")
@@ -300,6 +300,14 @@ def test_targets_that_the_base_lacks_are_named(made, tmp_path):
     change_json(export / "adapter_config.json", lambda x: x["target_modules"].append("c_attn"))
     (line,) = lost(findings_on(export, made / "base"))
     assert line == "adapter_config.json: lost: target_modules: the base has no c_attn"
+
+
+def test_published_adapters_name_no_directory_of_the_machine(made, tmp_path):
+    reader = CheckpointReader(made / "step-00000001")
+    for names_base in (True, False):
+        write_peft(reader, tmp_path / "out", names_base=names_base, overwrite=True)
+        text = (tmp_path / "out" / "adapter_config.json").read_text()
+        assert (str(made) in text) == names_base
 
 
 def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(made, tmp_path):

@@ -8,7 +8,7 @@ import yaml
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import words_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.io.texts import escaped, one_line, printable, refuse_secret
+from fsdpctl.io.texts import escaped, hub_name, one_line, printable, refuse_secret
 
 STEERING = ["\x1b]0;TITLE\x07", "\x9b31m", "\x85", "\u2028", "\u2029", "\u202e", "\u2066", "\u061c",
             "\u200f", "\r", "\x08", "\x7f", "\ud800"]  # fmt: skip
@@ -74,3 +74,11 @@ def test_a_value_stays_one_in_yaml(text):
     assert written.count("\n") == 1
     assert written.rstrip("\n").isprintable()
     assert (yaml.safe_load(written), escaped("a\n")) == ({"data.path": text}, "a\n")
+
+
+def test_a_directory_in_the_cache_has_a_name_and_a_commit_on_the_hub():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    path = f"/home/me/hub/models--Qwen--Qwen3-0.6B/snapshots/{commit}"
+    assert hub_name(path) == ("Qwen/Qwen3-0.6B", commit)
+    assert hub_name(f"{path}/x") is None
+    assert hub_name("/home/me/model") is None
