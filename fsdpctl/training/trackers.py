@@ -31,6 +31,7 @@ _LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
 _FLUSH_SECONDS = 10  # a killed run may lose the values of this time
 _ID = r"[a-z0-9]{1,64}"
 _LONGEST = 300  # characters of a message
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _BLOCK = 1 << 15  # bytes that wandb writes at a time
 _PARAMS, _METRICS, _LONGEST_PARAM = 100, 1000, 500  # limits of a request to MLflow
 
@@ -137,6 +138,8 @@ class _Mlflow:
 
         self._client, self._metric = MlflowClient(), Metric
         project, number = _project(config, "MLFLOW_EXPERIMENT_NAME"), _tracker_id(run_dir)
+        if is_usual := _RETRIES not in os.environ:  # which would hold up the start for minutes
+            os.environ[_RETRIES] = "2"
         known = self._client.get_experiment_by_name(project)
         where = self._client.create_experiment(project) if known is None else known.experiment_id
         found = self._client.search_runs([where], f"tags.fsdpctl = '{number}'", max_results=1)
@@ -149,6 +152,8 @@ class _Mlflow:
             words = [Param(name, x[:_LONGEST_PARAM]) for name, x in config_words(config).items()]
             for start in range(0, len(words), _PARAMS):
                 self._client.log_batch(self._run, params=words[start : start + _PARAMS])
+        if is_usual:
+            del os.environ[_RETRIES]
         self._steps: dict[str, set[int]] = {}  # that are stored, by name
         self._error: Exception | None = None
         self._queue = SimpleQueue[Any]()
