@@ -25,13 +25,12 @@ class NamedSums:
 
     def add(self, sums: Mapping[str, float | Tensor]) -> None:
         """Add the sums of a pass, without waiting for the device."""
-        if self.names is None:
-            self.names = tuple(sorted(sums))
-        if tuple(sorted(sums)) != self.names:
-            raise UsageError(f"loss: expected sums named {_listed(self.names)}, as in its first "
-                             f"call, got {_listed(sums)}")  # fmt: skip
-        for name, each in sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + each
+        names = tuple(sorted(sums))
+        self.names = names if self.names is None else self.names
+        if names != self.names:
+            expected = f"{_listed(self.names)}, as in its first call"
+            raise UsageError(f"loss: expected sums named {expected}, got {_listed(names)}")
+        self._sums = {name: self._sums.get(name, 0.0) + each for name, each in sums.items()}
 
     def take(self, ranks: Collectives, device: torch.device) -> Tensor:
         """Return the sums of this rank in the order of their names, and reset them.
@@ -41,23 +40,20 @@ class NamedSums:
         if self.names is not None and not self._are_shared:
             for rank, names in enumerate(ranks.gather_objects(self.names)):
                 if names != self.names:
-                    raise UsageError(f"loss: rank {ranks.rank} has sums named "
-                                     f"{_listed(self.names)}, rank {rank} {_listed(names)}; "
-                                     "return the same names everywhere")  # fmt: skip
+                    both = f"{_listed(self.names)}, rank {rank} {_listed(names)}"
+                    raise UsageError(f"loss: rank {ranks.rank} has sums named {both}")
             self._are_shared = True
         found = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
         for place, name in enumerate(self.names or ()):
-            found[place] += self._sums[name]
-        self._sums.clear()
+            found[place] += self._sums.pop(name)
         return found
 
 
 def checked_sums(found: Any) -> dict[str, float | Tensor]:
     """Return the sums that a loss function has returned, without gradients."""
-    if not isinstance(found, Mapping):
-        raise UsageError(f"loss: expected a dict of named sums, got {type(found).__name__}")
-    if len(found) > _MOST:
-        raise UsageError(f"loss: expected at most {_MOST} named sums, got {len(found)}")
+    if not isinstance(found, Mapping) or len(found) > _MOST:
+        got = len(found) if isinstance(found, Mapping) else type(found).__name__
+        raise UsageError(f"loss: expected a dict of at most {_MOST} named sums, got {got}")
     return {_checked_name(name): _checked_sum(name, each) for name, each in found.items()}
 
 
@@ -79,5 +75,5 @@ def _checked_sum(name: str, value: Any) -> float | Tensor:
     raise UsageError(f"loss: {name}: expected a number, or a tensor with one element, got {got}")
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(names) or "nothing"
+def _listed(names: tuple[str, ...] | None) -> str:
+    return ", ".join(names or ()) or "nothing"

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
@@ -36,19 +36,6 @@ _BLOCK = 1 << 15  # bytes that wandb writes at a time
 _PARAMS, _METRICS, _LONGEST_PARAM = 100, 1000, 500  # limits of a request to MLflow
 
 
-class Tracker(Protocol):
-    """A tracker with the run that it stores."""
-
-    def has(self, step: int, name: str) -> bool:
-        """Return whether it has stored a value of an earlier start."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Store values without waiting for a server."""
-
-    def close(self, *, well: bool) -> None:
-        """Store the remaining values, which may take long; `well`: the run did not fail."""
-
-
 class _TensorBoard:
     """Event files in the run directory."""
 
@@ -60,13 +47,16 @@ class _TensorBoard:
         self._begin = step
 
     def has(self, step: int, name: str) -> bool:
+        """Return whether a value of an earlier start is stored."""
         return step <= self._begin
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Store values without waiting for a server."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, well: bool) -> None:
+        """Store the remaining values, which may take long; `well`: the run did not fail."""
         self._writer.close()
 
 
@@ -79,14 +69,10 @@ class _Wandb:
         number = _tracker_id(run_dir)
         stored = _steps_of_wandb([*run_dir.glob(f"wandb/offline-run-*-{number}/*.wandb")])
         self._run = wandb.init(
-            id=number,
-            resume="allow",
-            project=_project(config, "WANDB_PROJECT"),
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=config_words(config),
+            id=number, resume="allow", project=_project(config, "WANDB_PROJECT"),
+            name=run_dir.name, dir=str(run_dir), config=config_words(config),
             settings=wandb.Settings(console="off", silent=True),
-        )
+        )  # fmt: skip
         # Steps below it; without a server, a run does not know of earlier starts.
         self._stored = self._run.starting_step if self._run.resumed else stored
         self._newest = self._stored if self._run.resumed else 0
@@ -109,13 +95,9 @@ class _Trackio:
         import trackio
 
         with redirect_stdout(StringIO()):
-            self._run = trackio.init(
-                project=_project(config, "TRACKIO_PROJECT"),
-                name=f"{run_dir.name}-{_tracker_id(run_dir)}",
-                resume="allow",
-                config=config_words(config),
-                embed=False,
-            )
+            name = f"{run_dir.name}-{_tracker_id(run_dir)}"
+            about = {"config": config_words(config), "resume": "allow", "embed": False}
+            self._run = trackio.init(_project(config, "TRACKIO_PROJECT"), name, **about)
         self._last = getattr(self._run, "_initial_last_step", None)
 
     def has(self, step: int, name: str) -> bool:
@@ -163,7 +145,7 @@ class _Mlflow:
     def has(self, step: int, name: str) -> bool:
         if name not in self._steps:
             stored = self._client.get_metric_history(self._run, _mlflow_name(name))
-            self._steps[name] = {each.step for each in stored}
+            self._steps[name] = {each.step for each in stored if each.step >= step}  # they increase
         return step in self._steps[name]
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -194,6 +176,7 @@ class _Mlflow:
                 return
 
 
+Tracker = _TensorBoard | _Wandb | _Trackio | _Mlflow
 _TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
     "tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow
 }  # fmt: skip

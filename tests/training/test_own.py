@@ -316,13 +316,13 @@ def named(sums: Any) -> tuple[Any, ...]:
     ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
     ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
     ((torch.ones((), requires_grad=True), 1, {}, 1), "loss: expected a tuple (sum, count), got 4"),
-    (named([]), "loss: expected a dict of named sums, got list"),
+    (named([]), "loss: expected a dict of at most 100 named sums, got list"),
     (named({"a": torch.ones(2)}), "loss: a: expected a number, or a tensor with one elem"),
     (named({"a": "1"}), "loss: a: expected a number, or a tensor with one element, got '1'"),
     (named({"lr": 1}), "loss: lr: metrics.jsonl has another value of this name; rename it"),
     (named({"val_a": 1}), "loss: 'val_a': expected as the name of a sum letters"),
     (named({1: 1}), "loss: 1: expected as the name of a sum letters"),
-    (named({f"a{n}": 1 for n in range(101)}), "loss: expected at most 100 named sums, got 101"),
+    (named({f"a{n}": 1 for n in range(101)}), "loss: expected a dict of at most 100 named sums, got 1"),
 ])  # fmt: skip
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
