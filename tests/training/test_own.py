@@ -322,7 +322,7 @@ def named(sums: Any) -> tuple[Any, ...]:
     (named({"lr": 1}), "loss: lr: metrics.jsonl has another value of this name; rename it"),
     (named({"val_a": 1}), "loss: 'val_a': expected as the name of a sum letters"),
     (named({1: 1}), "loss: 1: expected as the name of a sum letters"),
-    (named({f"a{n}": 1 for n in range(101)}), "loss: expected a dict of at most 100 named sums, got 1"),
+    (named({f"a{n}": 1 for n in range(101)}), "loss: expected a dict of at most 100 named sums"),
 ])  # fmt: skip
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
