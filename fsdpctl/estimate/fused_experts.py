@@ -7,13 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.config.peft import OF_EXPERTS
+
 
 def fuse_experts(module: nn.Module) -> None:
-    """Let stacked experts without biases run as one operator, in place."""
+    """Let stacked experts without biases and adapters run as one operator, in place."""
     for each in module.modules():
         weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
-        biased = getattr(each, "gate_up_proj_bias", None) is not None
-        if not biased and all(isinstance(w, Tensor) and w.ndim == 3 for w in weights):
+        more = (getattr(each, name, None) for name in ("gate_up_proj_bias", OF_EXPERTS.strip(".")))
+        if all(extra is None for extra in more) and all(
+            isinstance(w, Tensor) and w.ndim == 3 for w in weights
+        ):
             each.forward = MethodType(_forward, each)
 
 

@@ -53,7 +53,9 @@ def test_fused_experts_keep_the_products_before_the_gate_and_nothing_else_of_the
     assert {param.shape for param in experts.parameters()} == set(gradients)
 
 
-def test_experts_with_biases_stay_as_they_are():
-    experts = Experts(biased=True)
-    fuse_experts(experts)
-    assert "forward" not in vars(experts)
+def test_experts_with_biases_or_adapters_stay_as_they_are():
+    biased, adapted = Experts(biased=True), Experts()
+    adapted.expert_adapters = nn.Linear(2, 2)
+    for experts in (biased, adapted):
+        fuse_experts(experts)
+        assert "forward" not in vars(experts)
