@@ -15,7 +15,7 @@ from fsdpctl.config.schema import SIZES, Config, Origin
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import differs_here
-from fsdpctl.estimate.duration import has_length, run_length, run_time
+from fsdpctl.estimate.duration import has_length, notes_on_price, run_length, run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.largest import Fit, largest_that_fits
@@ -153,6 +153,7 @@ def _show_all(
     estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[Fit]
 ) -> None:
     _show_strategies(estimator, estimates)
+    say(*notes_on_price(config) if has_length(config) else ())
     shown = {each.config.strategy.name for each in estimates}
     engine = config.engine.name
     known = strategies_of(engine)

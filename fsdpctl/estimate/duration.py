@@ -77,6 +77,7 @@ class RunTime:
             "prediction_source": self.source,
             "steps": self.length.steps,
             **self.of_run,
+            "notes": self.notes,
         }
 
     def texts(self, *names: str, band: Band | None = None) -> list[str]:

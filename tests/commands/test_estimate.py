@@ -25,6 +25,7 @@ def test_one_strategy_as_json():
     assert found["hours"] == found["steps"] * found["step_seconds"] / 3600
     assert (found["gpu_hours"], found["cost"]) == (8 * found["hours"], 16 * found["hours"])
     assert found["error_band"]["kind"] == "dense"
+    assert found["notes"] == []
     assert found["peak_allocated_bytes"] == sum(found["breakdown"].values())
     assert found["verdict"] == "fits"
     assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
@@ -39,6 +40,8 @@ def test_every_strategy_as_json():
     assert code == 0
     assert list(found) == [name for name, row in STRATEGIES.items() if not row.replicates]
     assert found["no_shard"]["verdict"] == "too_large"
+    code, text = invoke("estimate-memory", *H100, "--all-strategies", LENGTH[0])
+    assert "cost at 3.99 USD per GPU hour: Lambda, 8x H100 SXM, on 2026-09-20 (" in text
     least = min(found.values(), key=lambda each: each["peak_allocated_bytes"])
     assert least["strategy"] == "full_shard"
 
