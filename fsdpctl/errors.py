@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
     FAILED = 1
     USAGE = 2  # what the user typed or configured cannot work
-    DOES_NOT_FIT = 3  # the estimated memory exceeds what there is
+    LACKS = 3  # a run lacks memory by its estimate, or an export what a server needs
     DAMAGED = 4  # a checkpoint is damaged or incomplete
     STOPPED = 75  # on request, after saving what there was
     NON_FINITE = 76  # a loss or gradient was not finite, or a spike
@@ -55,7 +55,13 @@ class UsageError(FsdpctlError):
 class DoesNotFitError(FsdpctlError):
     """The estimated memory of a run exceeds what its ranks or nodes have."""
 
-    exit_code = ExitCode.DOES_NOT_FIT
+    exit_code = ExitCode.LACKS
+
+
+class ExportLacksError(FsdpctlError):
+    """An export lacks what was trained, or what a server needs."""
+
+    exit_code = ExitCode.LACKS
 
 
 class CheckpointError(FsdpctlError):

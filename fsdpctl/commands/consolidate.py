@@ -20,7 +20,7 @@ from fsdpctl.config.hub import cached_model, has_weights
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import has_adapters
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import CheckpointError, ExportLacksError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKSUMS
@@ -143,7 +143,7 @@ def verify_checkpoint(
 ) -> None:
     """Verify a checkpoint, or an export and its base.
 
-    The exit code is 4 if a checksum does not match, or if something is lost.
+    The exit code is 4 if a checksum does not match, and 3 if something is lost.
     """
     folder, findings = Path(source), list[Finding]()
     if base is not None and not (is_hugging_face(folder) or has_adapters(folder)):
@@ -200,6 +200,7 @@ def _read_all(found: CheckpointReader | ExportedDirectory, size: int) -> None:
 
 def _refuse_lost(folder: Path, findings: list[Finding]) -> None:
     if lost := [each for each in findings if each.is_lost]:
-        raise CheckpointError(
+        is_damaged = any(each.subject == "files" for each in lost)
+        raise (CheckpointError if is_damaged else ExportLacksError)(
             f"{folder}: {len(lost)} of {len(findings)} findings: something is lost"
         )
