@@ -56,7 +56,10 @@ class Conversation:
 
 
 def filled(message: Message, filler: str) -> Message:
-    """Replace content, or else reasoning, and what a message calls, by `filler`."""
+    """Replace the content of a message, and the names and arguments of its calls, by `filler`.
+
+    If the message has neither, its reasoning is replaced.
+    """
     content = message["content"]
     changed = dict(message)
     if isinstance(content, list):
@@ -81,7 +84,11 @@ def _filled_call(call: dict[str, Any], filler: str) -> dict[str, Any]:
 
 
 def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
-    """Return the chat with all arguments as objects, or as JSON text; UsageError if they aren't."""
+    """Return the chat with the arguments of all calls as objects, or as JSON text.
+
+    Data has either form, and a template supports one of them. UsageError if arguments are text that
+    isn't JSON.
+    """
     messages = [
         {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}
         if each.get("tool_calls")

@@ -144,7 +144,10 @@ def _renaming(fields: Mapping[str, Any]) -> str:
 
 
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
-    """Return the content of a row and the names of its other keys; UsageError if it is invalid."""
+    """Return the content of a row in the format `name`, and the names of the keys besides it.
+
+    UsageError if the row has another format, or can't be trained on.
+    """
     if name == COLUMN:
         return _column(fields)
     _check_kind(fields, name)
@@ -213,7 +216,10 @@ def _instruction(row: _Fields) -> Chat:
 
 
 def _alpaca(row: _Fields) -> Plain:
-    """Convert a row of Alpaca into its text, as axolotl 0.18.0 does (prompters.py)."""
+    """Convert a row of Alpaca into its text, as axolotl's `type: alpaca` does.
+
+    Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
+    """
     asked, added, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
@@ -273,7 +279,10 @@ def _tools(row: _Fields) -> list[Any] | None:
 
 
 def _wrapped(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool as templates expect it; tables have the function alone, with JSON in it."""
+    """Return a tool in the form that templates expect: its function within an object with a type.
+
+    Tables have the function alone, and its parameters as JSON.
+    """
     function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{where}: function")
     if not isinstance(function.get("parameters", {}), dict):
         parameters = as_object(function["parameters"], f"{where}: parameters")

@@ -65,7 +65,10 @@ def first_row(path: str) -> dict[str, Any]:
 
 
 def check_is_clear(path: str) -> None:
-    """Check that the first row of a file is clearly a text or a conversation."""
+    """Check that the first row of a file is either a text or a conversation, not both.
+
+    UsageError if it may be either.
+    """
     fields, name = first_row(path), TEXT
     with suppress(UsageError):  # which the reader reports
         name = detect_format(fields)

@@ -41,7 +41,11 @@ _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
 def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
-    """Return normalized messages, and which may be trained on; paths of flags go to `keys`."""
+    """Return the messages with normalized names, and which of them may be trained on.
+
+    Adds the paths of loss flags, and of keys that only a template may use, to `keys`. UsageError if
+    a message can't be trained on, or has a key whose meaning is not supported.
+    """
     if not messages:
         raise UsageError("the conversation has no messages")
     checked: list[Message] = []
@@ -76,7 +80,10 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
 def loss_flag(
     fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LIKE_FLAGS
 ) -> bool | None:
-    """Return whether a message or row asks for a loss; None if it does not say."""
+    """Return whether a message or row asks for a loss, None if it does not say.
+
+    UsageError if a flag is neither 0 nor 1, or if another key means a loss.
+    """
     found = None
     for key, value in fields.items():
         if key in FLAGS:
@@ -95,7 +102,10 @@ def is_empty(value: object) -> bool:
 
 
 def system_message(text: str, messages: Sequence[Message], key: str) -> list[Message]:
-    """Return the message for a row's system text, or none if the messages begin with it."""
+    """Return the message for a row's system text, or none if the messages begin with it.
+
+    UsageError if the messages begin with another system message.
+    """
     first = messages[0]
     if not text or (first["role"] == "system" and first["content"] == text):
         return []

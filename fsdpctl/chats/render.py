@@ -37,7 +37,10 @@ class Renderer:
     """A compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: str) -> None:
-        """Compile the template; `today` is YYYY-MM-DD. RenderError if the source is invalid."""
+        """Compile the template; `today` is the date for `strftime_now`, YYYY-MM-DD.
+
+        RenderError if the source isn't a template.
+        """
         from transformers.utils import chat_template_utils  # takes half a second
 
         self._source, self._special_tokens = source, dict(special_tokens)

@@ -33,7 +33,10 @@ class Turn:
 
 
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
-    """Locate message `index` in the rendering of `count` messages; TurnError if it is uncertain."""
+    """Locate message `index` in the rendering of the first `count` messages.
+
+    TurnError if its boundaries aren't certain. RenderError if the template rejects the messages.
+    """
     if talk.renderer.has_marks:
         return _marked(talk, index, count)
     whole = talk.upto(count).text

@@ -27,7 +27,11 @@ class Keys:
 
 
 def without_nulls(value: Any, key: str = "row") -> Any:
-    """Return a value without its null fields, as tables have them; `key` names it in messages."""
+    """Return a value without its null fields, at any depth. `key` is its name in messages.
+
+    Parquet and similar tables fill missing fields with null. UsageError if the value has a type or
+    a number that JSON doesn't have.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, dict):

@@ -67,7 +67,11 @@ _REPLIES = msgspec.json.Decoder(ChatSamples | str)
 def rendered(
     setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
-    """Yield the samples of each chat, in order; `where` is the location of the template."""
+    """Yield the samples of each chat, in order; `where` is the location of the template.
+
+    UsageError if the template can't be compiled, rejects a chat or exceeds a limit. The message
+    begins with a location.
+    """
     encoded = ((msgspec.msgpack.encode(x), place, setup.seconds_for(x)) for x, place in chats)
     running = deque[_Batch]()
 

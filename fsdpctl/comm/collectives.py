@@ -31,7 +31,10 @@ def _is_alone() -> bool:
 def collectives_for(
     device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
 ) -> Collectives:
-    """Return the collectives of this rank's group; those of other purposes may overlap."""
+    """Return the collectives of this rank's group in `groups`, or of all ranks.
+
+    Those of another `purpose` may overlap with these.
+    """
     if _is_alone() or (groups is not None and len(groups[0]) == 1):
         return Collectives()
     if device.type == "cuda":
@@ -40,7 +43,10 @@ def collectives_for(
 
 
 def sharing_collectives() -> Collectives:
-    """Return the CPU's collectives over shared memory, or gloo's with `not_shared`. Collective."""
+    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
+
+    If they cannot share any, returns those over gloo, with `not_shared`.
+    """
     if _is_alone():
         return Collectives()
     try:
@@ -109,7 +115,10 @@ class Mesh:
 
 
 def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
-    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective."""
+    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
+
+    `dp_shard_size` divides the number of ranks.
+    """
     if dp_shard_size == world.size:
         world.separate_reductions()
         return Mesh(world, world, None)

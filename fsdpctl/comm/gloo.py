@@ -88,7 +88,10 @@ class LocalReduction:
         arrive: Callable[[], None],
         has_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take contributions, complete after `arrive()`, in rank order; then call `has_read()`."""
+        """Take contributions in rank order, which are complete after `arrive()`.
+
+        `has_read()` is called once they are not needed any more.
+        """
         self.workspace_nbytes = workspace_nbytes
         self._rows, self._arrive, self._has_read = rows, arrive, has_read
 

@@ -155,7 +155,10 @@ def _end(jobs: _Jobs, thread: threading.Thread) -> None:
 
 
 def host_cpus(node: str | None) -> set[int]:
-    """Return this rank's equal share of the process's hardware threads, first those of `node`."""
+    """Return this rank's hardware threads: an equal share of those that its process may use.
+
+    `node` is the directory of a NUMA node, whose cores are preferred; None: all nodes are alike.
+    """
     allowed = allowed_cpus()
     near = allowed
     if node is not None:

@@ -31,14 +31,21 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]
 
 
 class ProcessGroupCollectives(Collectives):
-    """Collectives over gloo or NCCL; those that overlap with others have a group of their own."""
+    """The common part of the collectives over gloo and NCCL.
+
+    All ranks use the default process group. If gathers and reductions overlap, reductions have a
+    group of their own. Each group costs sockets and threads, or memory of a GPU.
+    """
 
     _device_type = "cpu"
 
     def __init__(
         self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
     ) -> None:
-        """Join this rank's group of `groups`; collectives with another `purpose` overlap."""
+        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
+
+        Collectives with the same groups and another `purpose` overlap with these.
+        """
         self._groups = groups or [range(dist.get_world_size())]
         self.gather_group = (
             dist.distributed_c10d._get_default_group()
@@ -74,7 +81,11 @@ class ProcessGroupCollectives(Collectives):
 
 
 def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the values of all ranks, of one type, in rank order; nothing is unpickled."""
+    """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
+
+    All have one type, else msgspec raises: plain values or dataclasses of them. Tuples and other
+    containers within them arrive as lists.
+    """
     device = dist.distributed_c10d._get_object_coll_device(group)  # the one that torch's uses
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]

@@ -96,7 +96,10 @@ class HostPages:
         self._pages = _mapped(path)
 
     def statuses(self) -> list[RankStatus]:
-        """Return the status of every rank; the text may be half written."""
+        """Return the status of every rank; the text may be half written.
+
+        Only a changed `count` shows that a rank makes progress.
+        """
         return [
             RankStatus(
                 each.count, each.steps - 1 if each.steps else None, bool(each.waits),

@@ -47,7 +47,10 @@ class HostSteps(Protocol):
     """The steps of a model's master weights, which are in host memory."""
 
     def start(self, update: HostUpdate, scalars: HostScalars) -> None:
-        """Start to step all, taking the gradients; in the next forward, units wait for theirs."""
+        """Start to step all of them; the step takes the gradients.
+
+        In the next forward, each unit waits for its own step.
+        """
 
     def settle(self) -> None:
         """Wait until they are what the last step makes of them."""
@@ -261,7 +264,10 @@ def as_integers(values: Tensor) -> Tensor:
 def compare_replicas(
     world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare parameters with ranks of an equal `place`; EngineError names one that differs."""
+    """Compare parameters by `checksums` with those of ranks with an equal `place`.
+
+    EngineError names a parameter that differs, and the rank.
+    """
     places = world.gather_objects(place)
     answers = world.gather_objects(dict(checksums))
     for part in sorted(set(places)):

@@ -252,7 +252,10 @@ class SharedMemory:
             raise EngineError(f"shared memory: futex: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, kind: int, count: int, what: str) -> None:
-        """Wait until a counter of every rank is `count`; EngineError if a rank has ended."""
+        """Wait until a counter of every rank has reached `count`.
+
+        EngineError if a rank has ended, or after the time that ranks may wait.
+        """
         OWN.pending = f"{what} over shared memory"
         began = 0.0
         for rank in range(self.size):

@@ -46,7 +46,11 @@ NAMES = {
 
 
 def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return a model's settings by its config.json, without `model.`; UsageError if unsupported."""
+    """Return the settings of a model by its config.json, without the prefix `model.`.
+
+    `where` is the file, for messages. UsageError if the installed transformers has no code for a
+    causal decoder of this type, or if a value is out of its bounds.
+    """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
     _check_about(content, where)
@@ -86,7 +90,11 @@ def family_in(text: str) -> str:
 
 
 def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json as transformers writes it, with what `source` has besides its shape."""
+    """Return the contents of config.json, as transformers writes it, for weights of `dtype`.
+
+    Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
+    such as token ids, are kept.
+    """
     content = content_of(model)
     family = content["model_type"]
     from transformers.models.auto import modeling_auto

@@ -79,7 +79,9 @@ class DataConfig:
         "sample for each (split), or as rewritten (keep)",
         choices=REWRITTEN,
     )
-    date: str | None = auto_key("chat: the template's date, YYYY-MM-DD; auto: of the first start")
+    date: str | None = auto_key(
+        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start"
+    )
     packing: bool | None = auto_key(
         "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
         "keeps documents of a sequence from seeing one another"
@@ -129,7 +131,10 @@ def _tokens(text: str) -> str:
 
 
 def check_kind(config: DataConfig, typed: Collection[str] = ()) -> None:
-    """Check that no key of other kinds of data is set, or is one of the `typed`."""
+    """Check that no key is set that only other kinds of data have; UsageError if there is one.
+
+    Keys that are `typed` are set even if they have their defaults.
+    """
     default = DataConfig()
     for name, kinds in _ONLY_WITH.items():
         value, key = getattr(config, name), f"data.{name}"

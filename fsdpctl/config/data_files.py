@@ -117,7 +117,10 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
 
 
 def option_of_data(path: str) -> str:
-    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist."""
+    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
+
+    UsageError if a directory has files of several options.
+    """
     if path.startswith("hf://"):
         return CHAT
     is_here = os.path.exists(path) or any(glob.iglob(path))

@@ -60,7 +60,10 @@ SCALINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
-    """Return a config.json's content for a GGUF file; UsageError if it is not supported."""
+    """Return the content of a config.json for the model in a GGUF file.
+
+    UsageError if the file is damaged, or its model not supported.
+    """
     return dict(_config(path.absolute(), path.stat().st_mtime_ns)[0])
 
 

@@ -152,7 +152,10 @@ _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] =
 
 
 def keys_of(section: str, schema: type) -> dict[str, Key]:
-    """Return the keys of a section by dotted name; a field that is a dataclass is a subsection."""
+    """Return the keys of a section by dotted name, from the fields of its dataclass.
+
+    A field that is a dataclass is a subsection.
+    """
     hints = get_type_hints(schema)
     found: dict[str, Key] = {}
     for field in dataclasses.fields(schema):
@@ -190,7 +193,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Return a size in bytes: GB is 10^9 bytes, GiB is 2^30. UsageError if it is not positive."""
+    """Return the number of bytes of a size. GB is 10^9 bytes, GiB is 2^30 bytes.
+
+    UsageError if the text isn't a positive number with a known unit.
+    """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None
     number = float(match.group(1)) if match and len(text) < 20 else 0.0

@@ -19,8 +19,12 @@ MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the wides
 class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021); all other weights are frozen."""
 
-    rank: int | None = optional_key("LoRA rank; other weights are frozen", within=(1, MOST_WIDTH))
-    alpha: float | None = auto_key("LoRA adapters times alpha / rank; auto: twice rank", minimum=0)
+    rank: int | None = optional_key(
+        "rank of LoRA adapters; all other weights are frozen", within=(1, MOST_WIDTH)
+    )
+    alpha: float | None = auto_key(
+        "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank", minimum=0
+    )
     rslora: bool = key(False, "scale LoRA adapters by alpha / sqrt(rank) instead of alpha / rank")
     dropout: float = key(0.0, "dropout of the inputs of LoRA adapters", within=(0, 0.99))
     targets: str = key(
@@ -77,12 +81,18 @@ class ModelConfig:
     hidden_size: int = key(128, "width of the residual stream", within=(1, MOST_WIDTH))
     intermediate_size: int = key(384, "width inside the MLP", within=(1, MOST_WIDTH))
     num_heads: int = key(4, "number of query heads", within=(1, MOST_WIDTH))
-    num_kv_heads: int = key(2, "key and value heads; divides num_heads", within=(1, MOST_WIDTH))
-    head_dim: int | None = auto_key("width; auto: hidden_size / num_heads", within=(2, MOST_WIDTH))
+    num_kv_heads: int = key(
+        2, "number of key and value heads; divides num_heads", within=(1, MOST_WIDTH)
+    )
+    head_dim: int | None = auto_key(
+        "width of a head; auto: hidden_size / num_heads", within=(2, MOST_WIDTH)
+    )
     vocab_size: int | None = auto_key(
         "size of the vocabulary; auto: that of the tokenizer", within=(1, MOST_TOKENS)
     )
-    max_seq_len: int = key(2048, "longest sequence that exports declare", within=(1, MOST_TOKENS))
+    max_seq_len: int = key(
+        2048, "longest sequence that the exported model declares", within=(1, MOST_TOKENS)
+    )
     first_new_token: int | None = optional_key(
         "first of the rows of embeddings that are the mean of those before",
         within=(1, MOST_TOKENS),
@@ -103,7 +113,9 @@ class ModelConfig:
         "weight, int8 1.03; float32: as other tools load them; auto: precision.param_dtype",
         choices=("nf4", "int8", "float32"),
     )
-    quantize_experts: bool = key(True, "with model.base_dtype: also experts in one parameter")
+    quantize_experts: bool = key(
+        True, "with model.base_dtype: also experts that are one parameter of a layer"
+    )
 
     @property
     def title(self) -> str:

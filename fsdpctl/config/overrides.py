@@ -19,7 +19,10 @@ def read_run_config(file: Path) -> dict[str, str]:
 
 
 def gathered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace settings `model.overrides.KEY.KEY` by one, in JSON; UsageError if they conflict."""
+    """Replace settings such as `model.overrides.KEY.KEY` by one with all of them, as JSON.
+
+    UsageError if one sets a value in a mapping, and another one the mapping.
+    """
     inside = [(name, text) for name, text in pairs if name.startswith(f"{OVERRIDES}.")]
     if not inside:
         return [*pairs]
@@ -47,7 +50,10 @@ def _value(text: str) -> Any:
 
 
 def merged(content: Mapping[str, Any], changes: str, where: str) -> dict[str, Any]:
-    """Return a config.json's content with changes, in JSON; UsageError if a key is unknown."""
+    """Return the content of a config.json with changes, which are JSON.
+
+    UsageError if a key is unknown to transformers' class of such models.
+    """
     given = parse_json(changes, dict[str, Any], OVERRIDES)
     family = given.get("model_type", content["model_type"])
     known = known_names(read_configuration({**content, "model_type": family}, where))

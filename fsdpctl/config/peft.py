@@ -72,7 +72,10 @@ def _about(path: str) -> _Adapters:
 
 
 def adapter_words(path: str) -> dict[str, str]:
-    """Return the settings (`model.lora.KEY`) of the adapters in `model.lora.path`."""
+    """Return the settings (`model.lora.KEY`) of the adapters in `model.lora.path`.
+
+    UsageError if the directory has no adapters, or unsupported ones.
+    """
     where, about = f"model.lora.path={path}", _about(path)
     words = {
         "model.lora.rank": str(about.r),

@@ -65,15 +65,23 @@ class LaunchConfig:
     )
     nnodes: int = key(1, "nodes", within=(1, _MOST_NODES))
     node_rank: int | None = key(None, "number of this node, from 0", within=(0, _MOST_NODES - 1))
-    rdzv_endpoint: str | None = key(None, "HOST:PORT of node 0, where all launchers connect")
-    interface: str | None = auto_key("network interface between nodes; auto: that to rdzv_endpoint")
+    rdzv_endpoint: str | None = key(
+        None, "HOST:PORT of node 0, where the launchers of all nodes connect"
+    )
+    interface: str | None = auto_key(
+        "network interface between nodes; auto: the one that reaches rdzv_endpoint"
+    )
     device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
     share_memory: bool | None = auto_key(
         "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
         "auto: true where possible"
     )
-    allocator: str = key("expandable", "CUDA: memory allocator", choices=("expandable", "native"))
-    timeout: float = key(600.0, "seconds until a stuck collective stops the run", within=(1, 1e6))
+    allocator: str = key(
+        "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
+    )
+    timeout: float = key(
+        600.0, "seconds after which a stuck collective stops the run", within=(1, 1e6)
+    )
     hang_timeout: float | None = auto_key(
         "seconds after which a rank without progress is reported; auto: half of launch.timeout",
         within=(1, 1e6),

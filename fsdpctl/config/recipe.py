@@ -107,7 +107,10 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> list[tuple[str, str]]:
-    """Return the settings of a recipe, in its order; UsageError if it is not one."""
+    """Return the settings of a recipe, in its order.
+
+    UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
+    """
     content = read_yaml(path)
     source = SourceConfig(path, content)
     if (tool := tool_of(source)) is not None:

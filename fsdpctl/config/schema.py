@@ -50,7 +50,9 @@ class StrategyConfig:
     """How model states are sharded."""
 
     name: str = "full_shard"
-    dp_shard_size: int | None = auto_key("hybrid_*: ranks per replica; auto: of a node", minimum=1)
+    dp_shard_size: int | None = auto_key(
+        "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1
+    )
     owner_map: str | None = auto_key(
         "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
         "optimizer=muon, else even",
@@ -139,7 +141,9 @@ class OptimizerConfig:
     beta1: float = key(0.9, "adamw, muon: decay rate of the first moment", within=(0, 0.999999))
     beta2: float = key(0.95, "adamw, muon: decay rate of the second moment", within=(0, 0.999999))
     eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
-    momentum: float = key(0.9, "sgd, muon; 0: none; 0.95 with optimizer=muon", within=(0, 0.999999))
+    momentum: float = key(
+        0.9, "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon", within=(0, 0.999999)
+    )
     nesterov: bool = key(True, "muon: Nesterov momentum")
     ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", within=(1, 99))
     weight_decay: float = key(
@@ -174,7 +178,9 @@ class LrSchedulerConfig:
         within=(0, 1),
     )
     min_lr_ratio: float = key(0.1, "final learning rate / peak", within=(0, 1))
-    reaches_min: bool = key(True, "whether the last step has the final rate; false: the next would")
+    reaches_min: bool = key(
+        True, "whether the last step has the final learning rate; false: the step after it would"
+    )
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
     decay_type: str = key("linear", "wsd: form of decay", choices=("linear", "cosine", "1-sqrt"))
 

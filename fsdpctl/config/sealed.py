@@ -18,7 +18,10 @@ _BLANK = "0" * 32
 
 
 def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
-    """Return the text of a file of the format `kind`, with the checksum of it with zeros there."""
+    """Return the text of a manifest, or of a file of another format `kind`.
+
+    Its checksum is that of the text with zeros in its place.
+    """
     whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
     text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(_BLANK)
@@ -30,7 +33,10 @@ def _checksum(text: str) -> str:
 
 
 def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
-    """Read and verify a manifest; CheckpointError if it is missing, corrupted or unsupported."""
+    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
+
+    CheckpointError if it is missing, corrupted, or has an unsupported version.
+    """
     path = folder / name
     if not path.exists():
         if not folder.is_dir():

@@ -30,7 +30,10 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:
-    """Create the configuration from the result of `config_words`, on any machine."""
+    """Create the configuration from the result of `config_words`, on any machine.
+
+    UsageError if this version doesn't know a key, or doesn't allow its value.
+    """
     for name in words.keys() - {*GROUPS}:
         known_key(name)
     values = {
@@ -43,7 +46,11 @@ def config_from_words(words: Mapping[str, str]) -> Config:
 def config_of_checkpoint(
     words: Mapping[str, str], where: str, *, is_decoder: bool = True
 ) -> Config:
-    """Create the configuration in a manifest at `where`; CheckpointError if it is invalid."""
+    """Create the configuration in a manifest, which is at `where`.
+
+    CheckpointError if `config_from_words` fails. UsageError if it must be that of a decoder, and is
+    not.
+    """
     if is_decoder and words.get("model", "").startswith(OWN):
         raise UsageError(f"{where}: {NO_DECODER}")
     try:

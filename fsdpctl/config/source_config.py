@@ -56,7 +56,10 @@ class SourceConfig:
     """The keys of a file, and of accelerate's file with the ranks. Each key can be taken once."""
 
     def __init__(self, file: Path, content: object, launch: "SourceConfig | None" = None) -> None:
-        """Set the file and its content: nested mappings, as in YAML."""
+        """Set the file and its content: nested mappings, as in YAML.
+
+        UsageError if the content isn't a mapping.
+        """
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file, self.launch = file, launch
@@ -106,7 +109,10 @@ class SourceConfig:
         return default if value is None else value.text.strip()
 
     def whole(self, *keys: str) -> int | None:
-        """Take a key and return its whole number, or None if it isn't set or is `auto`."""
+        """Take a key and return its whole number, or None if it isn't set or is `auto`.
+
+        UsageError if the value is another text.
+        """
         value = self.take(*keys)
         if value is None or value.text.strip().lower() == "auto":
             return None
@@ -115,7 +121,10 @@ class SourceConfig:
         return found
 
     def positive(self, *keys: str) -> int | None:
-        """Take a key and return its whole number of at least 1, as `whole`."""
+        """Take a key and return its whole number, as `whole`.
+
+        UsageError if the number is less than 1.
+        """
         found = self.whole(*keys)
         if found is not None and found < 1:
             where = self.file_of(keys[0])
@@ -154,7 +163,10 @@ def as_whole(text: str) -> int | None:
 
 
 def tool_of(source: SourceConfig) -> str | None:
-    """Return the tool that a YAML file belongs to; UsageError if its files are not read."""
+    """Return the tool that a YAML file belongs to, if it is known.
+
+    UsageError if it is one whose files are not read.
+    """
     if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
         way = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
         raise UsageError(f"{source.file}: a file of {other}: not supported; {way}")

@@ -32,7 +32,11 @@ class DataSource:
 
 
 def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
-    """Return what a key names: PATH, or NAME=PATH:SHARE for each, with shares of a sum of one."""
+    """Return what a key names: PATH, or NAME=PATH:SHARE for each, separated by commas.
+
+    Names are optional. Shares are normalized to a sum of one. UsageError if only some have a share,
+    or if a number is not allowed.
+    """
     if os.path.exists(text):
         return [DataSource(text)]
     inner = text.strip()

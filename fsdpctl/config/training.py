@@ -34,7 +34,9 @@ class TrainConfig:
         optional=True,
         auto=True,
     )
-    epochs: float | None = optional_key("length of the run in passes over data", within=(1e-9, 1e6))
+    epochs: float | None = optional_key(
+        "length of the run in passes over the data", within=(1e-9, 1e6)
+    )
     tokens: int | None = optional_key("length of the run in tokens", minimum=1)
     seq_len: int = auto_key(
         "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "

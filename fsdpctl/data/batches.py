@@ -109,7 +109,10 @@ class Batches:
         return -(-count // (self.plan.world_size // self.plan.context_parallel))
 
     def num_validation_batches(self, at_most: int) -> int:
-        """Return the global batches that cover the data, or at most `at_most` per source."""
+        """Return the global batches that cover the data.
+
+        At most `at_most` of each source, unless that is 0.
+        """
         size = self.plan.global_batch_size
         needed = [-(-each.num_samples // size) for each in self.parts().values()]
         return sum(min(each, at_most) if at_most else each for each in needed)

@@ -75,7 +75,10 @@ def histogram(chats: Sequence[DocumentSet]) -> list[str]:
 
 
 def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: str) -> list[int]:
-    """Return the prompt for an assistant message that follows `messages`."""
+    """Return the prompt for an assistant message that follows `messages`.
+
+    UsageError if there is no template, or if it rejects the messages.
+    """
     template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], is_question=True)
     setup, where = setup_of(template, tokenizer, today), template.source

@@ -44,7 +44,11 @@ def control_pattern(tokenizer: FileTokenizer) -> str:
 
 
 def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
-    """Return the template in `file`, else that of the tokenizer; UsageError if there is none."""
+    """Return the template in `file` (`data.template`), else that of the tokenizer.
+
+    A template named `tool_use` is for conversations with tools, as in transformers. UsageError if
+    there is no template.
+    """
     tokens = {name: str(text) for name, text in tokenizer.auto.special_tokens_map.items()}
     if file is not None:
         text = read_text_file(Path(file), follows=True)

@@ -73,7 +73,10 @@ class Building:
         self._advance: Advance = lambda count: None
 
     def build(self) -> Built:
-        """Read all files; UsageError if a line or the rest can't be trained on."""
+        """Read all files.
+
+        UsageError if a line can't be trained on, or if no sample is left to train on.
+        """
         with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [self._add(each) for each in self._plan.train]
             formats += [self._add(each, "val") for each in self._plan.validation]

@@ -62,7 +62,10 @@ class DataSet:
 
 
 def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
-    """Return the data of several sources; without shares, each has that of its tokens."""
+    """Return the data of several sources; without shares, each has that of its tokens.
+
+    UsageError if two have one name, or are of other tokenizers.
+    """
     first, names = found[0], [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")

@@ -54,7 +54,10 @@ def documents(
     most: int | None = None,
     advance: Advance = lambda count: None,
 ) -> Iterator[TextPiece]:
-    """Yield the documents of `found.train`, in pieces above `most` bytes; `key` is for errors."""
+    """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
+
+    UsageError if a row has no text, or if the only file isn't text. The message names `key`.
+    """
     for file in found.train:
         left = file.stat().st_size
         unfolds = _UNFOLDS if file.name.lower().endswith(_PACKED) else 1
@@ -69,7 +72,10 @@ def documents(
 
 
 def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], PassedOver]:
-    """Read the documents of files whole, and what was passed over; UsageError without text."""
+    """Read the documents of files whole, and what was passed over.
+
+    UsageError as for `documents`, or if there is no text.
+    """
     passed = PassedOver()
     texts = [each.text.encode() for each in documents(found, key, passed)]
     if not texts:
@@ -97,7 +103,10 @@ def standard_library() -> list[bytes]:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Return whether a document is held out, by its hash, so that more data moves no other one."""
+    """Return whether a document is in the `fraction` that is held out for validation.
+
+    A hash of its content decides, so more data moves no document from one part to the other.
+    """
     return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
 
 

@@ -192,7 +192,11 @@ def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether `datasets` finds a file by a pattern of fsspec; ** is any directories."""
+    """Return whether a file is one of those that `datasets` finds by a pattern, of fsspec.
+
+    ** is any directories. Hidden names, directories such as __pycache__ and descriptions of data
+    are left out unless the pattern has a part for them.
+    """
     parts, wanted = name.split("/"), pattern.split("/")
     ends = {0}  # numbers of parts that the pattern so far may match
     for number, part in enumerate(wanted, start=1):

@@ -71,7 +71,10 @@ class Rendering:
 
 
 def rendering_of(config: DataConfig, seed: int) -> Rendering:
-    """Open the tokenizer and the template of `data`; UsageError if one can't be used."""
+    """Open the tokenizer and the template of the section `data`.
+
+    UsageError if one of them can't be used.
+    """
     if config.tokenizer in (None, BYTES):
         way = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
         raise UsageError(f"data=chat: requires a model's tokenizer; {way}")
@@ -87,7 +90,10 @@ def open_chats(
     key: str = "data.path",
     found: DataFiles | None = None,
 ) -> DataSet:
-    """Open the conversations at `config.path`, which `key` names, in files that may be `found`."""
+    """Open the conversations at `config.path`, which `key` names, in files that may be `found`.
+
+    UsageError if a file, a line or the template can't be used.
+    """
     found = found or find_data(str(config.path), key, CHAT)
     held = found.validation if config.takes_validation else ()
     files = DataFiles(found.option, found.train, held)

@@ -27,7 +27,11 @@ def open_data(
     chats: Callable[[Rendering, DataConfig, str], DataSet] = open_chats,
     text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
 ) -> DataSet:
-    """Read the data of a run; `chats` and `text` read one source, whose path the key names."""
+    """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
+
+    `chats` and `text` read one source, whose path the key names. UsageError if the data is missing,
+    empty or corrupted, or if a key doesn't apply to it.
+    """
     check_kind(config)
     check_beside(config)
     if config.path is None and config.name != OWN:

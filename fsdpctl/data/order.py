@@ -48,7 +48,10 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
 
 
 def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
-    """Return the samples at `length` positions of endless epochs of `count`, ordered by `seed`."""
+    """Return the samples at `position … position + length - 1` of an endless series of epochs.
+
+    An epoch has `count` samples, in an order that `seed` decides.
+    """
     positions = np.arange(position, position + length, dtype=np.uint64)
     epochs, within = positions // np.uint64(count), positions % np.uint64(count)
     result = np.empty(length, dtype=np.uint64)

@@ -46,7 +46,11 @@ class RemoteShard(Shard):
     checked: list[float] = field(default_factory=lambda: [0.0], compare=False)  # since the boot
 
     def read(self, start: int, stop: int) -> Values:
-        """Return tokens, which may have been fetched; FsdpctlError if the store fails."""
+        """Return tokens, which may have been fetched before.
+
+        FsdpctlError if the store does not answer after several attempts. UsageError if the file has
+        changed since it was listed.
+        """
         with self.lock:
             known = self.ahead.pop((start, stop), None)
         failed = known is None or known.exception() is not None  # then, perhaps no longer

@@ -117,7 +117,11 @@ class TokenFiles:
 def open_token_files(
     path: str, key: str = "data.path", kind: str = "auto", *, validates: bool = True
 ) -> TokenFiles:
-    """Open the token files at a path; if it `validates`, also those of validation there."""
+    """Open the token files at a path: a file, a directory, or a glob.
+
+    `validates`: also those of validation next to the others. UsageError if there are none, or if
+    one is damaged, of an unknown format, or of another tokenizer or vocabulary than the first.
+    """
     places: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
         folder, places = describe_remote(path, key)
@@ -149,7 +153,10 @@ def open_token_files(
 
 
 def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
-    """Read and check all tokens; UsageError if the checksum or the vocabulary differs."""
+    """Read and check all tokens; `vocab_size` is that of the model.
+
+    UsageError if the checksum differs from the header's, or a token isn't in the vocabulary.
+    """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
     most = file.vocab_size or vocab_size or MOST_TOKENS
     with doing(f"checking {path}", BYTES, file.size) as advance:

@@ -117,7 +117,10 @@ class FileTokenizer:
     """A Hugging Face tokenizer, as transformers loads it. Documents end with its end token."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Set the files by name, and `name`, their place; UsageError if one can't be used."""
+        """Set the contents of the files in the tokenizer's directory, and `name`, its location.
+
+        UsageError if transformers can't load the tokenizer, or if it exceeds a limit.
+        """
         self.name = name
         self._where = f"tokenizer {name}"
         self._files = {
@@ -161,7 +164,10 @@ class FileTokenizer:
         return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        """Tokenize pieces, and ends of documents; UsageError if distant text decides a part."""
+        """Tokenize pieces, concatenated; those that end a document have its end token.
+
+        UsageError if the tokens of a part depend on text that is far from it.
+        """
         with guarded(self._where):
             rows, found = self._ids([each.text for each in pieces if each.span is None]), []
             for piece in pieces:
@@ -174,7 +180,10 @@ class FileTokenizer:
     def around(
         self, tokens: Sequence[int] | Tokens, *, begins: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens to add around a document, which `begins` here, without those it has."""
+        """Return the tokens to add before and after a document of these, without those it has.
+
+        `begins`: whether they are those of the beginning of a document.
+        """
         before, after = self.before * begins, self.after
         if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
             before = []
@@ -228,7 +237,10 @@ class FileTokenizer:
         )
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokenize texts, with the characters of each token; control tokens stay such."""
+        """Tokenize each text as it is; control tokens in it become control tokens.
+
+        UsageError if the tokenizer doesn't give the characters of each token.
+        """
         if not self.auto.is_fast:
             raise UsageError(
                 f"{self._where}: {type(self.auto).__name__} gives no positions of tokens, which "
@@ -256,7 +268,10 @@ class FileTokenizer:
         return Encoded(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, adds: bool = True) -> list[int]:
-        """Tokenize the prompt, or the end of a document; `adds` the tokenizer's own tokens."""
+        """Tokenize the prompt; an empty one becomes the end of a previous document.
+
+        `adds`: whether to add the tokens that the tokenizer adds to texts.
+        """
         with guarded(self._where):
             tokens = next(self._ids([prompt], adds=adds))
         return tokens or [self.end or 0]
@@ -267,7 +282,10 @@ class FileTokenizer:
             return str(self.auto.decode([int(each) for each in tokens], skip_special_tokens=skips))
 
     def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-        """Yield text as its characters are complete; without a backend, whole at the end."""
+        """Yield the text of tokens that arrive one by one, as characters are complete.
+
+        Without a backend, which takes single tokens, yield the whole text at the end.
+        """
         stream, left = DecodeStream([*before], skip_special_tokens=True), list[int]()
         for token in tokens:
             left.append(token)
@@ -323,7 +341,10 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
-    """Open the byte tokenizer (`bytes` or None), or the one in a directory."""
+    """Open the byte tokenizer (`bytes` or None), or the one in a directory.
+
+    UsageError if the directory has no valid tokenizer.
+    """
     if name in (None, BYTES):
         return ByteTokenizer()
     folder = Path(str(name))

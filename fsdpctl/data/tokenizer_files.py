@@ -52,7 +52,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_files(folder: Path, *others: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer, also in a GGUF file, and `others` in `folder`, by name."""
+    """Read the files of a tokenizer that exist, and `others`, by name relative to `folder`.
+
+    Those of a GGUF file are the files that transformers would save. UsageError if a file is too
+    large, not regular, or links out of the directory.
+    """
     if is_gguf(folder):
         made = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
         return {name: text for name, text in made.items() if name != CONFIG_JSON or name in others}
@@ -95,7 +99,10 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
 
 
 def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
-    """Return `name` if it can be that of a file with the weights; else raise `refusal`."""
+    """Return `name` if it can be that of a file with the weights: of data, in this directory.
+
+    An error of type `refusal` if it isn't.
+    """
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
     if name.startswith(_TEMPLATE_PIECE):
         plain_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", where, refusal)
@@ -104,7 +111,10 @@ def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
 
 
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
-    """Return the tokenizer that `AutoTokenizer` makes of `files`; UsageError if it can't."""
+    """Return the tokenizer that `AutoTokenizer` makes of `files`, contents by name.
+
+    UsageError if a file is damaged, or if transformers can't load it.
+    """
     where = f"tokenizer {name}"
     copied = _copied(files, where)
     with guarded(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:

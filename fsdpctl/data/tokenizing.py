@@ -88,7 +88,11 @@ class _State:
 def tokenize_files(
     source: str, output: Output, tokenizer: Tokenizer, *, overwrite: bool = False
 ) -> Written:
-    """Tokenize files of text or rows; a killed run continues with the same input and settings."""
+    """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
+
+    A killed run with the same input and settings is continued after its last complete file.
+    UsageError if there is no text, if a row has none, or if a file cannot be written.
+    """
     found = find_data(source, "SRC", TOKENIZE)
     train = tuple(each for each in found.train if not output.owns(each))
     found = DataFiles(found.option, train, found.validation, found.left_out)

@@ -72,7 +72,11 @@ class UnitBuffer:
         return self.shard.is_on_host if self.resting is None else self.resting.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
-        """Start to copy changed masters into parameters that remain, unless they are sent."""
+        """Start to copy changed masters into the parameters that remain between steps.
+
+        If both have one dtype, the masters are a window into the parameters. `is_sent`: the host
+        has sent its own already.
+        """
         if self.resting is None:
             return None
         shard, values = self.shard, self.resting.values
@@ -108,7 +112,10 @@ class UnitBuffer:
             param.data = rest
 
     def collect(self, share: Span) -> Tensor:
-        """Return gradients of `share` of every rank's part, in rank order; missing ones are 0."""
+        """Return the gradients of the elements `share` of every rank's part, in rank order.
+
+        Missing gradients are zero. The parameters keep theirs.
+        """
         size = self.layout.owned_parts[0].numel  # parts are even if reductions are in pieces
         shape, dtype = (len(self.layout.owned_parts), share.numel), self.reduce_dtype
         flat = torch.zeros(shape, dtype=dtype, device=self.whole.device)

@@ -23,7 +23,10 @@ from fsdpctl.errors import EngineError, ModuleError
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
-    """Return the tensors with a graph that a forward made, not those of `inputs`."""
+    """Return the tensors with a graph that a forward made.
+
+    Tensors passed through from `inputs` show nothing about this module's backward.
+    """
     if not torch.is_grad_enabled():
         return []
     tensors = (leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
@@ -58,7 +61,10 @@ def _hook(
     before: Callable[[Any, Any], Any],
     after: Callable[[Any], None],
 ) -> None:
-    """Register `before(args, kwargs)` and `after(outputs)` for this object, not its copies."""
+    """Register `before(args, kwargs)` and `after(outputs)` for this object.
+
+    A copy of the module has the hooks too, and must not run them.
+    """
     own = id(module)
 
     def before_own(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -198,7 +198,10 @@ class ShardedModel(nn.Module):
         return (states.nbytes if states else 0) + (params.nbytes if params else 0)
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Make writes to the masters visible to the next forward, or `trained_only`. Collective."""
+        """Make writes to the masters on any rank visible to the next forward. Collective.
+
+        Optimizers call it with `trained_only`: masters of frozen parameters are unchanged.
+        """
         self._runtime.masters_changed(trained_only=trained_only)
 
     def update_shards(self, flat: Tensor) -> None:

@@ -167,7 +167,10 @@ class HostStates:
     def step(
         self, units: Sequence[ShardedUnit], update: HostUpdate, scalars: HostScalars
     ) -> Mapping[str, tuple[Job, list[list[Tensor]]]]:
-        """Start to step `units` in order; return each one's job, and gradients to drop after it."""
+        """Start to step `units` in this order.
+
+        Returns for each its job, and the gradients on the device, to be dropped after the job.
+        """
         found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
         steps: list[_Step] = []
         for unit in units:

@@ -67,7 +67,11 @@ def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool], rest: Tensor) -> None:
-    """Make the parameter, which reads `rest` while sharded, raise errors for incorrect use."""
+    """Make the parameter, the same object, raise errors for incorrect use.
+
+    `has_gradient` returns whether its gradient is stored outside its `grad`. `rest` is the element
+    that the parameter reads while it is sharded.
+    """
     param.__class__ = _sharded(type(param))
     param._rest = _storage(rest)  # type: ignore[attr-defined]
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]

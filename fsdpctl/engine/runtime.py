@@ -68,7 +68,10 @@ class ParamSync:
             self.finish()
 
     def start_after(self, jobs: Mapping[str, tuple[Job, list[list[Tensor]]]]) -> None:
-        """Send units' master weights once the host has stepped them, then drop their gradients."""
+        """Send the master weights of units once the host has stepped them.
+
+        Each has a job, and gradients on the device that are dropped after it.
+        """
         for name, (job, gradients) in jobs.items():
             unit = self._units[name]
             unit.masters_changed()

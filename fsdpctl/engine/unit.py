@@ -156,7 +156,10 @@ def _gathering(buffer: UnitBuffer, rank: int, host: HostParams | None) -> Gather
 
 
 def bytes_outside_slots(units: Sequence[ShardedUnit]) -> int:
-    """Return the device's bytes of parts and master weights with memory of their own."""
+    """Return the bytes of parts and master weights that have memory of their own, not in slots.
+
+    What is in host memory does not count.
+    """
     buffers = [buffer for unit in units for buffer in unit.buffers]
     values = [buffer.part for buffer in buffers if not buffer.rests_on_host]
     for shard in (each.shard for each in buffers if not each.shard.is_on_host):

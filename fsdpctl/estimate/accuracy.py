@@ -45,7 +45,10 @@ def kind_of(estimate: RunEstimate, seconds: float = math.inf) -> str:
 
 
 def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
-    """Return the error band of predicted seconds, by kind and GPU; None if on a CPU."""
+    """Return the error band of predicted seconds; None if the device is a CPU.
+
+    It holds most steps of its kind, and all of those that ran on the same GPU.
+    """
     if estimate.config.launch.device == "cpu":
         return None
     kind, card = kind_of(estimate, seconds), card_of(estimate.config)
@@ -63,7 +66,10 @@ def band_of(estimate: RunEstimate, seconds: float) -> Band | None:
 
 
 def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float]) -> bool:
-    """Return whether one predicted time is less than another by more than they may err."""
+    """Return whether the first of two predicted times is less, by more than they may err.
+
+    Errors of one kind are alike; of two kinds, the bands must not overlap.
+    """
     one, other = band_of(*first), band_of(*second)
     if one is None or other is None or one.kind == other.kind:
         return first[1] * (1 + TIE) < second[1]

@@ -108,7 +108,10 @@ def has_length(config: Config) -> bool:
 def run_time(
     estimator: Estimator, estimate: RunEstimate, step: StepPrediction | None = None
 ) -> RunTime:
-    """Predict the time of a run, or use its predicted `step`; UsageError on a CPU."""
+    """Predict the time of a run, or use its predicted `step`.
+
+    UsageError if the device is a CPU, or its specs are incomplete.
+    """
     config, source = with_speed(estimate.config)
     if config.launch.device == "cpu":
         raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")

@@ -103,7 +103,11 @@ _OTHERS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # than s
 
 
 def with_speed(config: C) -> tuple[C, str]:
-    """Return a configuration with complete hardware specs, and where they are from."""
+    """Return a configuration with complete hardware specs, and the source of these specs.
+
+    A specified cluster has its own. For this machine, they come from the settings, then from the
+    cluster with the same GPUs, or from assumptions that are only good enough to rank candidates.
+    """
     config = on_cluster(config)
     cluster = config.cluster
     if cluster.name != LOCAL:

@@ -329,7 +329,10 @@ class Choices:
         return result
 
     def place_in(self, tensor: Tensor) -> int:
-        """Return the place that `nonzero` found: the first one."""
+        """Return the place that `nonzero` found: the first one.
+
+        UsageError if the tensor is another number.
+        """
         if tensor.untyped_storage()._cdata in self._places:
             return 0
         raise UsageError(_UNKNOWN)
@@ -344,7 +347,10 @@ class Choices:
         return found
 
     def _read(self, tensor: Tensor) -> Tensor:
-        """Return assumed numbers of tokens on the CPU, or zeros for a gradient."""
+        """Return assumed numbers of tokens on the CPU, or zeros for a gradient.
+
+        UsageError if the tensor is neither.
+        """
         if tensor.is_floating_point():
             return torch.zeros_like(tensor, device="cpu")
         if tensor.shape != (self._among,):

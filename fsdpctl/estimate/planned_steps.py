@@ -71,7 +71,11 @@ def steps_of(
     fused: bool = True,
     regathers: bool = False,
 ) -> Steps:
-    """Return the steps of a rank under `engine`; `strategy` is the requested one."""
+    """Return the steps of a rank under `engine`, recorded in `recorder`.
+
+    `strategy` is the requested one; the plan's may differ if a rank is alone. UsageError if the
+    engine does not support the strategy.
+    """
     check_strategy(engine, strategy)
     if engine == DDP:
         return DdpSteps(units, plan, recorder, fused=fused)
@@ -92,7 +96,10 @@ def planned_steps(
 
 
 def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan of the rank that needs the most memory: of many, that which owns the most."""
+    """Return the plan of the rank that needs the most memory.
+
+    Among many ranks, this is the one that owns the most, because all it keeps follows from that.
+    """
     layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     is_even = all(layout.is_even for layout in layouts)
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):

@@ -177,7 +177,10 @@ class RunEstimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The bytes of a checkpoint without its manifest, or frozen pretrained weights."""
+        """The bytes of a checkpoint without its manifest: master weights and moments.
+
+        Frozen parameters of a pretrained model are not saved.
+        """
         dtypes = self.config.precision.planned.of("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
         return (

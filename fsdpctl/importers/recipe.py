@@ -42,7 +42,10 @@ _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 
 
 def read_others(path: Path, beside: Path | None = None) -> Translation:
-    """Translate another tool's configuration, also with that of accelerate `beside` it."""
+    """Translate another tool's configuration, also with that of accelerate `beside` it.
+
+    UsageError if its training can't be estimated, or if two files aren't of one run.
+    """
     tool, source = _opened(path)
     if beside is not None:
         other, second = _opened(beside)
@@ -106,7 +109,11 @@ class ConvertedRecipe:
 
 
 def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
-    """Return a recipe that trains what a file describes with `given` settings; or UsageError."""
+    """Return a recipe that trains what a file describes; UsageError if none can.
+
+    Settings `given` on the command line take precedence. There are `num_ranks` ranks if neither
+    these nor the file have their number.
+    """
     typed = with_short_forms(given)
     replaced = {*typed, *(SIZES if typed.keys() & SIZES else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
@@ -153,7 +160,11 @@ def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> lis
 def _rows_of_ranks(
     found: Translation, words: dict[str, str], num_ranks: int
 ) -> Iterator[TranslationRow]:
-    """Yield what depends on the number of ranks: replicas, and the samples of a step."""
+    """Yield what depends on the number of ranks: replicas, and the samples of a step.
+
+    `words` are the settings of the file and of the command line. UsageError if the replicas do not
+    divide the ranks.
+    """
     shared, degrees = int(words.get("train.context_parallel", "1")), found.degrees
     if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in words:
         is_known = "cluster" in words and "launch.nnodes" not in words

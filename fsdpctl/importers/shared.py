@@ -133,7 +133,10 @@ def check_attention(source: SourceConfig) -> None:
 
 
 def read_recomputation(found: Translation, usual: str) -> bool:
-    """Translate recomputation, by default `usual`, and its offload; return whether it is on."""
+    """Translate recomputation, also with the inputs of blocks on the host; return whether it is on.
+
+    `usual` is the option of a file that doesn't set it.
+    """
     source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), found.settings.get(names[0])
     every = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
@@ -172,7 +175,10 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
 
 
 def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
-    """Translate the FSDP section, with or without `fsdp_`; a `strategy` is set outside of it."""
+    """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
+
+    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
+    """
 
     def take(name: str) -> SourceKey | None:
         return found.source.take(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
@@ -209,7 +215,10 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
 
 
 def read_sharding(found: Translation, default: str, note: str = "") -> str:
-    """Translate `deepspeed`, `fsdp`, `fsdp_config`; return what shards, as accelerate names it."""
+    """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
+
+    Returns what shards, as accelerate names it; empty if the keys `default` are not set.
+    """
     source = found.source
     if file := source.take("deepspeed"):
         read_deepspeed(found, file)

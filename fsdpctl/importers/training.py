@@ -229,7 +229,10 @@ def read_inner_deepspeed(found: Translation) -> None:
 
 
 def _place_of(found: Translation, path: str, part: str) -> str | None:
-    """Return a path that exists, or a name on the Hub with its `part`, as in `data.path`."""
+    """Return a path that exists, or the name of a data set on the Hub; else None.
+
+    `part` follows the name, as in `data.path`: a revision, a configuration, a split.
+    """
     if (file := found.path_of(path)) is not None:
         return str(file)
     # A path of a file that is missing could be a name too.
@@ -238,7 +241,10 @@ def _place_of(found: Translation, path: str, part: str) -> str | None:
 
 
 def _absent(found: Translation, paths: Mapping[str, str], name: str) -> str:
-    """Return why the setting `name` can't have `paths`, each with its part; empty if it can."""
+    """Return why the setting `name` can't have `paths`, each with its part; empty if it can.
+
+    If only a part of a split is asked for, the message has the names of whole splits.
+    """
     lost, splits, known = [], [], []
     for path, part in paths.items():
         at, _, split = part.rpartition("/")

@@ -109,7 +109,10 @@ class Translation:
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the unset key `default`; without settings, it is a note."""
+        """Add a row for `value`, or for the key `default` that isn't set.
+
+        Without settings, it is a note on the estimate. Settings whose value is wrong are missing.
+        """
         shown = (default, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
             self.missing.append((name, f"{shown[0]}: {why}"))
@@ -122,7 +125,10 @@ class Translation:
         self.program.append(TranslationRow(key, value, (setting,), note))
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
-        """Add a row for a value of the training, or refuse an invalid one that `decides`."""
+        """Add a row for a value of the training, unless its setting is rejected.
+
+        Then the file is rejected too if the value `decides` the training.
+        """
         for name, why in _invalid(settings):
             if decides:
                 self.ask(value, name, why)

@@ -31,7 +31,10 @@ class PatientConsole(Console):
 
 
 def wrapped(line: str, width: int) -> str:
-    """Wrap a line at words, not in names or paths, with the continuation below its text."""
+    """Wrap a line at words, with the continuation below its text; several lines stay as they are.
+
+    Names, paths and settings are not broken.
+    """
     if len(line) <= width or "\n" in line:
         return line
     indent = len(line) - len(line.lstrip()) + 2

@@ -61,7 +61,10 @@ class Repository:
         return hub_cache() / f"{self.kind}s--{self.name.replace('/', '--')}"
 
     def snapshot(self) -> Path | None:
-        """Return the directory of its files in the cache, which may lack some."""
+        """Return the directory of its files in the cache, which may lack some.
+
+        UsageError if the cache leads out of the repository.
+        """
         commit = self.revision or "main"
         reference = self.folder / "refs" / commit
         if reference.is_file():
@@ -112,7 +115,11 @@ class Repository:
             yield
 
     def fetch(self, choose: Choose, *, dry: bool = False) -> list[str]:
-        """Fetch the files that `choose` returns of all names, or print their size; return all."""
+        """Fetch the files that `choose` returns of all names; if dry, only print their size.
+
+        Returns all names. UsageError if there is no such repository, no access, or too little
+        space.
+        """
         from huggingface_hub import HfApi, constants, snapshot_download
 
         constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PART)

@@ -128,7 +128,11 @@ def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool =
 
 
 def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
-    """Open a file that fsdpctl writes; OSError for links, also among its last `folders`."""
+    """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
+
+    Its last `folders` directories must not be links either; a run directory may be one. `mode` is
+    "ab", "ab+" or "wb".
+    """
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
     *above, name = path.parts[-1 - folders :]
     descriptor = os.open(path.parents[folders], os.O_DIRECTORY)
@@ -159,7 +163,10 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_cache(instead: Path) -> str | None:
-    """Let this process use another cache if the user's cannot be written; return why that is."""
+    """Let this process and its children use another cache if the user's cannot be written.
+
+    Return why that is.
+    """
     os.environ.pop(_CACHE_INSTEAD, None)
     usual = cache_folder("")
     try:
@@ -204,7 +211,11 @@ def last_line(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Yield a new file that replaces `path` after the block, if `durable` on the disk first."""
+    """Yield a new file that replaces `path` when the block ends without an exception.
+
+    Other processes see the old file or the complete new one. The error of a full disk names it. If
+    `durable`, the content is on the disk first, so that it survives a power loss.
+    """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         scratch.unlink(missing_ok=True)  # of an earlier process, or a link

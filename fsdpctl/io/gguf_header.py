@@ -88,7 +88,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a complete GGUF file; UsageError if it is damaged or one of several."""
+    """Read the header of a complete GGUF file.
+
+    UsageError if the file is damaged, a value has another type than the format says, or the file is
+    one of several that a model is split into.
+    """
     os.close(open_regular(path, follows=True))
     load("gguf", str(path))
     from transformers.integrations.gguf import reader

@@ -68,7 +68,10 @@ def is_below(name: str) -> bool:
 
 
 def cached_names(listing: Path) -> list[str]:
-    """Return the names in a listing of the cache, or none without one; UsageError if invalid."""
+    """Return the names in a listing of the cache, or none if it has no such file.
+
+    UsageError if it is not a listing, or has a name outside its repository.
+    """
     files = read_json(listing, _Listing).files if listing.is_file() else {}
     if outside := next((each for each in files if not is_below(each)), None):
         raise UsageError(f"{listing}: {outside[:80]!r} is not a file of a repository; delete it")
@@ -77,7 +80,11 @@ def cached_names(listing: Path) -> list[str]:
 
 @contextmanager
 def checked_answers(home: str, silence: float = _SILENCE) -> Iterator[list[int]]:
-    """Check huggingface_hub's requests and answers in the block; yield their number in a list."""
+    """Check what huggingface_hub requests and receives in the block; `home` is the Hub's URL.
+
+    Yields the number of answers, so far, in a list. Requests of the library raise AnswerError if an
+    answer is not of the protocol, or exceeds a limit.
+    """
     import huggingface_hub
     from huggingface_hub.utils import _http
 

@@ -58,7 +58,10 @@ def threads_of_rank(ranks: int) -> int:
 
 
 def group_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Iterator[Path]:
-    """Yield a controller's file by its name in either version, the innermost group first."""
+    """Yield a file of a controller by its name in either version.
+
+    The innermost group comes first. Within a container, only the outermost may exist.
+    """
     controller = v2.partition(".")[0]
     with suppress(OSError):
         for line in os.fsdecode(cgroup.read_bytes()).splitlines():

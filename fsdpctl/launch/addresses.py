@@ -88,7 +88,11 @@ def _text(place: tuple[Any, ...]) -> str:
 
 
 def own_address(towards: str, interface: str | None) -> tuple[str, str]:
-    """Return this machine's address as another node sees it, and its interface; send nothing."""
+    """Return this machine's address as another node sees it, and its interface.
+
+    No packet is sent. `interface`: the one to use; None: the system's default. UsageError if there
+    is no such interface, or no route.
+    """
     if interface is not None:
         kind = _is_6(towards)
         addresses = {name: [x for x in y if _is_6(x) == kind] for name, y in _addresses().items()}

@@ -68,7 +68,10 @@ def culprits(states: Sequence[RankState]) -> list[int]:
 
 
 def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe which ranks had no heartbeat for `limit` s; `is_usual`: launch.hang_timeout."""
+    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
+
+    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
+    """
     found = culprits(states)
     shown = [each for each in states if each.rank in found] or list(states)
     named = "; ".join(map(str, shown[:_MOST]))

@@ -60,7 +60,10 @@ class Handshake:
             raise UsageError(f"{noun} {own}: already in use by another {noun}")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
-        """Send the run directory to the others and wait until all are ready; only number 0 does."""
+        """Send the run directory to the others and wait until all are ready; only number 0 does.
+
+        UsageError if one of them cannot take part; then none does.
+        """
         token = run_dir / HANDSHAKE
         plan = Plan(
             str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
@@ -86,7 +89,10 @@ class Handshake:
         self._wait_for_others("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """Receive the plan of number 0; `check` returns why this member cannot take part, or ""."""
+        """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
+
+        UsageError if this or another member cannot, or nothing starts.
+        """
         plan = self._receive("plan", Plan)
         if plan.refusal:
             self._send(f"ready/{self.own}", "")

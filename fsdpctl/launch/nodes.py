@@ -106,7 +106,10 @@ class Exchange:
         return found, min([self.own, *(node for node, told in others.items() if told.hangs)])
 
     def leave(self, after: int | None = None) -> None:
-        """Leave the run after node `after`; node 0 waits, because its store exits with it."""
+        """Leave the run, but not before node `after`.
+
+        Node 0 waits a moment for the others, because its store exits with it.
+        """
         if after is not None:
             self._await(_STATES_SECONDS, lambda told: False, [after])
         self._tell(has_left=True)

@@ -62,7 +62,10 @@ class Failure:
 
 
 def _innermost(message: str) -> str:
-    """Return the line of torch.compile's message that names the error, without advice."""
+    """Return the line of torch.compile's message that names the error: the compiler's, if it ran.
+
+    Around it are commands, source, and advice to developers.
+    """
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
     inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
     lines = (inner if inner.strip() else text).strip("\n").splitlines()
@@ -148,7 +151,11 @@ class Outcome:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure that caused the others: a killed worker breaks their connections."""
+        """The failure that caused the others.
+
+        A worker that is killed breaks the connections of all others, and after a while the agent
+        kills the remaining ones.
+        """
         first = dict[str, int]()  # by host, because the clocks of hosts may differ
         for each in self.failures:
             first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))

@@ -30,7 +30,11 @@ Say = Callable[[str], None]
 
 
 def train_with_restarts(begun: Begun, say: Say, nodes: Nodes | None = None) -> Outcome:
-    """Start and restart the ranks; return the last outcome. This is node 0 of `nodes`, if any."""
+    """Start the ranks, and restart them after failures; return the outcome of the last round.
+
+    The run is unlocked at the end. `nodes` are the launchers of the other nodes, if any; this one
+    is node 0.
+    """
     most = begun.launch.max_restarts
     for number in range(most + 1):
         outcome = _launch(begun.run_dir, begun.launch, nodes, number)

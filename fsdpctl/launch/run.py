@@ -34,7 +34,10 @@ _tasks: "list[Task]" = []  # of this process
 def run(
     composed: "Composed", settings: list[str], resume: str, talk: Talk
 ) -> "tuple[Outcome, Path] | None":
-    """Train with this node's ranks, or as one; return the outcome and the directory, if it ran."""
+    """Train: start the ranks of this node, or become a rank that another launcher has started.
+
+    Returns the outcome and the run directory; None if the run was finished before.
+    """
     os.environ.setdefault(_STARTED, str(time.time()))
     launch = composed.config.launch
     if composed.has_recipes_cluster and launch.name == "local":  # before its ranks count

@@ -41,7 +41,10 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Prepared, plan: RunPlan, seen: Look, estimate: RunEstimate | None
 ) -> Iterator[str]:
-    """Yield the first lines of a run, or of a script's without an estimate; unset values marked."""
+    """Yield the first lines of a run: every setting that matters, marked if it was not set.
+
+    Without an estimate, it is a script's.
+    """
     rows = [
         ("model", _model(opened)),
         ("data", _data(opened.data)),

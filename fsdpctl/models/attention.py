@@ -103,7 +103,11 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, scores: Scores = PLAIN
 ) -> Tensor:
-    """Attend to what `mask` allows, by default causally: (batch, heads, length, head_dim)."""
+    """Attend to the tokens that `mask` allows: by default each token and those before it.
+
+    Shapes are (batch, heads, length, head_dim); several heads of `q` may share one of `k` and
+    `v`.
+    """
     if mask is None:
         return _attention(q, k, v, scores=scores)
     if mask.context is None:

@@ -54,7 +54,11 @@ def _exchanged(x: Tensor, context: ContextParallel) -> Tensor:
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, context: ContextParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens of this rank's heads, of its tokens (batch, heads, length / N, width)."""
+    """Return all tokens of this rank's heads, (batch, heads / ranks, length, width).
+
+    `q`, `k` and `v` are this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
+    and values are repeated if there are too few for the ranks.
+    """
     _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
     heads = [q, *(repeated(each, count * context.size) for each in (k, v))]
     sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]

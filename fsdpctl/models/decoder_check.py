@@ -54,7 +54,10 @@ class Found(NamedTuple):
 
 
 def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
-    """Return a configuration that suits its decoder, and messages; UsageError if none does."""
+    """Return the configuration with the attention and `data.packing` that suit, and messages.
+
+    UsageError if the model sees later tokens, or documents would be mixed.
+    """
     found, family = check_decoder(config.model), family_of(config.model)
     config = config.changed({"model.attention": attention_of(config.model)})
     notes = list[str]()

@@ -68,7 +68,10 @@ def block_names(module: nn.Module) -> list[str]:
 
 
 def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of parameters with a row for each token, by name, the embedding first."""
+    """Return the shapes of the parameters with a row for each token, by name.
+
+    The embedding is first. The list has all their names, with those that are tied.
+    """
     getters = ("get_input_embeddings", "get_output_embeddings")
     owners = [_name_of_submodule(module, each) for each in getters]
     places = dict(module.named_parameters(remove_duplicate=False))
@@ -130,7 +133,10 @@ def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -
 
 
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
-    """Return whether a parameter of several dimensions is a bias, a norm's weight, or alike."""
+    """Return whether a parameter of several dimensions is a bias, the weight of a norm, or alike.
+
+    Biases of experts have a row for each, next to the matrices.
+    """
     if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
         return True
     if isinstance(owner, nn.Linear | nn.Embedding):

@@ -177,7 +177,11 @@ class NameFilter:
 
     @staticmethod
     def of(key: str, text: str, *, ends: bool = False) -> "NameFilter":
-        """Read a setting; `ends`: a name of a list is the end of a matching name."""
+        """Read the value of a setting.
+
+        `ends`: a name of a list is the end of a matching name, not any part of it. UsageError if it
+        is neither a list of names nor a regular expression.
+        """
         if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
             names = _listed(key, text)
             return NameFilter(key, text, {x: re.compile(_pattern_for(x, ends)) for x in names})

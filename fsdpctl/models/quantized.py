@@ -178,7 +178,10 @@ def pairs(device: torch.device) -> Tensor:
 
 
 def unpack(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
-    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts."""
+    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts.
+
+    A fused kernel needs no memory for parts.
+    """
     values = pairs(rows.device)
     if fuses(rows.device) and len(rows) > 1 and packing in (NF4.name, INT8.name):
         run_fused(PACKINGS[packing].dequantize_groups, target, rows.view(-1), values)

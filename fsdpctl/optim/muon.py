@@ -118,7 +118,10 @@ class ShardedMuon(ShardedAdamW):
 
 
 def _orthogonal(x: Tensor, steps: int) -> Tensor:
-    """Return roughly the nearest orthogonal matrix, as torch's Muon; overwrites bfloat16 `x`."""
+    """Return the orthogonal matrix nearest to `x`, roughly, as torch.optim.Muon does.
+
+    `x` is a matrix in bfloat16, or several, and is overwritten.
+    """
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT

@@ -51,7 +51,11 @@ class ShardedSteps(torch.optim.Optimizer):
     def _divided(
         self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the groups for torch's optimizer; UsageError if one names other parameters."""
+        """Return the groups for torch's optimizer.
+
+        UsageError if a group names an unknown parameter, or the masters are on the host and the
+        optimizer does not step them there.
+        """
         require_sharded(model, type(self).__name__)
         if model.host is not None and not self.steps_on_host:
             raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
@@ -149,7 +153,11 @@ class ShardedSteps(torch.optim.Optimizer):
         return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
     def isolate(self, names: Collection[str]) -> None:
-        """Step each of the named parameters, some without gradients, as a tensor of its own."""
+        """Step each of the named parameters as a tensor of its own from now on.
+
+        A parameter without gradients is not stepped and neither is its counter, so it cannot share
+        a tensor with others. States are split accordingly.
+        """
         self._settle()
         runs: list[tuple[SteppedRun, int]] = []
         known = sorted(frozenset().union(*(run.names for run, _ in self.runs)))

@@ -22,7 +22,11 @@ from fsdpctl.plan.strategy import FSDP2
 
 
 class PeerModel(nn.Module):
-    """A module that `fully_shard` or DistributedDataParallel trains, with its shards as views."""
+    """A module that `fully_shard` or DistributedDataParallel trains.
+
+    Each parameter's local part is a shard, a view of the engine's memory, so that optimizers and
+    checkpoints work as with fsdpctl's engine.
+    """
 
     def __init__(
         self,

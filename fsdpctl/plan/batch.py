@@ -33,7 +33,10 @@ def context_groups(num_ranks: int, context_parallel: int) -> list[range]:
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, context_parallel: int) -> tuple[int, int]:
-    """Return a rank's heads of queries, and of keys and values, repeated if there are too few."""
+    """Return the heads of queries, and of keys and values, that a rank attends with.
+
+    Heads of keys and values are repeated if there are too few for the ranks.
+    """
     if num_kv_heads % context_parallel:
         shares = context_parallel % num_kv_heads == 0
         num_kv_heads = context_parallel if shares else num_heads

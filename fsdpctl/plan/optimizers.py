@@ -77,7 +77,10 @@ class Muon:
     nesterov: bool = True
 
     def tensors(self, shape: Shape, itemsize: int) -> Iterator[tuple[str, int]]:
-        """Yield an update's temporary tensors with their bytes as they are made, 0: freed."""
+        """Yield the temporary tensors of an update with their bytes as they are made, 0: freed.
+
+        `itemsize` is that of the master weights.
+        """
         numel, square = prod(shape), shape[0] * min(shape[1:]) ** 2
         update, following = "update", "next update"
         if self.nesterov and itemsize != 2:
@@ -137,7 +140,10 @@ def moment_bytes(numel: int, dtype: str) -> list[int]:
 
 
 def tiled_dtype(asked: str | None, masters: Iterable[str]) -> str | None:
-    """Return the dtype of AdamW's moments in tiles, by its masters' dtypes; None: torch steps."""
+    """Return the dtype of AdamW's moments if it steps in tiles, by the dtypes of its masters.
+
+    None: torch's kernel steps them, with moments in the dtype of the masters.
+    """
     masters = set(masters)
     if SPLIT in masters:
         return asked or "float32"

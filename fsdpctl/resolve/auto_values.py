@@ -208,7 +208,10 @@ def _warmup(c: Config, f: Facts) -> int | None:
 
 
 def total_steps(c: Config, data: DataSet | None) -> int | None:
-    """Return the steps of a run; None if they are unknown, UsageError if there is not one."""
+    """Return the steps of a run; None if they follow from data that is unknown.
+
+    UsageError if there is too little data for one.
+    """
     train, asked = c.train, None if c.is_auto("train.steps") else c.train.steps
     epochs = None if data is None else steps_of_epochs(c, data)
     if train.epochs is not None:

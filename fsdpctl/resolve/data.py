@@ -77,7 +77,10 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
 
 
 def with_data(config: C, data: DataSet) -> C:
-    """Name the tokenizer of the data, if the model has its rows, and make its paths absolute."""
+    """Name the tokenizer of the data, and make its paths absolute.
+
+    UsageError if the model has too few rows for its tokens.
+    """
     if (vocab_size := vocabulary_of(config, data)) < data.vocab_size:
         problem = f"smaller than the vocabulary of the data, {data.vocab_size}"
         raise UsageError(f"model.vocab_size={vocab_size}: {problem}")

@@ -68,7 +68,11 @@ CLUSTER = Role(None)
 def role_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
 ) -> Role:
-    """Return this process's role; `are_ranks`: Slurm's tasks are ranks even if one per node."""
+    """Return the role of this process, with the nodes of its launcher.
+
+    `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
+    are missing, contradict `launch`, or are another launcher's.
+    """
     rank: LauncherRank | None = None
     if launch.name == "env":
         rank = _of_env(launch, environ)
@@ -89,7 +93,10 @@ def role_of(
 
 
 def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Role:
-    """Return the role of a script: a rank of torchrun or srun, or else the only one."""
+    """Return the role of a script: a rank of torchrun or srun, or else the only one.
+
+    UsageError if the variables are missing, contradict `launch`, or are another launcher's.
+    """
     name = launch.name
     if name == "local" and _RANKS[0] in environ:
         name = "env"

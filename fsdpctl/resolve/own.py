@@ -109,7 +109,11 @@ def _other_than_samples(name: str, given: Any) -> str | None:
 def compose_task(
     task: Task, settings: Sequence[str], recipe: str | None
 ) -> tuple[Composed, list[str]]:
-    """Return a script's configuration, and what is recorded as given; the last value counts."""
+    """Return the configuration of a script's run, and what is recorded as given.
+
+    The last value of a key counts: scripts append those of the command line to their own.
+    UsageError if a setting is invalid, or only valid with a decoder; the message names it.
+    """
     if isinstance(settings, Mapping):
         words = [f"{name}={value}" for name, value in islice(settings.items(), 2)]
         raise UsageError(f"settings: expected a list of KEY=VALUE, got a dict; write {words}")

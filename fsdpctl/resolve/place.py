@@ -100,7 +100,10 @@ def on_cluster(config: C) -> C:
 
 
 def on_this_machine(composed: Composed) -> Composed:
-    """Return the configuration without the machine of its recipe; UsageError if it is typed."""
+    """Return the configuration of a run without the other machine that its recipe describes.
+
+    UsageError if `cluster` is typed and is not this machine.
+    """
     given, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = known_gpu(_machine(config)) if device == "cuda" else None
@@ -210,7 +213,10 @@ def may_share_memory(config: Config) -> bool:
 
 
 def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
-    """Return what the strategy `row` is on ranks, `size` or all per replica, and its size."""
+    """Return what the strategy `row` of a placed configuration is on its ranks, and its shard size.
+
+    `size` ranks share a replica; None: all.
+    """
     ranks = config.num_ranks
     return effective_strategy(
         row,

@@ -51,7 +51,10 @@ class Rule(NamedTuple):
 
 
 def checked(config: C) -> C:
-    """Check settings against one another; return them with the sizes of a set strategy."""
+    """Check the settings of a placed configuration against one another.
+
+    Returns the configuration with the sizes of its strategy, unless that is `auto`.
+    """
     if not config.is_auto("strategy"):
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)

@@ -24,7 +24,10 @@ _MULTIPLE = 64  # of rows, for GPUs
 
 
 def with_vocabulary(config: C) -> C:
-    """Return a configuration whose model has the rows and the ties that it will be trained with."""
+    """Return a configuration whose model has the rows and the ties that it will be trained with.
+
+    UsageError if the tokenizer can't get the new tokens.
+    """
     path = config.model.path
     here = path is not None and Path(path).exists()
     if config.model.lora.path is not None and config.model.is_pretrained:

@@ -253,7 +253,10 @@ def open_best(source: str) -> CheckpointReader:
 
 
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
-    """Name the newest run of the same name with other settings, which may be a mistake."""
+    """Name the newest run if it has the same name and a different configuration.
+
+    If you change a setting, you do not always mean to start from the beginning.
+    """
     last = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
     if config.model.is_own or run_dir.parent.name != RUNS or last is None:
@@ -311,7 +314,10 @@ def _of_model(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings that differ, a config.json only if no other one of the model does."""
+    """Return the settings that differ, except for the run's directory and its rendezvous.
+
+    A config.json counts if no other setting of the model differs.
+    """
     names = sorted({*before, *now} - {*_WHERE})
     found = [name for name in names if before.get(name) != now.get(name)]
     others = [name for name in found if name.startswith("model.") and name != MODEL_CONFIG]

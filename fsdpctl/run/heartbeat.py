@@ -76,7 +76,10 @@ def pid_namespace() -> str:
 
 
 def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
-    """Return whether rank 0 and its launcher exited without a last heartbeat, on this host."""
+    """Return whether rank 0 and its launcher have exited without a last heartbeat.
+
+    Only known on their host: False elsewhere, and in another container there.
+    """
     here = socket.gethostname(), pid_namespace()
     if record.state != RUNNING or (record.host, record.namespace) != here or not all(here):
         return False
@@ -124,7 +127,11 @@ class RunLock:
         self._file = open_own(self._path, "ab+")
 
     def acquire(self, on_wait: Callable[[], None]) -> None:
-        """Lock the run directory, once processes of a killed launcher have exited."""
+        """Lock the run directory for this launcher.
+
+        If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
+        UsageError if another launcher is alive, or one of its ranks does not exit.
+        """
         deadline = time.monotonic() + _WIND_DOWN_SECONDS
         has_called = False
         while not self._try(fcntl.LOCK_EX):
@@ -187,7 +194,11 @@ def _has_open(pid: int, wanted: os.stat_result) -> bool:
 
 
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
-    """Create the directory if it does not exist, and lock it, `on_wait` before a wait."""
+    """Create the directory if it does not exist, and lock it.
+
+    `on_wait` is called before a wait for the ranks of a killed launcher. UsageError if the
+    directory is not writable, full or in use.
+    """
     with refusing(f"train.run_dir={run_dir}"):
         while True:
             run_dir.mkdir(parents=True, exist_ok=True)

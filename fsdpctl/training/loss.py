@@ -29,7 +29,10 @@ from fsdpctl.training.named_sums import NamedSums, checked_sums
 def summed_loss(
     model: Callable[..., Tensor], batch: MicroBatch, device: torch.device, chunk_tokens: int
 ) -> Tensor:
-    """Return the cross entropy, in float32 nats, summed; 0 `chunk_tokens`: all logits at once."""
+    """Return the cross entropy in nats, in float32, summed over targets that are not masked.
+
+    Logits are computed for `chunk_tokens` tokens at a time; 0: for all at once.
+    """
     tokens, targets = send(batch.tokens, device), send(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None, **_documents(batch, device))
     return loss

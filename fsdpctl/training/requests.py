@@ -55,7 +55,10 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float | None, started: float, longest_save: float) -> None:
-        """Set a limit, if any, after `started` (epoch); `longest_save` is of earlier starts."""
+        """Set a limit of `seconds` after `started`, in seconds since the epoch; None: no limit.
+
+        `longest_save` comes from earlier starts; saves of this start may take longer.
+        """
         self._ends = None if seconds is None else started + seconds
         self._longest_step = 0.0
         self._longest_save = longest_save
@@ -89,7 +92,10 @@ class RequestCollector:
         stop_requested: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
-        """Collect the requests of a run; rank 0 calls `check`, then looks at files."""
+        """Collect the requests of a run; only rank 0 (`is_main`) looks for more than signals.
+
+        It calls `check` before each look at files.
+        """
         self._run_dir = run_dir
         self.limit, self._is_main = limit, is_main
         self._stop_requested, self._check = stop_requested, check

@@ -329,7 +329,10 @@ class Checkpoints(Callback):
         self.idle(run)
 
     def idle(self, run: Trainer) -> None:
-        """Report a complete checkpoint and end its request; CheckpointError if a base changed."""
+        """Report a checkpoint that has become complete, and remove the request for it.
+
+        CheckpointError if a base has changed: no step more than necessary is lost.
+        """
         if self._reading is not None and self._reading.done.done():
             self._reading.done.result()
         saved = self._current

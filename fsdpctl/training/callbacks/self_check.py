@@ -249,7 +249,11 @@ def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
 
 
 def _alone(config: Config, stream: TokenStream, device: torch.device) -> float:
-    """Return the gradient norm of the mean loss, by torch, to differ in functions of a run."""
+    """Return the gradient norm of the mean loss over all targets.
+
+    The loss is torch's, of all logits at once: with the functions of a run, a mistake in these
+    would be on both sides.
+    """
     module = small_copy(config.model, device)
     tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).to(device)
     rows = (each.view(-1, config.train.seq_len) for each in (tokens[:-1], tokens[1:]))
