@@ -4,13 +4,12 @@ import random
 from collections.abc import Sequence
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config, Settled
+from fsdpctl.config.schema import Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
-from fsdpctl.plan.recomputation import BLOCKS, LEVELS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import check_trained, checked
@@ -50,8 +49,7 @@ def random_config(
         if on_gloo and draw.random() < 0.6:
             words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
         try:
-            config = _blocks(random.Random(" ".join(words)), compose_config(words).config)
-            config = as_kept(checked(place(config)))
+            config = as_kept(checked(place(compose_config(words).config)))
             check_trained(config, divide_module(make_module(config), None))
         except UsageError:
             continue
@@ -79,16 +77,6 @@ def _run(draw: random.Random, ranks: int, shared: int, shares: str) -> list[str]
     if draw.random() < 0.3:
         words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
     return words
-
-
-def _blocks(draw: random.Random, config: Config) -> Config:
-    """Draw how many blocks are recomputed more than the others."""
-    about, left, counts = config.activation_checkpointing, config.model.num_layers, []
-    for mode in LEVELS[: LEVELS.index(about.name) : -1] if not about.offload else ():
-        number = draw.choice([0, 0, *range(1, left + 1)])
-        counts += [f"{mode}:{number}"] * (number > 0)
-        left -= number
-    return config.changed({BLOCKS: ",".join(counts) or None})
 
 
 def _long(draw: random.Random) -> list[str]:
