@@ -13,7 +13,10 @@ JOBS = {
     "does not fit": (["cluster=4xrtx4090", "cluster.memory=2.0"], "4 on cuda"),
     "by tokens": (["cluster=8xH200", "train.global_batch_tokens=5000"], "8 on cuda"),
     "of a size": (["cluster.memory=3", "cluster.price=2"], "1 on cuda"),
-    "fitted": (["cluster=2xa100_40", "cluster.memory=2.2", "--fit", "seq_len"], "2 on cuda"),
+    "fitted": (
+        ["cluster=2xa100_40", "cluster.memory=2.2", "data.val_fraction=0", "--fit", "seq_len"],
+        "2 on cuda",
+    ),
     "of CPUs": (["launch.nproc_per_node=2"], "2 on cpu"),
 }
 
