@@ -65,6 +65,12 @@ def treatments_of(
     return (*own, *[rest] * (num_blocks - len(first)))
 
 
+def one_of_each(blocks: str | None, num_blocks: int) -> str | None:
+    """Return `blocks` with one block of each mode, for a model of which one is left at least."""
+    modes = [mode for mode, _ in counts_of(blocks)] if blocks else []
+    return ",".join(f"{mode}:1" for mode in modes[: num_blocks - 1]) or None
+
+
 class Recomputation(NamedTuple):
     """A value of `activation_checkpointing` and its `blocks`."""
 

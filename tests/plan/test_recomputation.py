@@ -3,7 +3,14 @@
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.recomputation import LEVELS, MODES, chain, read_blocks, treatments_of
+from fsdpctl.plan.recomputation import (
+    LEVELS,
+    MODES,
+    chain,
+    one_of_each,
+    read_blocks,
+    treatments_of,
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 32])
@@ -41,6 +48,13 @@ def test_a_wrong_number_of_blocks_is_one_line(text, said):
     with pytest.raises(UsageError, match=said) as error:
         read_blocks(text)
     assert str(error.value).startswith(f"activation_checkpointing.blocks={text}: ")
+
+
+def test_few_blocks_have_one_of_each_treatment_and_one_of_the_others():
+    blocks = "offload:4,full:20,selective:8"
+    found = [one_of_each(blocks, count) for count in (1, 2, 3, 4, 9)]
+    assert found == [None, "offload:1", "offload:1,full:1", *2 * ["offload:1,full:1,selective:1"]]
+    assert one_of_each(None, 3) is None
 
 
 def test_more_blocks_than_a_model_has_are_refused():

@@ -112,6 +112,15 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("blocks", ["[offload:2,full:1]", "full:4", "[selective:3]"])
+def test_blocks_of_several_treatments_pass(blocks, tmp_path):
+    """The copy has fewer blocks than have these treatments."""
+    more = ["train.steps=2", "train.self_check=auto", "model.num_layers=4"]
+    typed = words(tmp_path, 2, *more, f"activation_checkpointing.blocks={blocks}")
+    check(world_size=2, typed=typed, folder=str(tmp_path), names=[])
+
+
+@pytest.mark.slow
 def test_mistakes_are_found(tmp_path):
     more = ["train.steps=2", "train.self_check=auto"]
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))

@@ -21,9 +21,11 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
+from fsdpctl.models.describe import block_names
 from fsdpctl.models.small_copy import VOCABULARY, draw, meta_copy, small_copy
 from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.plan.batch import plan_batches, tokens_per_rank
+from fsdpctl.plan.recomputation import BLOCKS, one_of_each
 from fsdpctl.run.step_metrics import StepClock, StepMetrics
 from fsdpctl.training.loss import summed_loss
 from fsdpctl.training.requests import RequestFlags
@@ -186,7 +188,8 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     assert isinstance(parts.model, ShardedModel)
     shared = config.train.context_parallel
     module = meta_copy(config.model)
-    prepare_blocks(module, config)
+    blocks = one_of_each(config.activation_checkpointing.blocks, len(block_names(module)))
+    prepare_blocks(module, config.changed({BLOCKS: blocks}))
     model = shard_from(Source(parts.device, draw), module, sharding, parts.model.mesh)
     model.train(False)
     ranks, passes = model.collectives.size, min(config.accumulation.steps or 1, _MOST_PASSES)
