@@ -84,6 +84,8 @@ def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
         yield lost(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
     elif differing := _differing(made, base, {"transformers_version"}):
         yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
+    if CONFIG_JSON not in theirs.files:  # a run or a checkpoint, whose weights have been compared
+        return
     pair = [each.json(CONFIG_JSON) for each in (ours, theirs)]
     kinds = [each.get("model_type") for each in pair]
     with suppress(UsageError):  # not a text model of transformers

@@ -108,8 +108,8 @@ def find_checkpoint(source: Path) -> Path:
     hint = ""
     if is_hugging_face(source):
         hint = (
-            ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, or to "
-            "`fsdpctl sample` or `fsdpctl evaluate`"
+            ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, to `fsdpctl "
+            "sample` or `fsdpctl evaluate`, or to `fsdpctl verify-checkpoint` with --base"
         )
     elif (source / ADAPTER_CONFIG).is_file():
         hint = (

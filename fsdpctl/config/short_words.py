@@ -67,7 +67,8 @@ def _cluster(
     text: str, count: int, name: str, given: dict[str, str], per_node: int | None
 ) -> list[Pair]:
     if clash := next((each for each in RANKS if each in given), None):
-        raise UsageError(f"cluster={text}: conflicts with {clash}; set the ranks with one of them")
+        way = f"set the ranks with one of them, such as cluster={name} and {clash}"
+        raise UsageError(f"cluster={text}: conflicts with {clash}; {way}")
     if per_node is None or count <= per_node:
         return [("cluster", name), (RANKS[0], str(count)), (RANKS[1], "1")]
     if count % per_node:

@@ -15,6 +15,7 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Settled
 from fsdpctl.errors import DoesNotFitError
+from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.changes import Change
@@ -230,7 +231,11 @@ def _reason(ranking: Ranking) -> str:
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
     reason = f"fastest {among} that fits"
     if fastest.seconds < first.seconds:
-        reason = f"least memory among the fastest {among} that fit"
+        alike = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
+        least = min(each.estimate.peak_reserved for each in alike)
+        is_least = first.estimate.peak_reserved <= least
+        what = "least memory" if is_least else "least recomputation"
+        reason = f"{what} among the fastest {among} that fit"
     band = ranking.band_of(first)
     sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
     seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from fsdpctl.checkpoint.publish import sealed_card
@@ -82,9 +83,9 @@ def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
 def _command(reader: CheckpointReader) -> list[str]:
     with suppress(UsageError):
         typed = read_text_file(reader.folder.parent.parent / OVERRIDES).splitlines()
-        return [
-            "fsdpctl train " + shlex.join(_typed(reader, x) for x in typed if not _is_left_out(x))
-        ]
+        words = [_typed(reader, x) for x in typed if not _is_left_out(x)]
+        parts = (x.split(" ", 1) if x.startswith("--") else [x] for x in words)  # --recipe NAME
+        return [f"fsdpctl train {shlex.join(chain(*parts))}"]
     return []
 
 

@@ -83,7 +83,7 @@ def _sent(value: Any, device: torch.device) -> Any:
 def _checked(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         got = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
-        raise UsageError(f"loss: expected a tuple (sum, count), got {got}")
+        raise UsageError(f"loss: expected a tuple (sum, count) or (sum, count, dict), got {got}")
     total, count, *others = found
     if not isinstance(total, Tensor) or total.numel() != 1:
         what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__

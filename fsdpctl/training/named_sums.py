@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import dtype_name
 from fsdpctl.run.step_metrics import RESERVED
 
 _NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
@@ -70,8 +72,11 @@ def _checked_sum(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).double()
     if isinstance(value, int | float | np.integer | np.floating):
-        return float(value)
-    got = f"shape {[*value.shape]}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        with suppress(OverflowError):
+            return float(value)
+    got = f"{value!r:.60}"
+    if isinstance(value, Tensor):
+        got = f"shape {[*value.shape]} of {dtype_name(value.dtype)}"
     raise UsageError(f"loss: {name}: expected a number, or a tensor with one element, got {got}")
 
 

@@ -302,6 +302,11 @@ def test_targets_that_the_base_lacks_are_named(made, tmp_path):
     assert line == "adapter_config.json: lost: target_modules: the base has no c_attn"
 
 
+def test_a_checkpoint_as_base_has_no_configuration_to_differ_from(made):
+    found = findings_on(made / "model", made / "step-00000001")
+    assert not [each for each in lost(found) if each.startswith("config.json")]
+
+
 def test_published_adapters_name_no_directory_of_the_machine(made, tmp_path):
     reader = CheckpointReader(made / "step-00000001")
     for names_base in (True, False):

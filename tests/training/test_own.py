@@ -310,12 +310,15 @@ def named(sums: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("result", "message"), [
-    (1.0, "loss: expected a tuple (sum, count), got float"),
+    (1.0, "loss: expected a tuple (sum, count) or (sum, count, dict), got float"),
     ((torch.ones(2), 1), "loss: expected a sum, a tensor with one element, got shape [2]"),
     ((torch.ones(()), 1), "loss: the sum depends on no trained parameter; was it detached?"),
     ((torch.ones((), requires_grad=True), 1.5), "loss: expected a whole number as the count"),
     ((torch.ones((), requires_grad=True), -1), "loss: expected a whole number as the count"),
-    ((torch.ones((), requires_grad=True), 1, {}, 1), "loss: expected a tuple (sum, count), got 4"),
+    ((torch.ones((), requires_grad=True), 1, {}, 1),
+     "loss: expected a tuple (sum, count) or (sum, count, dict), got 4"),
+    (named({"a": torch.ones((), dtype=torch.complex64)}), "loss: a: expected a number, or a tens"),
+    (named({"a": 10**400}), "loss: a: expected a number, or a tensor with one element, got 1000"),
     (named([]), "loss: expected a dict of at most 100 named sums, got list"),
     (named({"a": torch.ones(2)}), "loss: a: expected a number, or a tensor with one elem"),
     (named({"a": "1"}), "loss: a: expected a number, or a tensor with one element, got '1'"),
@@ -477,4 +480,4 @@ fsdpctl.train(module=Model(), loss=lambda model, batch: 1, data=data, settings=[
     done = subprocess.run(given, cwd=tmp_path, env=path, capture_output=True, text=True)
     assert done.returncode == 2
     said = [each for each in done.stderr.splitlines() if not each.startswith("fsdpctl.train, ")]
-    assert said == ["fsdpctl: loss: expected a tuple (sum, count), got int"]
+    assert said == ["fsdpctl: loss: expected a tuple (sum, count) or (sum, count, dict), got int"]

@@ -188,8 +188,9 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
             "runs without --simulate"
         )
     estimate, ranking = decide(estimator, placed)
-    if ranking is not None and ranking.defaults and ranking.ranked:
-        yield f"{each.row.label}: {ranking.summary}"
+    if ranking is not None and ranking.ranked:
+        selected = "" if ranking.defaults else "selected: "
+        yield f"{each.row.label}: {selected}{ranking.summary}"
     each.plan = plan = estimate.plan
     row = each.row
     row.strategy = plan.config.strategy.name
