@@ -4,7 +4,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from types import FrameType
@@ -216,6 +217,14 @@ def reported() -> Iterator[None]:
         DISPLAY.stop()
 
 
+def _refuse_repeated(words: Iterable[str]) -> None:
+    """Refuse an option that is given twice, of which the parser would take the last value."""
+    counts = Counter(each.partition("=")[0] for each in words if each.startswith("--"))
+    for name, count in counts.items():
+        if count > 1 and len(name) > 2 and "." not in name:
+            raise UsageError(f"{name}: given {count} times; pass it once")
+
+
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     typed = list(pairwise(["", *sys.argv[1:]]))
@@ -228,6 +237,7 @@ def main() -> None:
             name = each.partition("://")[0].partition("=")[0]
             if before not in _TEXTS and name not in _TEXTS:
                 refuse_secret(each, name)
+        _refuse_repeated(each for before, each in typed if before not in _TEXTS)
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)

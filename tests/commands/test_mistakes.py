@@ -261,6 +261,7 @@ def test_heads_of_gpt2_are_set_by_one_key(world, monkeypatch):
 @pytest.mark.parametrize(("code", "words", "said"), [
     (1, ["compare-runs", "one", "two", "--assert-equal"], "differ"),
     (2, ["train", "train.stepz=3"], "train.stepz: no such key; did you mean"),
+    (2, ["train", "--recipe", "quick", "--recipe=quick"], "--recipe: given 2 times; pass it once"),
     (3, [*BEGINNINGS["run"], "launch.device=cpu", "cluster.memory=2MiB"], "2.0 MiB available"),
     (4, ["verify-checkpoint", "cut"], "cut"),
 ])  # fmt: skip
