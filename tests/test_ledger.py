@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ledger
+from tests import ledger, versions
 
 SEEN: ledger.Ledger = {"old": ("2026-01-02", 30.0), "new": ("2026-03-04", 5.0)}
 
@@ -60,3 +60,13 @@ def test_the_script_marks_what_costs_too_much(tmp_path: Path) -> None:
     for function in (*ledger.too_long(seen), *ledger.too_long(seen)):
         ledger.mark(function, tmp_path)
     assert (tmp_path / "t.py").read_text() == text.replace("@param", "@pytest.mark.slow\n@param")
+
+
+def test_tests_that_a_list_names_exist() -> None:
+    """A path that pytest does not find ends the run of a library's versions without a test."""
+    root = versions.ROOT
+    assert [each for each in versions._TESTS if not (root / each).exists()] == []
+    kept = [each.split("::") for each in sorted(ledger._KEPT)]
+    runs = [("tests/commands/test_run.py", each) for each in versions._RUNS]
+    gone = [each for file, each in (*kept, *runs) if each not in (root / file).read_text()]
+    assert gone == []

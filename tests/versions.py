@@ -23,7 +23,7 @@ _RUNS = ["another_length_and_strategy_resume", "commands_on_its_checkpoint"]
 _TESTS = [
     "tests/io", "tests/config", "tests/chats/test_files.py", "tests/data/test_tokenizer.py",
     "tests/checkpoint/test_gguf.py", "tests/checkpoint/test_gguf_header.py",
-    "tests/training/test_loggers.py", "tests/commands/test_estimate.py",
+    "tests/training/test_trackers.py", "tests/commands/test_estimate.py",
 ]  # fmt: skip
 _LACKS = ("No matching distribution", "Could not find a version", "NewConnectionError", "HTTPError")
 
