@@ -31,7 +31,7 @@ from fsdpctl.config.schema import Settled
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import RunPlan, settle

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdpctl
 from benchmarks.one_gpu import DEVICE, FakeNccl, sharded
 from benchmarks.report import arguments, write_report
-from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import Collectives, Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -39,7 +39,7 @@ from fsdpctl.comm.process_group import (
 )
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import Transport
+from fsdpctl.plan.step_plan import Transport
 
 WIDTH = 64
 _CYCLES = 200_000_000  # about a tenth of a second

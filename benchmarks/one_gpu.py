@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpctl.comm.base import Collectives, Handle
-from fsdpctl.comm.collectives import make_mesh
+from fsdpctl.comm.collectives import Collectives, Handle
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.describe import divide_module
-from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import Division, lay_out
 

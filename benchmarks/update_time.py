@@ -18,7 +18,7 @@ from benchmarks.little_memory import BASELINE, BF16, WAYS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model, make_optimizer

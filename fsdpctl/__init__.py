@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
     from fsdpctl.commands.script import train
     from fsdpctl.engine.build import Sharding
-    from fsdpctl.engine.model import GradAccumulator, ShardedModel
-    from fsdpctl.engine.shard import shard_model
+    from fsdpctl.engine.shard_model import shard_model
+    from fsdpctl.engine.sharded_model import GradAccumulator, ShardedModel
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.muon import ShardedMuon
     from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
-    from fsdpctl.plan.owners import OwnerMap
+    from fsdpctl.plan.owner_map import OwnerMap
     from fsdpctl.plan.precision import Precision
-    from fsdpctl.plan.step import Prefetch
+    from fsdpctl.plan.step_plan import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
 __version__ = "0.1.0"  # the only place; not from metadata, which a checkout may lack
@@ -32,13 +32,14 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Assumed": "estimate.own_module", "MemoryEstimate": "estimate.own_module",
-    "Sharding": "engine.build", "estimate_memory": "estimate.own_module",
-    "GradAccumulator": "engine.model", "OwnerMap": "plan.owners", "Precision": "plan.precision",
-    "Prefetch": "plan.step", "ShardedAdamW": "optim.adamw", "ShardedModel": "engine.model",
-    "ShardedMuon": "optim.muon", "ShardedSGD": "optim.sgd", "Strategy": "plan.strategy",
-    "clip_grad_norm_": "optim.record", "load_checkpoint": "checkpoint.api",
-    "save_checkpoint": "checkpoint.api", "shard_model": "engine.shard", "train": "commands.script",
+    "Assumed": "estimate.own_module", "GradAccumulator": "engine.sharded_model",
+    "MemoryEstimate": "estimate.own_module", "OwnerMap": "plan.owner_map",
+    "Precision": "plan.precision", "Prefetch": "plan.step_plan", "ShardedAdamW": "optim.adamw",
+    "ShardedModel": "engine.sharded_model", "ShardedMuon": "optim.muon", "ShardedSGD": "optim.sgd",
+    "Sharding": "engine.build", "Strategy": "plan.strategy", "clip_grad_norm_": "optim.record",
+    "estimate_memory": "estimate.own_module", "load_checkpoint": "checkpoint.api",
+    "save_checkpoint": "checkpoint.api", "shard_model": "engine.shard_model",
+    "train": "commands.script",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.sealed import seal
 from fsdpctl.config.serialize import config_words

@@ -191,9 +191,9 @@ PLANTED = [
     (wrong_directions, {"fsdpctl.plan.layout": "from fsdpctl.engine.unit import ShardedUnit"}),
     (wrong_directions, {"fsdpctl.engine.unit": "import fsdpctl.optim.adamw"}),
     (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
-    (wrong_directions, {"fsdpctl.comm.base": "def f():\n    import fsdpctl.engine.unit"}),
+    (wrong_directions, {"fsdpctl.comm.collectives": "def f():\n    import fsdpctl.engine.unit"}),
     (unplaced, {"fsdpctl.utils.misc": ""}),
-    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.comm.shards": "x = 1\n" * 84}),
+    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.comm.flat_shard": "x = 1\n" * 84}),
     (
         cycles,
         {

@@ -6,9 +6,9 @@ import torch
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan.batch import ContextParallel, tokens_per_rank
+from fsdpctl.plan.batch_plan import ContextParallel, tokens_per_rank
 from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.training.loss import summed_loss
 from fsdpctl.training.step import Optimizer

@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.shards import FlatShard, Sharded, trainable_shards
+from fsdpctl.comm.flat_shard import FlatShard, Sharded, trainable_shards
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
 

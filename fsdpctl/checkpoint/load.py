@@ -12,9 +12,9 @@ from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.comm.codes import CODES, SCALES, Moment, moment_names, moment_of
+from fsdpctl.comm.flat_shard import FlatShard, Sharded, persistent_buffers, trainable_shards
+from fsdpctl.comm.quantized_states import CODES, SCALES, Moment, moment_names, moment_of
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
-from fsdpctl.comm.shards import FlatShard, Sharded, persistent_buffers, trainable_shards
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
 from fsdpctl.plan.optimizers import BLOCK, TILE, blocks_of

@@ -27,7 +27,7 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, rank_file, sync
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
-from fsdpctl.comm.shards import Sharded, trainable_shards
+from fsdpctl.comm.flat_shard import Sharded, trainable_shards
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.layout import ParamSpec, Piece, Span

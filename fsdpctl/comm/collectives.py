@@ -1,130 +1,171 @@
-"""Selection of the collectives for the ranks of this run, on both axes of data parallelism.
-
-dp_shard_size = 2 on 4 ranks            dp_shard ->
-                                         rank 0   rank 1     one replica
-                          dp_replicate   rank 2   rank 3     another
-"""
+"""The collectives that the engine needs, over any process group or none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives, Handle, Reduction
-from fsdpctl.comm.gloo import GlooCollectives
-from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.comm.process_group import T, exchange
-from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
-from fsdpctl.comm.waits import CudaWaits, Seconds
-from fsdpctl.plan.step import RankPlace
+from fsdpctl.comm.waits import HostWaits, Waits
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.step_plan import Transport
 
-_PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
-
-
-def _is_alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def collectives_for(
-    device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
-) -> Collectives:
-    """Return the collectives of this rank's group in `groups`, or of all ranks.
-
-    Those of another `purpose` may overlap with these.
-    """
-    if _is_alone() or (groups is not None and len(groups[0]) == 1):
-        return Collectives()
-    if device.type == "cuda":
-        return NcclCollectives(device, groups, purpose)
-    return GlooCollectives(groups, purpose)
-
-
-def sharing_collectives() -> Collectives:
-    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
-
-    If they cannot share any, returns those over gloo, with `not_shared`.
-    """
-    if _is_alone():
-        return Collectives()
-    try:
-        return SharedCollectives()
-    except NotShared as error:
-        over_gloo = GlooCollectives()
-        over_gloo.not_shared = str(error)
-        return over_gloo
-
-
-class ObjectExchange:
-    """A process group of all ranks for a thread that communicates while training runs."""
-
-    def __init__(self) -> None:
-        alone = _is_alone()
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-
-    def gather_objects(self, value: T) -> list[T]:
-        return [value] if self._group is None else exchange(value, self._group)
-
-
-Chain = Callable[
-    [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
-]  # as `NcclCollectives.chain`
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """This rank's groups."""
+class Gathering:
+    """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
 
-    world: Collectives
-    shard: Collectives  # the ranks that share a replica with this one
-    replicas: Collectives | None  # the ranks that hold the same part; None if there is one replica
-
-    def take_waits(self) -> Seconds:
-        """Return the time that computation has waited for any group since the previous call."""
-        taken = [each.waits.take() for each in self._groups()]
-        return lambda: sum(seconds() for seconds in taken)
-
-    def measure_waits(self) -> None:
-        for each in self._groups():
-            if isinstance(each.waits, CudaWaits):
-                each.waits.measures = True
-
-    def _groups(self) -> list[Collectives]:
-        found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
-        return list({id(each): each for each in found}.values())
-
-    @property
-    def chain(self) -> Chain | None:
-        """The function that starts the sum over replicas right after a reduction, on streams."""
-        if self.replicas is None or not isinstance(self.shard, NcclCollectives):
-            return None
-        return self.shard.chain
-
-    @property
-    def place(self) -> RankPlace:
-        shard = self.shard
-        replica = self.replicas.rank if self.replicas else 0
-        return RankPlace(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
-
-    @property
-    def num_replicas(self) -> int:
-        return self.replicas.size if self.replicas else 1
-
-
-def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
-    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
-
-    `dp_shard_size` divides the number of ranks.
+    This rank's part is first copied (and cast) from `shard`, if any; otherwise it is there once
+    `arrived` is reached.
     """
-    if dp_shard_size == world.size:
-        world.separate_reductions()
-        return Mesh(world, world, None)
-    starts = range(0, world.size, dp_shard_size)
-    copies = [range(start, start + dp_shard_size) for start in starts]
-    same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
-    shard = collectives_for(device, copies)
-    shard.separate_reductions()
-    return Mesh(world, shard, collectives_for(device, same_part))
+
+    whole: Tensor
+    parts: Sequence[Span]
+    shard: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A collective in flight."""
+
+    wait: Callable[[], Tensor]  # returns the result for the current stream; to be called once
+
+
+class Reduction(Protocol):
+    """A reduction in flight. It owns the given gradients until `finish` or `wait` is called."""
+
+    workspace_nbytes: int  # allocated for it
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Wait, and write this rank's part of the sum times `scale` to `out`.
+
+        `out` may be its part of the given buffer; `dtype` is that of the additions, if it adds.
+        """
+
+    def wait(self) -> None:
+        """Wait, and discard the result."""
+
+
+class Collectives:
+    """A set of ranks and their collectives, all of which sum. This base class is a single rank."""
+
+    rank = 0
+    size = 1
+    waits: Waits = HostWaits()
+    transport = Transport.GLOO
+    not_shared = ""  # why the ranks do not share memory, if they were to
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.transport is Transport.SHARED
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return bytes of zeros of each size, if the ranks share memory. Collective."""
+        return []
+
+    def meet(self) -> None:
+        """Before parameters are written: if ranks share them, wait until none reads them."""
+
+    def reserve(self, nbytes: int) -> int:
+        """Return the bytes that are kept to have reductions of `nbytes` in flight. Collective."""
+        return 0
+
+    def separate_reductions(self) -> None:
+        """Let reductions overlap with gathers from now on. Collective."""
+
+    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+        """Gather several buffers as one collective; the result is the first buffer's `whole`."""
+        for each in buffers:
+            if each.shard is not None:
+                self._own(each).copy_(each.shard)
+
+        def finish() -> Tensor:
+            for each in buffers:
+                if each.arrived is not None:
+                    torch.cuda.current_stream().wait_event(each.arrived)
+            return buffers[0].whole
+
+        return Handle(finish)
+
+    def _own(self, buffer: Gathering) -> Tensor:
+        own = buffer.parts[self.rank]
+        return buffer.whole[own.start : own.stop]
+
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
+        """Start to add the ranks' gradients; each rank receives its part of the sum."""
+        return InPlace(Handle(lambda: whole))
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum `values` over the ranks in place, and return them."""
+        return values
+
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """Start an all-reduce, which owns `values` until its handle has been waited for."""
+        return Handle(lambda: values)
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        """Return what each rank sent here, in rank order; row i of `values` is sent to rank i."""
+        return values.clone()
+
+    def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `values` with those of rank `source`, and return them."""
+        return values
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the values of all ranks in rank order; all are plain values or dataclasses."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return once every rank has arrived."""
+
+
+class InPlace:
+    """A reduction whose result is a window of the given buffer, which `handle` returns."""
+
+    workspace_nbytes = 0
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Write the result times `scale`, in one kernel if the dtypes are equal."""
+        total = self._handle.wait()
+        if scale == 1 and out.data_ptr() == total.data_ptr():
+            return
+        if out.dtype == total.dtype:
+            torch.mul(total, scale, out=out)
+        else:
+            out.copy_(total).mul_(scale)
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
+class AsyncHostCopy:
+    """A copy of `values` on its way to the host. Later writes to `values` do not change it."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Start the copy; on the CPU, take ownership of `values` instead."""
+        self._values = values
+        self._ready: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = values.to("cpu", non_blocking=True)
+            self._ready = torch.cuda.current_stream().record_event()
+
+    def tolist(self) -> list[float]:
+        """Return the values. May wait for the device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._values.tolist()
+
+
+def raised(ranks: Collectives, flags: Sequence[bool], device: torch.device) -> AsyncHostCopy:
+    """Start to count the ranks that have raised each of the flags. Collective."""
+    own = torch.tensor(flags, dtype=torch.float64)
+    if device.type == "cuda":
+        own = own.pin_memory().to(device, non_blocking=True)
+    return AsyncHostCopy(ranks.all_reduce(own))

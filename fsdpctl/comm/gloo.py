@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, Reduction
+from fsdpctl.comm.collectives import Gathering, Handle, Reduction
+from fsdpctl.comm.flight_recorder import OWN
 from fsdpctl.comm.process_group import ProcessGroupCollectives
-from fsdpctl.comm.recorder import OWN
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import ADDED_AT_A_TIME
+from fsdpctl.plan.step_plan import ADDED_AT_A_TIME
 
 
 class GlooCollectives(ProcessGroupCollectives):

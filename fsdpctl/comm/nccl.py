@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import Gathering, Handle, InPlace, Reduction
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -17,7 +17,7 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.comm.waits import CudaWaits, Waits
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.step import Transport
+from fsdpctl.plan.step_plan import Transport
 
 
 class NcclCollectives(ProcessGroupCollectives):

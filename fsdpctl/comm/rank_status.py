@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fsdpctl.comm.recorder import Recorded, recorded
+from fsdpctl.comm.flight_recorder import Recorded, recorded
 
 _TEXT, _ANSWER = 224, 16000  # bytes
 LOADING = "drawing weights"  # a place: takes long for large models

@@ -30,12 +30,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, Reduction
+from fsdpctl.comm.collectives import Gathering, Handle, Reduction
+from fsdpctl.comm.flight_recorder import OWN
 from fsdpctl.comm.gloo import GlooCollectives, LocalReduction
-from fsdpctl.comm.recorder import OWN
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import Transport
+from fsdpctl.plan.step_plan import Transport
 
 _GATHERED, _SENT, _READ, _MET = range(4)  # counters
 

@@ -62,7 +62,7 @@ def verify_base(reader: CheckpointReader) -> None:
     if info is None:
         return
     from fsdpctl.checkpoint.base import Base
-    from fsdpctl.comm.base import Collectives
+    from fsdpctl.comm.collectives import Collectives
 
     with doing("verifying the base model"):
         Base(info, open_base(info, reader), str(reader)).verified(Collectives())

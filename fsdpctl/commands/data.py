@@ -18,7 +18,7 @@ from fsdpctl.data.tokenizing import Output, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, METRICS, RUNS
-from fsdpctl.plan.batch import context_groups
+from fsdpctl.plan.batch_plan import context_groups
 from fsdpctl.run.data_record import check_same_data, known_fingerprint
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 

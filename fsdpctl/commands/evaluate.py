@@ -10,7 +10,7 @@ from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.config_args import Settings, normalized
 from fsdpctl.commands.console import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters

@@ -17,7 +17,7 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.checkpoint import found_checkpoint
 from fsdpctl.commands.console import emit, note, out
 from fsdpctl.config.compose import compose_config

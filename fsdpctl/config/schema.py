@@ -17,7 +17,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
-from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT, TF32, Precision
 from fsdpctl.plan.recomputation import (
     LEVELS,
@@ -27,7 +27,7 @@ from fsdpctl.plan.recomputation import (
     read_blocks,
     treatments_of,
 )
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 
 DTYPES = ("float32", "bfloat16")

@@ -12,7 +12,7 @@ from fsdpctl.data.order import Indices
 from fsdpctl.data.own import OwnBatch
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import BatchPlan, ContextParallel, tokens_per_rank
+from fsdpctl.plan.batch_plan import BatchPlan, ContextParallel, tokens_per_rank
 
 
 @dataclass(frozen=True, slots=True)

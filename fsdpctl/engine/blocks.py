@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from fsdpctl.comm.host import HostInputs, SentInput
 from fsdpctl.config.schema import Config
+from fsdpctl.engine.offloaded_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.operators import OPERATORS

@@ -7,24 +7,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.codes import split
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.host import HostWorker
-from fsdpctl.comm.shards import FlatShard
-from fsdpctl.engine.buffer import Resting, UnitBuffer
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.flat_shard import FlatShard
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.quantized_states import split
+from fsdpctl.engine.flat_buffer import Resting, UnitBuffer
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_backward_at_parameters, hook_root, hook_unit
+from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import replace_meta_parameters, torch_dtype
 from fsdpctl.plan.layout import FlatLayout, share_of
-from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Buffer
-from fsdpctl.plan.step import Memory, Prefetch, Rest, StepPlan
+from fsdpctl.plan.step_plan import Memory, Prefetch, Rest, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import UnitSpec
 

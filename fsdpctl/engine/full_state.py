@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Gathering
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.shards import FlatShard, persistent_buffers
+from fsdpctl.comm.collectives import Gathering
+from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError, nearest

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.ledger import Ledger
+from fsdpctl.comm.collectives import Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.buffer_accounting import Ledger
+from fsdpctl.engine.flat_buffer import UnitBuffer
 from fsdpctl.engine.offload import HostGradients
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step import StepPlan, share_of_parts
+from fsdpctl.plan.step_plan import StepPlan, share_of_parts
 
 
 @dataclass(slots=True)

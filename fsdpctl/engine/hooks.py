@@ -13,9 +13,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdpctl.engine.backward_tracker import in_backward
 from fsdpctl.engine.blocks import FORWARDS
-from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.calls import in_backward
+from fsdpctl.engine.flat_buffer import UnitBuffer
 from fsdpctl.engine.parameters import is_at_rest, is_marked, mark_sharded, not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit

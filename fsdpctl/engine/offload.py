@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier, HostWorker, Job, Moment, T, wait_for
-from fsdpctl.comm.shards import GradientOnHost, HostScalars, HostUpdate, gradient_norms
-from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.comm.flat_shard import GradientOnHost, HostScalars, HostUpdate, gradient_norms
+from fsdpctl.engine.flat_buffer import UnitBuffer
+from fsdpctl.engine.host_worker import Copier, HostWorker, Job, Moment, T, wait_for
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import HOST_BUFFERS, HostMemory
+from fsdpctl.plan.step_plan import HOST_BUFFERS, HostMemory
 
 
 class Ring:

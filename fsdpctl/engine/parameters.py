@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.calls import in_backward
+from fsdpctl.engine.backward_tracker import in_backward
 from fsdpctl.errors import EngineError, ModuleError
 from fsdpctl.models.describe import all_named_parameters
 from fsdpctl.plan.layout import ParamSpec

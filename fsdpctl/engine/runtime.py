@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdpctl.comm.base import Handle
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.host import Job
-from fsdpctl.comm.shards import HostScalars, HostUpdate
-from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.calls import (
+from fsdpctl.comm.collectives import Handle
+from fsdpctl.comm.flat_shard import HostScalars, HostUpdate
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.backward_tracker import (
     Call,
     Calls,
     Forward,
@@ -21,14 +19,16 @@ from fsdpctl.engine.calls import (
     agree_on_forwards,
     in_backward,
 )
+from fsdpctl.engine.buffer_accounting import Ledger
+from fsdpctl.engine.flat_buffer import UnitBuffer
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.host_worker import Job
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.unit import HostParams, ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule
-from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import Strategy
 
 K = EventKind

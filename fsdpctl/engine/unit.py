@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives, Gathering, Handle
-from fsdpctl.comm.host import Copier, HostWorker, Moment
-from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.comm.collectives import Collectives, Gathering, Handle
+from fsdpctl.engine.flat_buffer import UnitBuffer
+from fsdpctl.engine.host_worker import Copier, HostWorker, Moment
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.precision import Dtype
-from fsdpctl.plan.step import pinned_groups
+from fsdpctl.plan.step_plan import pinned_groups
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 

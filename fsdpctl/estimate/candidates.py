@@ -16,7 +16,7 @@ from fsdpctl.config.schema import Config, Filled, PrefetchConfig
 from fsdpctl.estimate.accuracy import Band, band_of
 from fsdpctl.estimate.hardware import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, chain
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, Strategy, ranks_per_replica
 from fsdpctl.resolve.auto_values import Stage, filled

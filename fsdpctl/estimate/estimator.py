@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.data.data_set import DataSet
+from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
 from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
@@ -19,8 +19,8 @@ from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.io import files
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import ESTIMATE
-from fsdpctl.plan.batch import tokens_per_rank
-from fsdpctl.plan.step import RankPlace
+from fsdpctl.plan.batch_plan import tokens_per_rank
+from fsdpctl.plan.step_plan import RankPlace
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group

@@ -11,7 +11,7 @@ from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.placement import OURS, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.shard import requested_strategy, units_of
+from fsdpctl.engine.shard_model import requested_strategy, units_of
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.planned_steps import (
     REPEATING,
@@ -23,7 +23,7 @@ from fsdpctl.estimate.planned_steps import (
 from fsdpctl.estimate.traced import TracedModule, WholeModule
 from fsdpctl.models.describe import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, Offload, ranks_per_replica
 from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.memory_recorder import MemoryRecorder

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fsdpctl.config.schema import Settled
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
-from fsdpctl.plan.step import RankPlace, StepPlan, Transport
+from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.engine_bytes import estimate, fullest_ranks

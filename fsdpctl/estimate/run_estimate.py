@@ -9,7 +9,7 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Settled
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.io.untrusted import read_json
-from fsdpctl.plan.batch import BatchPlan
+from fsdpctl.plan.batch_plan import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.settle import RunPlan
 

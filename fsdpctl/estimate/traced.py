@@ -28,7 +28,7 @@ from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
-from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.batch_plan import ContextParallel
 from fsdpctl.plan.recomputation import Treatment
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Pass, Program, UnitRow, traced_of

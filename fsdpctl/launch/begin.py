@@ -9,7 +9,7 @@ from fsdpctl.checkpoint.base import checked_weights
 from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import remote_of
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.auto import Selection, kept_names, left_open, opened
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.placement import LaunchConfig

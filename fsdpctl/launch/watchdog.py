@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdpctl.comm.flight_recorder import Recorded
 from fsdpctl.comm.rank_status import (
     FINISHING,
     LOADING,
@@ -26,7 +27,6 @@ from fsdpctl.comm.rank_status import (
     RankStatus,
     make_status_file,
 )
-from fsdpctl.comm.recorder import Recorded
 from fsdpctl.comm.world import Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import ExitCode

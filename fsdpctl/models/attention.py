@@ -13,7 +13,7 @@ from fsdpctl.models.context import repeated, to_heads, to_tokens
 from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.models.sinks import attend_on_cpu, attend_to_sequences
-from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.batch_plan import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)

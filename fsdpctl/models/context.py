@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.models.operators import operator
-from fsdpctl.plan.batch import ContextParallel, heads_per_rank
+from fsdpctl.plan.batch_plan import ContextParallel, heads_per_rank
 
 Exchange = Callable[[Tensor], Tensor]
 """Returns what each rank has sent here, from a contiguous tensor (ranks, ...) of what it sends."""

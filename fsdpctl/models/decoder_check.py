@@ -27,7 +27,7 @@ from fsdpctl.models.small_copy import small_copy
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
-from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.batch_plan import ContextParallel
 
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.batch_plan import ContextParallel
 
 ASSUMED_TOKENS = 256  # of a document of unknown length
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as _adamw
 
-from fsdpctl.comm.codes import new_moment
-from fsdpctl.comm.shards import (
+from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
     HostSteps,
@@ -18,6 +17,7 @@ from fsdpctl.comm.shards import (
     require_sharded,
     trainable_shards,
 )
+from fsdpctl.comm.quantized_states import new_moment
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
 from fsdpctl.optim.tiles import TiledStep

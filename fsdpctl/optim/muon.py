@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.shards import Sharded
+from fsdpctl.comm.flat_shard import Sharded
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sharded import SteppedRun

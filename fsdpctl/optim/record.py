@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import AsyncHostCopy
-from fsdpctl.comm.shards import (
+from fsdpctl.comm.collectives import AsyncHostCopy
+from fsdpctl.comm.flat_shard import (
     Sharded,
     gradient_norms,
     require_sharded,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.codes import SCALES
-from fsdpctl.comm.shards import (
+from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
     HostSteps,
@@ -16,6 +15,7 @@ from fsdpctl.comm.shards import (
     require_sharded,
     trainable_shards,
 )
+from fsdpctl.comm.quantized_states import SCALES
 from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
 from fsdpctl.plan.optimizers import BLOCK, is_compressible, run_group

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.codes import Moment, moment_of, put, split, widen
-from fsdpctl.comm.shards import HostScalars
+from fsdpctl.comm.flat_shard import HostScalars
+from fsdpctl.comm.quantized_states import Moment, moment_of, put, split, widen
 from fsdpctl.models.fused import fuses, run_fused
 from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import Span

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.process_group import all_gather_single, reduce_scatter_single
 from fsdpctl.comm.waits import HostWaits, Seconds
 from fsdpctl.peers.setup import Local, PeerSetup, Values

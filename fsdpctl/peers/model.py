@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.collectives import Mesh, collectives_for
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.flat_shard import FlatShard, as_integers, compare_replicas, persistent_buffers
+from fsdpctl.comm.mesh import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.comm.shards import FlatShard, as_integers, compare_replicas, persistent_buffers
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.models.describe import dtype_name, parameter_roles
 from fsdpctl.peers.fully import FullyShard

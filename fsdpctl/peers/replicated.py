@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 from fsdpctl.peers.setup import Local, PeerSetup, Values
 from fsdpctl.plan.layout import Span, share_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout, Span
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, Schedule, step_events, update_events
-from fsdpctl.plan.step import StepPlan, Transport, share_of_parts
+from fsdpctl.plan.step_plan import StepPlan, Transport, share_of_parts
 from fsdpctl.plan.strategy import Offload
 
 K = EventKind

@@ -6,7 +6,7 @@ from math import prod
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import ALIGNMENT, FlatLayout, ParamSpec, Run, Span, decay_group
-from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import SPLIT, Dtype
 
 ADAMW, MUON = "adamw", "muon"

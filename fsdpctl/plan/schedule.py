@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fsdpctl.errors import ModuleError
-from fsdpctl.plan.step import Prefetch, Reductions, SlotSpec, StepPlan
+from fsdpctl.plan.step_plan import Prefetch, Reductions, SlotSpec, StepPlan
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
 

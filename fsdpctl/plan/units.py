@@ -12,7 +12,7 @@ from typing import Literal
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
 from fsdpctl.plan.optimizers import MATRICES, matrix_owners
-from fsdpctl.plan.owners import OwnerMap, make_owner_map
+from fsdpctl.plan.owner_map import OwnerMap, make_owner_map
 from fsdpctl.plan.strategy import Strategy, effective_strategy
 
 

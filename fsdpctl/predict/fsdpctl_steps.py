@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
+from fsdpctl.plan.step_plan import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.compute import Part

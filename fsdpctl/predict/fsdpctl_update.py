@@ -6,7 +6,7 @@ from math import prod
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.optimizers import Muon, Shape, is_muons, matrices_of, muon_flops, tile_bytes
-from fsdpctl.plan.step import StepPlan, Transport
+from fsdpctl.plan.step_plan import StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.hardware import HostQueue

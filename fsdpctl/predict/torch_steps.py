@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.step import Transport
+from fsdpctl.plan.step_plan import Transport
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part

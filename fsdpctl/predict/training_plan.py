@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fsdpctl.plan.layout import FlatLayout, optimizer_runs
 from fsdpctl.plan.optimizers import OF_ADAMW, KeptStates
 from fsdpctl.plan.precision import BufferDtypes
-from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.predict.recorder import Category, Recorder
 
 

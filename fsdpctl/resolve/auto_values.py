@@ -29,7 +29,7 @@ from fsdpctl.data.packing import DocumentSet
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import RUNS
 from fsdpctl.models.quantized import count_weights
-from fsdpctl.plan.batch import BatchPlan, plan_batches, tokens_per_rank
+from fsdpctl.plan.batch_plan import BatchPlan, plan_batches, tokens_per_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import get_strategy

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES
-from fsdpctl.comm.shards import persistent_buffers
+from fsdpctl.comm.flat_shard import persistent_buffers
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import Composed, checked_settings, compose_config
 from fsdpctl.config.model import OWN
@@ -20,7 +20,7 @@ from fsdpctl.config.schema import Origin
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.engine.shard import check_module
+from fsdpctl.engine.shard_model import check_module
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.plan.strategy import FSDPCTL

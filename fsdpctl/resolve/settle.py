@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fsdpctl.config.auto import MICRO_BATCH, Selection, selected
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, Filled, Origin, Placed, Settled
-from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.batch_plan import BatchPlan, plan_batches
 from fsdpctl.resolve.auto_values import Facts, Stage, check_chunks, filled
 from fsdpctl.resolve.rules import checked
 

@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.comm.collectives import ObjectExchange, collectives_for
+from fsdpctl.comm.mesh import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Settled
@@ -24,8 +24,8 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import prepare_blocks
 from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_from
+from fsdpctl.engine.shard_model import shard_from
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.models.context import use_exchange
@@ -37,7 +37,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.plan.batch import context_groups
+from fsdpctl.plan.batch_plan import context_groups
 from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
 from fsdpctl.resolve.data import vocabulary_of

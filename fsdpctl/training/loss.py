@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.data_set import Corpus, DataSet
 from fsdpctl.data.mixture import MixedRows

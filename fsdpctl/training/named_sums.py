@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.run.step_metrics import RESERVED

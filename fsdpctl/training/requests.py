@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
+from fsdpctl.comm.collectives import AsyncHostCopy, Collectives, raised
 from fsdpctl.io.run_files import PROFILE, RUN_CONFIG, SAVE, STOP
 
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory

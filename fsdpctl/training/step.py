@@ -13,11 +13,11 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.build import move_buffers
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.plan.batch import tokens_per_rank
+from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
 from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.loss import SourceLosses, own_loss, reseed, summed_loss

@@ -12,9 +12,9 @@ from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.source import FileTensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile, joined, open_tensor_file
 from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.codes import split
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.mesh import ObjectExchange
+from fsdpctl.comm.quantized_states import split
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.registry import initialize_parameter

@@ -17,10 +17,10 @@ from fsdpctl.checkpoint.folders import newest_checkpoint, passed_over, remove_un
 from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.training.callbacks.checkpoints import Checkpoints

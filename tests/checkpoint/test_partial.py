@@ -15,10 +15,10 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.source import Overlay, weight_bytes
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.serialize import config_words
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed
 from tests.models.decoders import CPU, compose, load, save_decoder

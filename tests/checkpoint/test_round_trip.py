@@ -13,8 +13,8 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.strategy import STRATEGIES

@@ -18,7 +18,7 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.verify_export import findings_on
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import PREFIX
 from fsdpctl.config.serialize import config_words

@@ -23,7 +23,7 @@ from fsdpctl.data.streams import TokenStream, stream_of
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from tests.data.token_file import write_token_file
 
 

@@ -12,7 +12,7 @@ from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, ShareSchedule
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 
 SHARES = (0.4, 0.3, 0.2, 0.0995, 0.0005)
 SIZES = (5000, 70, 333, 40, 1000)

@@ -13,7 +13,7 @@ from fsdpctl.data.order import pack
 from fsdpctl.data.packing import IGNORED, DocumentSet, Packing
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 
 ROOM = 16
 

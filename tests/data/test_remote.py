@@ -17,7 +17,7 @@ from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORED
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import stores
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from tests.data.test_token_formats import TOKENS, write_datatrove, write_llm_c
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.recomputation import treatments_of
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches

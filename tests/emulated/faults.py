@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
-from fsdpctl.comm.host import Copier, Job, SentInput
+from fsdpctl.comm.collectives import AsyncHostCopy, Handle, InPlace
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine import offload
 from fsdpctl.engine.gradients import GradientReducer
+from fsdpctl.engine.host_worker import Copier, Job
 from fsdpctl.engine.offload import HostStates, Ring
+from fsdpctl.engine.offloaded_inputs import SentInput
 from fsdpctl.engine.runtime import ParamSync
 from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
 from fsdpctl.optim import record

@@ -9,7 +9,7 @@ from torch import Tensor
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.batches import MicroBatch
-from fsdpctl.plan.batch import ContextParallel
+from fsdpctl.plan.batch_plan import ContextParallel
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model, share_samples

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.base import Gathering
-from fsdpctl.comm.host import SentInput
+from fsdpctl.comm.collectives import Gathering
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.any_decoder import declared
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import checkpoint_blocks
+from fsdpctl.engine.offloaded_inputs import SentInput
 from fsdpctl.models import registry
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.recomputation import treatments_of

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from fsdpctl.comm import collectives, nccl
+from fsdpctl.comm import mesh, nccl
 
 
 class Stream:
@@ -45,7 +45,7 @@ def nccl_path() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *device: stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
-            (collectives, "GlooCollectives", lambda groups, _: NcclOnCpu(device, groups)),
+            (mesh, "GlooCollectives", lambda groups, _: NcclOnCpu(device, groups)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

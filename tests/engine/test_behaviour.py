@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fsdpctl
-from fsdpctl.comm.base import Collectives, Gathering
+from fsdpctl.comm.collectives import Collectives, Gathering
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy

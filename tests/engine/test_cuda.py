@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from fsdpctl.comm.collectives import make_mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, Source, build_runtime
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_from
+from fsdpctl.engine.shard_model import shard_from
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import Prefetch, StepPlan
+from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import Division, lay_out
 from tests.engine.events import gathered_nbytes

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.model import GradAccumulator, ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import GradAccumulator, ShardedModel
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Event

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, EventKind
 from tests.distributed import distributed

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import EventKind as K
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import recording

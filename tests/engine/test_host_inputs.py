@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.host import Copier, HostInputs, HostSlots
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
 from fsdpctl.engine.blocks import checkpoint_blocks
+from fsdpctl.engine.host_worker import Copier
+from fsdpctl.engine.offloaded_inputs import HostInputs, HostSlots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.resolve.place import place

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpctl.engine.parameters import ShardedParameters
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from tests.distributed import distributed, in_turn
 from tests.engine.models import OddBlock, OddNet, next_token_loss, one_step, token_batches
 from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.record import record_step
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES

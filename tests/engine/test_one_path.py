@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Reduction
-from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.comm.collectives import Reduction
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.flat_buffer import UnitBuffer
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.precision import Precision
 from tests.distributed import distributed, in_turn

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction
-from fsdpctl.comm.collectives import make_mesh
+from fsdpctl.comm.collectives import Collectives, Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import Source, build_runtime
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.engine.unit import HostParams
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step import Prefetch, StepPlan
+from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, get_strategy
 from fsdpctl.plan.units import Division, lay_out
 

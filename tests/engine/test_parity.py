@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.model import GradAccumulator, ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import GradAccumulator, ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed

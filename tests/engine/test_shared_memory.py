@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm import shared_memory
-from fsdpctl.comm.base import Gathering, Reduction
+from fsdpctl.comm.collectives import Gathering, Reduction
 from fsdpctl.comm.shared_memory import SharedCollectives, SharedMemory
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import EvenParts
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from tests.distributed import distributed
 from tests.engine import test_parity as parity
 from tests.engine.models import make_net, token_batches

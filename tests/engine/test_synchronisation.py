@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.engine.model import GradAccumulator
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import GradAccumulator
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES

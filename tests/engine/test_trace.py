@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, most_whole_units, recording

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from tests.distributed import distributed
 from tests.engine.models import gradients_beside
 from tests.matrix import fast

@@ -4,9 +4,9 @@ import resource
 
 import pytest
 
-from fsdpctl.comm.host import host_cpus
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.engine.host_worker import host_cpus
 from fsdpctl.errors import UsageError
 from fsdpctl.io import resources
 from fsdpctl.resolve.launchers import Role

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdpctl.comm.flight_recorder import recorded
 from fsdpctl.comm.rank_status import (
     LOADING,
     PAGE,
@@ -19,7 +20,6 @@ from fsdpctl.comm.rank_status import (
     RankStatusPage,
     make_status_file,
 )
-from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.diagnosis import RankState, culprits, report
 from fsdpctl.launch.outcome import kills_so_far

@@ -25,7 +25,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config, Settled
 from fsdpctl.config.serialize import config_words
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.small_copy import allocate

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.decoder_check import as_ranks
 from fsdpctl.models.row_documents import Lengths, make_documents
-from fsdpctl.plan.batch import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
+from fsdpctl.plan.batch_plan import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
 from tests.matrix import fast
 from tests.models.families import FEW, OTHERS, VOCABULARY, save_model
 from tests.models.test_packed import gradients, opened, summed

@@ -16,9 +16,9 @@ from fsdpctl.checkpoint.load import check_weights, load_weights
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.registry import build_model, initialize_parameter

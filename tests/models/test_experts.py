@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.experts import global_balance

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.pretrained import assets_beside, tokenizer_beside
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.any_decoder import content_of, read_configuration
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.tokenizer import open_tokenizer
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.training.assemble import make_optimizer
 from tests.distributed import distributed

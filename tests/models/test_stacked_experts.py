@@ -13,10 +13,10 @@ from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
 from fsdpctl.config.schema import Settled
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, count_active

@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model

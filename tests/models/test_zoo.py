@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.muon import ShardedMuon

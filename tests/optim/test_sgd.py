@@ -8,7 +8,7 @@ import torch
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.precision import Precision

@@ -12,12 +12,12 @@ from fsdpctl.checkpoint.manifest import REMAINDER, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.codes import moment_of, new_moment
+from fsdpctl.comm.quantized_states import moment_of, new_moment
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import Precision
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed, in_turn

@@ -12,7 +12,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.peers.model import PeerModel, peer_model
 from fsdpctl.peers.replicated import AfterGradients
 from fsdpctl.peers.setup import PeerSetup
-from fsdpctl.plan.step import Prefetch
+from fsdpctl.plan.step_plan import Prefetch
 from tests.distributed import distributed
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 
 
 @given(st.integers(1, 12), st.integers(0, 50), st.data())

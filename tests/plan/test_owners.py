@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import ALIGNMENT, round_up
-from fsdpctl.plan.owners import OWNER_MAPS, OwnerMap, make_owner_map
+from fsdpctl.plan.owner_map import OWNER_MAPS, OwnerMap, make_owner_map
 
 block_sizes = st.lists(st.integers(1, 40).map(lambda n: n * ALIGNMENT), min_size=1, max_size=12)
 names = st.sampled_from(OWNER_MAPS)

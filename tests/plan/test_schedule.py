@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Event, EventKind, Schedule, step_events
-from fsdpctl.plan.step import Prefetch, RankPlace, Reductions, StepPlan, Transport, assign_slots
+from fsdpctl.plan.step_plan import (
+    Prefetch,
+    RankPlace,
+    Reductions,
+    StepPlan,
+    Transport,
+    assign_slots,
+)
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import UnitOrder, UnitSpec, divide
 from tests.engine.events import most_whole_units

@@ -8,7 +8,7 @@ from fsdpctl.config.schema import Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import STATE_DTYPES
-from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.place import place

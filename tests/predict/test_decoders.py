@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.rules import checked
 from fsdpctl.resolve.settle import as_kept

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import RankPlace, StepPlan, Transport
+from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import divide
 from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.host import Copier
 from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.host_worker import Copier
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.precision import SPLIT
-from fsdpctl.plan.step import HOST_SCALARS
+from fsdpctl.plan.step_plan import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import HostQueue, HostSheet

@@ -16,7 +16,7 @@ from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.estimate.traced import TracedModule, WholeModule
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import RankPlace, StepPlan, Transport
+from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import divide
 from fsdpctl.predict.allocator import CachingAllocator

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpctl.comm import process_group
-from fsdpctl.comm.host import host_inputs_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run
-from fsdpctl.plan.batch import tokens_per_rank
+from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.optimizers import tile_bytes
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step import Transport
+from fsdpctl.plan.step_plan import Transport
 from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder

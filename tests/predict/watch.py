@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.collectives import Handle
 from fsdpctl.comm.gloo import GlooCollectives
-from fsdpctl.comm.host import HostInputs, HostWorker
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.host_worker import HostWorker
+from fsdpctl.engine.offloaded_inputs import HostInputs
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.operators import OPERATORS
 from fsdpctl.plan.schedule import Buffer, Event
 from tests.engine.events import gathered_nbytes, recording

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdpctl.plan.attention_kernels import KERNELS
 from fsdpctl.plan.optimizers import STATE_DTYPES
-from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, make_text

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
 
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.errors import StoppedError
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat

@@ -16,7 +16,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORED, Rows
 from fsdpctl.models.row_documents import spans
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.learning_rate import lr_factor
 from tests.models.decoders import save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model

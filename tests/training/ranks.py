@@ -16,7 +16,7 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Settled
 from fsdpctl.data.batches import MicroBatch
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.resolve.prepare import prepare

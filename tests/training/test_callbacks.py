@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS

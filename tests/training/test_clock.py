@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fsdpctl.comm.waits import HostWaits
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.training.callbacks.profiling import Profiling
 from fsdpctl.training.requests import RequestFlags

@@ -39,7 +39,7 @@ import json
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from fsdpctl.comm.recorder import recorded
+from fsdpctl.comm.flight_recorder import recorded
 from fsdpctl.comm.world import joined_world
 
 with joined_world("cpu", 60, dist.HashStore()):

@@ -24,7 +24,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import initialize_parameter
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.place import place

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle

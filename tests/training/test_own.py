@@ -26,7 +26,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import NO_DECODER
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.order import samples_at
-from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import ExitCode, FsdpctlError, StoppedError, UsageError
 from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.resolve.launchers import Role

@@ -14,7 +14,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.assemble import make_model
 from fsdpctl.training.loss import summed_loss
 from fsdpctl.training.rejected_steps import LEAST, WINDOW, RejectionRule

@@ -12,7 +12,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import RUN_CONFIG, SAVE, STOP
-from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training import requests
 from fsdpctl.training.assemble import make_model
 from fsdpctl.training.callbacks.sample import Sampling, generate

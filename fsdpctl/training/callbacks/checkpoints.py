@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints, remote_of
 from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words

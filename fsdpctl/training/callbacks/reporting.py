@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.data.mixture import MixedRows
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT

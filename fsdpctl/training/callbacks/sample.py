@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import raised
+from fsdpctl.comm.collectives import raised
 from fsdpctl.io.activity import doing
 from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating

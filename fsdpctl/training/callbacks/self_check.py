@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.comm.shards import as_integers
+from fsdpctl.comm.flat_shard import as_integers
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.packing import IGNORED
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.engine.blocks import prepare_blocks
 from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.engine.shard import shard_from
+from fsdpctl.engine.shard_model import shard_from
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.small_copy import VOCABULARY, draw, meta_copy, small_copy
 from fsdpctl.models.transformers_decoder import evaluating
-from fsdpctl.plan.batch import plan_batches, tokens_per_rank
+from fsdpctl.plan.batch_plan import plan_batches, tokens_per_rank
 from fsdpctl.plan.recomputation import BLOCKS, one_of_each
 from fsdpctl.run.step_metrics import StepClock, StepMetrics
 from fsdpctl.training.loss import summed_loss

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.errors import ModuleError
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]

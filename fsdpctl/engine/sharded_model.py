@@ -7,15 +7,15 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.shards import FlatShard, persistent_buffers, scale_gradients, trainable_shards
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers, scale_gradients, trainable_shards
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import full_state
-from fsdpctl.engine.grad_presence import GradPresence, check_replicas
+from fsdpctl.engine.buffer_accounting import Ledger
 from fsdpctl.engine.hooks import guard_module, watch_first_forward
-from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import not_possible
+from fsdpctl.engine.rank_checks import GradPresence, check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError, ModuleError, nearest

@@ -10,16 +10,16 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh, sharing_collectives
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.mesh import Mesh, collectives_for, make_mesh, sharing_collectives
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.hooks import is_sharded
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError, ModuleError, UsageError
 from fsdpctl.models.describe import divide_module
-from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step import Prefetch, StepPlan
+from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_replica
 from fsdpctl.plan.units import Division, UnitSpec, divide
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle
-from fsdpctl.comm.shards import as_integers, compare_replicas
+from fsdpctl.comm.collectives import Handle
+from fsdpctl.comm.flat_shard import as_integers, compare_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import ModuleError
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Gathering, Handle
-from fsdpctl.comm.collectives import Mesh
-from fsdpctl.comm.shards import FlatShard
+from fsdpctl.comm.collectives import Gathering, Handle
+from fsdpctl.comm.flat_shard import FlatShard
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.codes import split, widen
-from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.quantized_states import split, widen
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 

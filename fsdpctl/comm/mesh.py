@@ -1,0 +1,130 @@
+"""Selection of the collectives for the ranks of this run, on both axes of data parallelism.
+
+dp_shard_size = 2 on 4 ranks            dp_shard ->
+                                         rank 0   rank 1     one replica
+                          dp_replicate   rank 2   rank 3     another
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.collectives import Collectives, Handle, Reduction
+from fsdpctl.comm.gloo import GlooCollectives
+from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.comm.process_group import T, exchange
+from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
+from fsdpctl.comm.waits import CudaWaits, Seconds
+from fsdpctl.plan.step_plan import RankPlace
+
+_PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def collectives_for(
+    device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
+) -> Collectives:
+    """Return the collectives of this rank's group in `groups`, or of all ranks.
+
+    Those of another `purpose` may overlap with these.
+    """
+    if _is_alone() or (groups is not None and len(groups[0]) == 1):
+        return Collectives()
+    if device.type == "cuda":
+        return NcclCollectives(device, groups, purpose)
+    return GlooCollectives(groups, purpose)
+
+
+def sharing_collectives() -> Collectives:
+    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
+
+    If they cannot share any, returns those over gloo, with `not_shared`.
+    """
+    if _is_alone():
+        return Collectives()
+    try:
+        return SharedCollectives()
+    except NotShared as error:
+        over_gloo = GlooCollectives()
+        over_gloo.not_shared = str(error)
+        return over_gloo
+
+
+class ObjectExchange:
+    """A process group of all ranks for a thread that communicates while training runs."""
+
+    def __init__(self) -> None:
+        alone = _is_alone()
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+
+    def gather_objects(self, value: T) -> list[T]:
+        return [value] if self._group is None else exchange(value, self._group)
+
+
+Chain = Callable[
+    [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
+]  # as `NcclCollectives.chain`
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's groups."""
+
+    world: Collectives
+    shard: Collectives  # the ranks that share a replica with this one
+    replicas: Collectives | None  # the ranks that hold the same part; None if there is one replica
+
+    def take_waits(self) -> Seconds:
+        """Return the time that computation has waited for any group since the previous call."""
+        taken = [each.waits.take() for each in self._groups()]
+        return lambda: sum(seconds() for seconds in taken)
+
+    def measure_waits(self) -> None:
+        for each in self._groups():
+            if isinstance(each.waits, CudaWaits):
+                each.waits.measures = True
+
+    def _groups(self) -> list[Collectives]:
+        found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
+        return list({id(each): each for each in found}.values())
+
+    @property
+    def chain(self) -> Chain | None:
+        """The function that starts the sum over replicas right after a reduction, on streams."""
+        if self.replicas is None or not isinstance(self.shard, NcclCollectives):
+            return None
+        return self.shard.chain
+
+    @property
+    def place(self) -> RankPlace:
+        shard = self.shard
+        replica = self.replicas.rank if self.replicas else 0
+        return RankPlace(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas.size if self.replicas else 1
+
+
+def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
+    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
+
+    `dp_shard_size` divides the number of ranks.
+    """
+    if dp_shard_size == world.size:
+        world.separate_reductions()
+        return Mesh(world, world, None)
+    starts = range(0, world.size, dp_shard_size)
+    copies = [range(start, start + dp_shard_size) for start in starts]
+    same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
+    shard = collectives_for(device, copies)
+    shard.separate_reductions()
+    return Mesh(world, shard, collectives_for(device, same_part))
