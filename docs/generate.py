@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that are computed from code: `python -m docs.generate`.
 
-Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->` of the pages. One
-picture shows the memory that the plan replays, the other one a simulated comparison.
+Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->` of the pages. The
+pictures show the units and the memory of a step by its plan, and a simulated comparison.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,14 @@ from itertools import zip_longest
 from pathlib import Path
 
 import matplotlib
+from PIL import Image
 from typer.testing import CliRunner
 
 from docs import evidence, measured
+from docs.how_it_works import draw_how_it_works
 from docs.rooms import rooms_picture
+from docs.savings import savings_of_activations, savings_of_states
+from docs.settings import settings_tables
 from fsdpctl.commands.app import app
 from fsdpctl.commands.compare.figures import predict
 from fsdpctl.commands.compare.report import draw_rows, ordered
@@ -40,6 +44,7 @@ PAGES = tuple(
 )
 PICTURE = DOCS / "strategies.png"
 SIMULATION = DOCS / "simulated.svg"
+UNITS = DOCS / "how-it-works.svg"
 CLUSTERS = "cluster=8xrtx4090,8xa100_80,8xh100,8xh200,8xb200"
 SIMULATED = ["model=llama3_8b", CLUSTERS, "train.tokens=10e9"]
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
@@ -149,6 +154,9 @@ TABLES: dict[str, Callable[[], str] | str] = {
     "memory": memory_table,
     "replicas": replicas_table,
     "estimate": estimate_output,
+    "settings": settings_tables,
+    "savings of activations": savings_of_activations,
+    "savings of states": savings_of_states,
     "step_time": measured.step_time_table,
     "step_time_beside_ddp": measured.step_time_beside_ddp_table,
     "step_time_of_shared_memory": measured.step_time_of_shared_memory_table,
@@ -224,11 +232,12 @@ def draw(file: Path) -> None:
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=100)
     pyplot.close(figure)
+    Image.open(file).quantize(64).save(file, optimize=True)
 
 
 def draw_simulation(file: Path) -> None:
     """Draw the time of a run on several clusters, as `fsdpctl compare --simulate` does."""
-    matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "svg.fonttype": "none", "font.size": 9})
     found = variants(SIMULATED, None, simulates=True)
     list(predict(found))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
@@ -244,6 +253,7 @@ def main() -> None:
         recipe.write_text(estimated_recipe(recipe))
     draw(PICTURE)
     draw_simulation(SIMULATION)
+    draw_how_it_works(UNITS)
 
 
 if __name__ == "__main__":
