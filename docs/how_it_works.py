@@ -10,7 +10,7 @@ from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.schedule import Event, EventKind
-from fsdpctl.plan.step import StepPlan
+from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle

@@ -37,6 +37,14 @@ def table_of(header: str, rows: Iterable[str], about: str = "", align: str = "--
     return f"{table}\n\n{about}" if about else table
 
 
+def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the rows of a table, each given with its source, below a row for their source."""
+    by_source = defaultdict[str, list[str]](list)
+    for source, row in rows:
+        by_source[source].append(row)
+    return [each for source, of in by_source.items() for each in (f"**{source}**", *of)]
+
+
 def measured_on(report: dict[str, Any]) -> str:
     """Return where a benchmark ran."""
     return f"torch {report['torch']}, {report['machine']}"
@@ -45,14 +53,23 @@ def measured_on(report: dict[str, Any]) -> str:
 def registered_table() -> str:
     """Return the predictions of public recipes without published results."""
     report = report_of("registered")
-    header = "recipe | from | GPUs | allocated, GiB | reserved, GiB | step, s | band, s | settings"
-    rows = [
-        f"{e['name']} | {e['source']} | {e['cluster']} | {e['allocated']} | {e['reserved']} | "
-        f"{e['seconds']} | {e['low']} to {e['high']} ({e['band']}) | `{e['settings']}`"
-        for e in report["results"]
-    ]
-    about = f"{len(rows)} predictions of commit {report['commit']}, registered on "
-    return table_of(header, rows, f"{about}{report['searched']}.")
+    header = "recipe | GPUs | allocated, GiB | reserved, GiB | step, s | band, s | SETTINGS"
+    results = report["results"]
+    rows = (
+        (e["source"], f"{e['name']} | {e['cluster']} | {e['allocated']} | {e['reserved']} | "
+         f"{e['seconds']} | {e['low']} to {e['high']} ({e['band']}) | `{_without_common(e)}`")
+        for e in results
+    )  # fmt: skip
+    about = f"{len(results)} predictions of commit {report['commit']}, registered on "
+    return table_of(header, grouped(rows), f"{about}{report['searched']}.")
+
+
+def _without_common(prediction: dict[str, Any]) -> str:
+    """Return the settings of a prediction besides those that the commands on the page name."""
+    common = {"model=hf", "model.init=random", f"cluster={prediction['cluster']}"}
+    settings = prediction["settings"].split()
+    assert common <= set(settings)
+    return " ".join(each for each in settings if each not in common)
 
 
 def step_time_table() -> str:
@@ -157,24 +174,24 @@ def published_runs_table() -> str:
     """Return published measurements on GPUs and their estimates."""
     report = report_of("estimates")
     rows = (
-        f"{each['run']}, {each['what']} | {each['measured']:.2f} | {each['estimated']:.2f} | "
-        f"{each['error']:+.1%} | {each['source']}"
+        (each["source"], f"{each['run']}, {each['what']} | {each['measured']:.2f} | "
+         f"{each['estimated']:.2f} | {each['error']:+.1%}")
         for each in report["results"]["published"]
-    )
-    header = "run | measured GiB | estimated GiB | error | source"
-    return table_of(header, rows, f"Estimated with torch {report['torch']}.")
+    )  # fmt: skip
+    header = "run, by source | measured GiB | estimated GiB | error"
+    return table_of(header, grouped(rows), f"Estimated with torch {report['torch']}.")
 
 
 def published_steps_table() -> str:
     """Return published tokens per second and those predicted from data sheets."""
     report = report_of("published-steps")
     rows = (
-        f"{each['name']} | {each['kind']} | {each['published_tokens_per_second']:,.0f} | "
-        f"{each['predicted_tokens_per_second']:,.0f} | {each['error']:+.1%} | {each['source']}"
-        f"{'; *' + each['differs'] + '*' if 'differs' in each else ''}"
+        (each["source"], f"{each['name']}{_difference(each)} | {each['kind']} | "
+         f"{each['published_tokens_per_second']:,.0f} | "
+         f"{each['predicted_tokens_per_second']:,.0f} | {each['error']:+.1%}")
         for each in report["results"]
-    )
-    header = "step | kind | published, tokens/s per GPU | predicted | error | source"
+    )  # fmt: skip
+    header = "step, by source | kind | published, tokens/s per GPU | predicted | error"
     by_kind = defaultdict[str, list[float]](list)
     for each in report["results"]:
         if "differs" not in each:
@@ -185,7 +202,11 @@ def published_steps_table() -> str:
     )
     about = "Median and worst error by kind, without programs that differ as their rows say: "
     about += f"{', '.join(of_kinds)}."
-    return table_of(header, rows, about)
+    return table_of(header, grouped(rows), about)
+
+
+def _difference(step: dict[str, Any]) -> str:
+    return f" (*{step['differs']}*)" if "differs" in step else ""
 
 
 def growth_table() -> str:

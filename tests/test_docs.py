@@ -14,12 +14,15 @@ from docs.generate import (
     PICTURE,
     RECIPES,
     SIMULATION,
+    UNITS,
     draw,
+    draw_how_it_works,
     draw_simulation,
     estimated_recipe,
     filled,
 )
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import KEYS, SECTIONS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.prepare import prepare
 from tests.commands.run import environment, invoke
@@ -30,7 +33,13 @@ ROOT = Path(__file__).parent.parent
 SOURCES = (ROOT, ROOT / "fsdpctl")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# A page with 17 estimates takes 14 CPU seconds.
+SLOW = {"out-of-memory.md": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(each, id=each.name, marks=SLOW.get(each.name, ())) for each in PAGES]
+)
 def test_generated_tables_are_up_to_date(page):
     assert filled(page.read_text()) == page.read_text(), "run `make docs`"
 
@@ -101,6 +110,11 @@ def test_every_recipe_passes_a_dry_run(tmp_path, monkeypatch):
         assert code == 0, output
 
 
+def test_the_picture_of_units_is_up_to_date(tmp_path):
+    draw_how_it_works(tmp_path / "new.svg")
+    assert (tmp_path / "new.svg").read_text() == UNITS.read_text(), "run `make docs`"
+
+
 @pytest.mark.slow
 def test_the_pictures_are_up_to_date(tmp_path):
     draw(tmp_path / "new.png")
@@ -137,6 +151,14 @@ def test_the_example_prints_the_same_losses_with_every_strategy():
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 
 
+def anchors_of(page: Path) -> set[str]:
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {x.lower().replace(" ", "-") for x in headings} | set(
+        re.findall('<a id="([^"]+)"', text)
+    )
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_links_have_targets(page):
     for text, target in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", page.read_text()):
@@ -144,8 +166,7 @@ def test_links_have_targets(page):
             path, _, anchor = target.partition("#")
             file = page.parent / path if path else page
             assert file.is_file(), f"{text}: {target}"
-            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
-            assert not anchor or anchor in [each.lower().replace(" ", "-") for each in headings]
+            assert not anchor or anchor in anchors_of(file), f"{text}: {target}"
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
@@ -160,7 +181,15 @@ def test_the_readme_is_short_and_the_index_names_every_page():
     readme, index = (ROOT / "README.md").read_text(), (ROOT / "docs" / "README.md").read_text()
     assert len(readme.splitlines()) < 85
     pages = {str(page.relative_to(ROOT / "docs")) for page in DOCUMENTS[1:]} - {"README.md"}
-    assert {page for page in pages if f"({page})" not in index} == set()
+    assert {page for page in pages if index.count(f"({page})") != 1} == set()
+
+
+def test_every_setting_can_be_linked():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert set(re.findall(r'<a id="([^"]+)">', text)) == {
+        n for n, k in KEYS.items() if not k.instead
+    }
+    assert set(re.findall(r"^## (.*)$", text, re.MULTILINE)) == set(SECTIONS)
 
 
 def test_the_run_directory_in_the_readme_is_current():

@@ -107,9 +107,9 @@ def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }  # fmt: skip
     (program, *others) = words
-    is_ours = any((ROOT / each).is_file() for each in others)
+    others = [str(ROOT / each) if (ROOT / each).is_file() else each for each in others]
     return subprocess.Popen(
-        [*programs[program], *others], cwd=ROOT if is_ours else folder,
+        [*programs[program], *others], cwd=folder,
         env={**environment(), "XDG_CACHE_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
