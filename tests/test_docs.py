@@ -16,11 +16,11 @@ from docs.generate import (
     SIMULATION,
     UNITS,
     draw,
-    draw_how_it_works,
     draw_simulation,
     estimated_recipe,
     filled,
 )
+from docs.how_it_works import draw_how_it_works
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS, SECTIONS
 from fsdpctl.plan.strategy import STRATEGIES
