@@ -60,7 +60,7 @@ from tests.training.chats import make_chat_model, make_chats
 _LIMIT = 300.0  # seconds of a command
 _IMPORTED = (  # by what runs in forks
     "fsdpctl.commands.app", "fsdpctl.commands.estimate", "fsdpctl.commands.train",
-    "fsdpctl.commands.checkpoint", "fsdpctl.launch.begin", "fsdpctl.launch.run",
+    "fsdpctl.commands.checkpoint", "fsdpctl.launch.prepare_run", "fsdpctl.launch.run",
     "fsdpctl.training.worker", "fsdpctl.commands.evaluate", "fsdpctl.checkpoint.consolidate",
     "torch._dynamo",
 )  # fmt: skip

@@ -35,7 +35,7 @@ from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.fused import fusing
 from fsdpctl.models.quantized import INT8, NF4
-from fsdpctl.training.trainer import joint_collections
+from fsdpctl.training.trainer import synchronized_gc
 
 BLOCKS, STEPS, WORLD_SIZE = 12, 3, 8
 LOGGER = logging.getLogger("torch._dynamo.convert_frame")
@@ -199,7 +199,7 @@ def pauses(size: Size) -> Iterator[Row]:
 
     with joined(WORLD_SIZE, fake=True) as nccl:
         step: Step = ours(make_model(size), nccl, fsdpctl.Precision(torch.bfloat16))
-        with joint_collections():
+        with synchronized_gc():
             before = collections()
             for _ in range(STEPS):
                 step(*_batch(size))

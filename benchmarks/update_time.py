@@ -22,7 +22,7 @@ from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model, make_optimizer
-from fsdpctl.training.step import Optimizer
+from fsdpctl.training.train_step import Optimizer
 from tests.train_step import train_step
 
 ADAPTERS = ["precision=fp32", "model.lora.rank=8"]

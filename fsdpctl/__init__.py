@@ -31,7 +31,7 @@ __all__ = [
     "train",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULES = {
     "Assumed": "estimate.own_module", "GradAccumulator": "engine.sharded_model",
     "MemoryEstimate": "estimate.own_module", "OwnerMap": "plan.owner_map",
     "Precision": "plan.precision", "Prefetch": "plan.step_plan", "ShardedAdamW": "optim.adamw",
@@ -44,9 +44,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fsdpctl' has no attribute {name!r}")
-    return getattr(import_module(f"fsdpctl.{_HOMES[name]}"), name)
+    return getattr(import_module(f"fsdpctl.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

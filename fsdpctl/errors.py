@@ -14,8 +14,10 @@ from enum import IntEnum
 STOP_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT
 )  # fmt: skip
-LOST = "deleted or moved during the run"  # in the message about a run directory or metrics.jsonl
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
+REMOVED_DURING_RUN = (
+    "deleted or moved during the run"  # in the message about a run directory or metrics.jsonl
+)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
 
 
 class ExitCode(IntEnum):
@@ -23,8 +25,8 @@ class ExitCode(IntEnum):
 
     FAILED = 1
     USAGE = 2  # what the user typed or configured cannot work
-    LACKS = 3  # a run lacks memory by its estimate, or an export what a server needs
-    DAMAGED = 4  # a checkpoint is damaged or incomplete
+    INSUFFICIENT = 3  # a run lacks memory by its estimate, or an export what a server needs
+    CORRUPTED = 4  # a checkpoint is damaged or incomplete
     STOPPED = 75  # on request, after saving what there was
     NON_FINITE = 76  # a loss or gradient was not finite, or a spike
     SELF_CHECK = 77  # the first step was not what the configuration says
@@ -32,8 +34,8 @@ class ExitCode(IntEnum):
 
 
 # Of ranks: a restart would not help, or was not wanted; and the message needs no panel.
-FINAL = (
-    ExitCode.USAGE, ExitCode.DAMAGED, ExitCode.STOPPED, ExitCode.NON_FINITE, ExitCode.SELF_CHECK
+NO_RESTART = (
+    ExitCode.USAGE, ExitCode.CORRUPTED, ExitCode.STOPPED, ExitCode.NON_FINITE, ExitCode.SELF_CHECK
 )  # fmt: skip
 
 
@@ -55,19 +57,19 @@ class UsageError(FsdpctlError):
 class DoesNotFitError(FsdpctlError):
     """The estimated memory of a run exceeds what its ranks or nodes have."""
 
-    exit_code = ExitCode.LACKS
+    exit_code = ExitCode.INSUFFICIENT
 
 
-class ExportLacksError(FsdpctlError):
+class IncompleteExportError(FsdpctlError):
     """An export lacks what was trained, or what a server needs."""
 
-    exit_code = ExitCode.LACKS
+    exit_code = ExitCode.INSUFFICIENT
 
 
 class CheckpointError(FsdpctlError):
     """A checkpoint is corrupted, incomplete, or not in fsdpctl's format."""
 
-    exit_code = ExitCode.DAMAGED
+    exit_code = ExitCode.CORRUPTED
 
 
 class StoppedError(FsdpctlError):
@@ -116,13 +118,13 @@ class ModuleError(EngineError):
     exit_code = ExitCode.USAGE
 
 
-def first_of(names: Sequence[str], most: int = 5) -> str:
+def shorten_list(names: Sequence[str], most: int = 5) -> str:
     """List `names`, at most `most` of them, with the number of the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known word closest to `word`, else an empty string."""
     word, names = word.lower(), {each.lower(): each for each in known}
     # What was typed in part, or too far, is nearer than what only looks like it.

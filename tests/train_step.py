@@ -10,8 +10,8 @@ from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.batch_plan import ContextParallel, tokens_per_rank
 from fsdpctl.resolve.settle import as_kept, settle
-from fsdpctl.training.loss import summed_loss
-from fsdpctl.training.step import Optimizer
+from fsdpctl.training.decoder_loss import summed_loss
+from fsdpctl.training.train_step import Optimizer
 
 
 def train_step(

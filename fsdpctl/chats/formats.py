@@ -30,7 +30,7 @@ from fsdpctl.chats.values import (
     without_nulls,
 )
 from fsdpctl.config.data import ALPACA, TEMPLATE
-from fsdpctl.errors import UsageError, first_of, nearest
+from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
@@ -129,7 +129,7 @@ def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
             return AS_ALPACA if (name, prompt) == (_INSTRUCTION, ALPACA) else name
     _check_kind(fields, "")
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
-    has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
+    has = shorten_list([key[:40] for key in sorted(fields)], 8) or "none"
     raise UsageError(f"unknown format with keys {has}; expected {known}{_renaming(fields)}")
 
 
@@ -137,7 +137,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
     asked = next((key for key in _LIKE_ASKED if key in fields), None)
     answered = next((key for key in _LIKE_ANSWERED if key in fields), None)
     if asked is None or answered is None:
-        hints = (nearest(key[:40], _TEXTS) for key in sorted(fields))
+        hints = (did_you_mean(key[:40], _TEXTS) for key in sorted(fields))
         return next((hint for hint in hints if hint), "")
     pairs = ((asked, _ASKED), (answered, _ANSWERED))
     return f"; rename {' and '.join(f'{key} to {to[0]}' for key, to in pairs if key not in to)}"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fsdpctl.chats.values import Keys, Message, as_list, as_object, expect, expect_text
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.untrusted import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -123,7 +123,7 @@ def _renamed(message: Message, lower: str, where: str) -> Message:
     known = _ROLE_SYNONYMS.get(lower, lower)
     if known not in ROLES:
         problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
-        hint = nearest(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
+        hint = did_you_mean(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
         raise UsageError(f"{where}: {problem}; expected {', '.join(ROLES)}{hint}")
     if lower in _CALLS:
         rest["tool_calls"] = _calls_of(content, f"{where}: {role}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.msgpack import Ext
 
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.untrusted import parse_json
 
 Message = dict[str, Any]
@@ -93,7 +93,7 @@ def listed(counts: Mapping[str, int]) -> str:
         f"{shown(key)} ({counted(count, 'row')})"
         for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     ]
-    return first_of(names, _MOST_KEYS)
+    return shorten_list(names, _MOST_KEYS)
 
 
 def counted(count: int, noun: str) -> str:

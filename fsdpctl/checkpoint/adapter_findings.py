@@ -30,7 +30,7 @@ from fsdpctl.checkpoint.tensor_file import open_tensor_file
 from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
-from fsdpctl.errors import CheckpointError, first_of
+from fsdpctl.errors import CheckpointError, shorten_list
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.models.products import transposed_layers
 from fsdpctl.models.registry import build_plain
@@ -168,7 +168,7 @@ def findings_on_adapters(
     content = read_json(file, dict[str, Any], refusal=CheckpointError)
     about = as_type(content, _Config, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
-        yield lost(kind, f"{first_of(names, 2)}: {reason}")
+        yield lost(kind, f"{shorten_list(names, 2)}: {reason}")
     yield from _of_experts(found, family_of(model))
     yield from _settings(about, found)
     theirs = open_weights(model) if has_weights else None
@@ -229,10 +229,10 @@ def _settings(about: _Config, found: _Adapters) -> Iterator[Finding]:
                 lacking += lacks
         for what, which in (("the base has no", unknown), ("no adapters of", lacking)):
             if which:
-                yield lost(ADAPTER_CONFIG, f"{key}: {what} {first_of(which, 2)}")
+                yield lost(ADAPTER_CONFIG, f"{key}: {what} {shorten_list(which, 2)}")
     ranks = {found.shape(x.down)[0] // x.layer.experts for x in pairs}
     if others := sorted(map(str, ranks - {about.r, *(about.rank_pattern or {}).values()})):
-        yield lost(ADAPTER_CONFIG, f"r={about.r}, not {first_of(others)}")
+        yield lost(ADAPTER_CONFIG, f"r={about.r}, not {shorten_list(others)}")
 
 
 def _ends(name: str, target: str) -> bool:
@@ -257,7 +257,7 @@ def _products(found: _Adapters, about: _Config, theirs: Tensors | None) -> Itera
         changes[kind].append(WeightChange(delta, norm, weight))
     for kind, of_kind in changes.items():
         if zero := [each.name for each in of_kind if not each.delta]:
-            yield lost(kind, f"{len(zero)} adapters whose product is zero: {first_of(zero, 2)}")
+            yield lost(kind, f"{len(zero)} adapters whose product is zero: {shorten_list(zero, 2)}")
     yield from by_kind(changes)
 
 

@@ -17,7 +17,7 @@ from fsdpctl.data.tokenizer_files import (
     TOKENIZER_JSON,
     VOCABULARIES,
 )
-from fsdpctl.errors import CheckpointError, UsageError, first_of
+from fsdpctl.errors import CheckpointError, UsageError, shorten_list
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import as_type, parse_json
 
@@ -102,14 +102,14 @@ def _tokenizer(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     new = sorted(map(repr, ours.ids.keys() - theirs.ids))
     differing = _differing(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
     if known and not files:
-        yield lost("tokenizer", f"missing; the base has {first_of(known)}")
+        yield lost("tokenizer", f"missing; the base has {shorten_list(known)}")
     elif not ours.ids or not theirs.ids:
         return
     elif moved:
         text = f"{len(moved):,} tokens of the base missing or with other ids"
         yield lost("tokenizer", f"{text}, such as {moved[0]!r}")
     elif new:
-        yield Finding("tokenizer", f"{len(new)} tokens more than the base: {first_of(new)}")
+        yield Finding("tokenizer", f"{len(new)} tokens more than the base: {shorten_list(new)}")
     elif differing:
         yield lost("tokenizer", f"differs from the base's in {differing}")
     else:
@@ -120,4 +120,4 @@ def _differing(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], apart: Collection[str] = ()
 ) -> str:
     names = sorted({*ours, *theirs}.difference(apart))
-    return first_of([name for name in names if ours.get(name) != theirs.get(name)])
+    return shorten_list([name for name in names if ours.get(name) != theirs.get(name)])

@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.manifest import parameter_name
 from fsdpctl.checkpoint.source import Tensors, tensor_keys
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
 from fsdpctl.config.peft import is_adapter
-from fsdpctl.errors import first_of
+from fsdpctl.errors import shorten_list
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.plan.layout import Span
 
@@ -81,7 +81,7 @@ def compare_names(ours: Tensors, theirs: Tensors) -> Iterator[Finding]:
         for name in sorted(map(parameter_name, keys)):
             of_kind[kind_of(name)].append(name)
         for kind, names in of_kind.items():
-            text = f"{len(names)} tensors {what}: {first_of(names, 2)}"
+            text = f"{len(names)} tensors {what}: {shorten_list(names, 2)}"
             yield Finding(kind, text, is_lost=keys <= there)
     for key in sorted(here & there):
         one, other, name = ours.info(key).shape, theirs.info(key).shape, parameter_name(key)

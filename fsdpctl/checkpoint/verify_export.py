@@ -14,7 +14,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import has_adapters
-from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError, first_of
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError, shorten_list
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CONFIG_JSON
 
@@ -79,9 +79,8 @@ def _under_same_names(
         is_lost = isinstance(error, CheckpointError)
         return ours, theirs, [Finding("weights", str(error), is_lost)] if is_lost else []
     others = [] if theirs is None else sorted({*names} - {*theirs.names(PARAMETER)})
-    text = (
-        f"{len(others)} tensors under other names than in the base's files: {first_of(others, 2)}"
-    )
+    text = f"{len(others)} tensors under other names than in the base's files: "
+    text += shorten_list(others, 2)
     return in_model, by_model, [Finding("weights", text)] if others else []
 
 

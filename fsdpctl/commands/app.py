@@ -68,15 +68,15 @@ COMMANDS = {
     "verify-checkpoint": CommandInfo(
         "consolidate", False, "Verify a checkpoint, or an export and its base.",
         ("verify-checkpoint runs/latest", "verify-checkpoint my_model --base Qwen/Qwen3-0.6B")),
-    "tokenize": CommandInfo("data", False, "Tokenize text into token files.",
+    "tokenize": CommandInfo("training_data", False, "Tokenize text into token files.",
                             ("tokenize my_text/ tokens.bin --tokenizer DIR",)),
-    "data": CommandInfo("data", False, "Show the training samples of one step.",
+    "data": CommandInfo("training_data", False, "Show the training samples of one step.",
                         ("data --run runs/latest --step 10",)),
     "list": CommandInfo("listing", False, "List settings, options and recipes.",
                         ("list", "list strategy", "list optimizer.lr"), "list_choices"),
 }  # fmt: skip
 # What users of other tools type.
-_ELSEWHERE = {
+_SYNONYMS = {
     "export": "consolidate-checkpoint", "merge": "consolidate-checkpoint RUN DIR --merge",
     "chat": "sample SRC --chat", "generate": "sample", "eval": "evaluate", "estimate":
     "estimate-memory", "fit": "estimate-memory --fit micro_batch", "run": "train", "finetune":
@@ -85,7 +85,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 _QUIET = ("-q", "--quiet")  # of every command
 _QUIETLY = "-q or --quiet hides plans and progress; results, warnings and errors remain."
-_TEXTS = ("--prompt",)  # options whose value may be any text
+_FREE_TEXT_OPTIONS = ("--prompt",)  # options whose value may be any text
 _HELP = {"help_option_names": ["-h", "--help"]}
 _WIDEST_HELP = 120  # columns
 
@@ -115,7 +115,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of `args`; one of another tool is answered with ours."""
-        ours = _ELSEWHERE.get(args[0]) if args and args[0] not in COMMANDS else None
+        ours = _SYNONYMS.get(args[0]) if args and args[0] not in COMMANDS else None
         if ours is not None:
             raise UsageError(f"{args[0]}: no such command; use fsdpctl {ours}")
         return super().resolve_command(ctx, args)
@@ -133,7 +133,7 @@ def print_version(wanted: bool) -> None:
     import torch
     from torch.cuda import nccl
 
-    from fsdpctl.commands.console import say
+    from fsdpctl.commands.printing import say
 
     say(f"fsdpctl {__version__}", f"python {sys.version.split()[0]}", f"torch {torch.__version__}")
     if torch.cuda.is_available():
@@ -175,43 +175,43 @@ def about(
     """Define the options that belong to no command."""
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _raise_signal(number: int, frame: FrameType | None) -> None:
     raise SignalError(number)
 
 
-def _fail(message: str) -> None:
-    from fsdpctl.commands.console import fail  # takes a moment
+def _print_error(message: str) -> None:
+    from fsdpctl.commands.printing import print_error  # takes a moment
 
-    fail(message)
+    print_error(message)
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Print an error of the block, or a signal, in one line, and exit with the code of its kind."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _end)
+            signal.signal(number, _raise_signal)
     try:
         yield
     except (FsdpctlError, SignalError) as error:
         for text in error.args:
-            _fail(str(text))
+            _print_error(str(text))
         sys.exit(error.exit_code)
     except _ParserError as error:
         from fsdpctl.config.compose import TRAIN_OPTIONS  # takes a moment
 
         said = error.format_message() if hasattr(error, "format_message") else str(error)
         is_of_train = getattr(error, "option_name", "") in TRAIN_OPTIONS
-        _fail(f"{said}{'; `fsdpctl train` has it' * is_of_train}")
+        _print_error(f"{said}{'; `fsdpctl train` has it' * is_of_train}")
         sys.exit(UsageError.exit_code)
     except (MemoryError, RecursionError) as error:
         is_deep = isinstance(error, RecursionError)
-        _fail("a file or directory is nested too deeply" if is_deep else "out of memory")
+        _print_error("a file or directory is nested too deeply" if is_deep else "out of memory")
         sys.exit(UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         with contextlib.suppress(OSError):
-            _fail(f"{where}{error.strerror or error}")
+            _print_error(f"{where}{error.strerror or error}")
         sys.exit(UsageError.exit_code)
     finally:
         DISPLAY.stop()
@@ -228,16 +228,18 @@ def _refuse_repeated(words: Iterable[str]) -> None:
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     typed = list(pairwise(["", *sys.argv[1:]]))
-    args = [each for before, each in typed if each not in _QUIET or before in _TEXTS] or ["--help"]
+    args = [
+        each for before, each in typed if each not in _QUIET or before in _FREE_TEXT_OPTIONS
+    ] or ["--help"]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
     sys.stdout = output = guarded(sys.stdout)  # for all that print
-    with reported():
+    with exit_on_error():
         for before, each in typed:  # before anything quotes or records them
             name = each.partition("://")[0].partition("=")[0]
-            if before not in _TEXTS and name not in _TEXTS:
+            if before not in _FREE_TEXT_OPTIONS and name not in _FREE_TEXT_OPTIONS:
                 refuse_secret(each, name)
-        _refuse_repeated(each for before, each in typed if before not in _TEXTS)
+        _refuse_repeated(each for before, each in typed if before not in _FREE_TEXT_OPTIONS)
         if is_first():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)

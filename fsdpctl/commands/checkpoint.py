@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.pretrained import assets_beside, open_base, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import open_checkpoint
-from fsdpctl.commands.console import AsJson, note, say, show_json, show_table
+from fsdpctl.commands.printing import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
@@ -40,20 +40,20 @@ Source = Annotated[
 ]
 
 
-def found_checkpoint(source: Path) -> Path:
+def resolve_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
     found = find_checkpoint(source)
     note(*passed_over_in(source))
     return found
 
 
-def opened_checkpoint(source: str, *, best: bool = False) -> CheckpointReader:
+def open_source(source: str, *, best: bool = False) -> CheckpointReader:
     """Open the newest or the best checkpoint in SRC, which may be in an object store."""
     if best:
         from fsdpctl.run.directory import open_best  # imports torch
 
         return open_best(source)
-    return open_checkpoint(source if is_remote(source) else str(found_checkpoint(Path(source))))
+    return open_checkpoint(source if is_remote(source) else str(resolve_checkpoint(Path(source))))
 
 
 def verify_base(reader: CheckpointReader) -> None:
@@ -92,9 +92,9 @@ def shard_checkpoint(
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Show a checkpoint's run, files and tensors."""
-    reader = opened_checkpoint(source)
+    reader = open_source(source)
     if as_json:
-        show_json(_described(reader))
+        show_json(_to_json(reader))
         return
     manifest = reader.manifest
     say(*map(one_line, _summary(reader)))
@@ -105,7 +105,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
 
 
-def _described(reader: CheckpointReader) -> dict[str, Any]:
+def _to_json(reader: CheckpointReader) -> dict[str, Any]:
     """Return the manifest, and the file and span of each part of a tensor."""
     content: dict[str, Any] = json.loads(reader.manifest.to_json())
     for key, about in content["tensors"].items():

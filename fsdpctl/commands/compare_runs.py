@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 from msgspec import UNSET
 
-from fsdpctl.commands.console import AsJson, say, show_json, show_table
+from fsdpctl.commands.printing import AsJson, say, show_json, show_table
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.environment import RECORD, read_settings, read_starts
 from fsdpctl.run.metrics import read_metrics
 
-_FIGURES = ("loss", "val_loss", "grad_norm")
-_COUNTED = _FIGURES[:2]  # which are equal if the runs are
+_COMPARED_METRICS = ("loss", "val_loss", "grad_norm")
+_DECIDING = _COMPARED_METRICS[:2]  # which are equal if the runs are
 _NOT_COMPARED = ("train.run_dir", "started", "command", RECORD)
 
 
@@ -34,13 +34,16 @@ def compare_runs(
 
     Compares losses, settings, and the environments of the newest starts.
     """
-    found = compared_runs(run_a, run_b)
+    found = compare_run_dirs(run_a, run_b)
     differ = "; ".join(found["differences"])
     if as_json:
         show_json(found)
     else:
         say(f"A       {run_a}", f"B       {run_b}", "")
-        rows = [[name, f"{found[name]['compared']:,}", _first(found[name])] for name in _FIGURES]
+        rows = [
+            [name, f"{found[name]['compared']:,}", _first(found[name])]
+            for name in _COMPARED_METRICS
+        ]
         show_table(("metric", "steps", "first difference"), rows, right=("steps",))
         for name in ("configuration", "environment"):
             rows = [[x["key"], x["a"] or "not set", x["b"] or "not set"] for x in found[name]]
@@ -52,11 +55,11 @@ def compare_runs(
         raise FsdpctlError(f"{run_a} and {run_b} differ: {differ}")
 
 
-def compared_runs(a: Path, b: Path) -> dict[str, Any]:
+def compare_run_dirs(a: Path, b: Path) -> dict[str, Any]:
     """Compare the runs in two directories; UsageError if one is not a run or corrupted."""
     configuration = _differing(*map(read_settings, (a, b)))
-    of_a, of_b = map(_figures, (a, b))
-    series = {name: _compared(name, of_a[name], of_b[name]) for name in _FIGURES}
+    of_a, of_b = map(_metrics_by_step, (a, b))
+    series = {name: _compared(name, of_a[name], of_b[name]) for name in _COMPARED_METRICS}
     differences = [*_differences(series)]
     return {
         "a": str(a), "b": str(b), **series, "configuration": configuration,
@@ -69,7 +72,7 @@ def _differences(series: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each difference of the losses; settings do not count."""
     if not series["loss"]["compared"]:
         yield "no common step"
-    for name in _COUNTED:
+    for name in _DECIDING:
         if (first := series[name]["first"]) is not None:
             yield f"{name} from step {first['step']} on ({_shown(first)})"
     if series["loss"]["compared"] and (more := series["loss"]["only_in_one"]):
@@ -106,11 +109,11 @@ def _environment(run_dir: Path) -> dict[str, str]:
     return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
-def _figures(run_dir: Path) -> dict[str, dict[int, float | None]]:
+def _metrics_by_step(run_dir: Path) -> dict[str, dict[int, float | None]]:
     """Read the values by step, None if not finite; of a repeated step the last ones."""
-    found: dict[str, dict[int, float | None]] = {name: {} for name in _FIGURES}
+    found: dict[str, dict[int, float | None]] = {name: {} for name in _COMPARED_METRICS}
     for line in read_metrics(run_dir / METRICS):
-        for name in _FIGURES:
+        for name in _COMPARED_METRICS:
             if (value := getattr(line, name)) is not UNSET:
                 found[name][line.step] = value
     return found

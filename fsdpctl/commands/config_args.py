@@ -5,13 +5,13 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from fsdpctl.commands.console import note, say
+from fsdpctl.commands.printing import note, say
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS, Config, Origin
 from fsdpctl.config.serialize import words_to_type, words_to_yaml
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 
 
 def completions(incomplete: str) -> list[str]:
@@ -58,7 +58,7 @@ class ConfigArguments(NamedTuple):
     recipe: str | None
 
 
-def normalized(
+def normalize(
     settings: list[str] | None, recipe: str | None = None, nproc_per_node: str | None = None
 ) -> ConfigArguments:
     """Normalize the notation: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`."""
@@ -97,5 +97,5 @@ def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
 def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
     """Raise UsageError unless the value of an option is one of those known."""
     if given is not None and given not in known:
-        expected = f"{', '.join(known)}{nearest(given, known)}"
+        expected = f"{', '.join(known)}{did_you_mean(given, known)}"
         raise UsageError(f"{option} {given}: expected {expected}")

@@ -13,14 +13,14 @@ from fsdpctl.checkpoint.gguf_file import write_gguf
 from fsdpctl.checkpoint.publish import CARD, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES, write_synced
-from fsdpctl.commands.checkpoint import Source, opened_checkpoint, verify_base
+from fsdpctl.commands.checkpoint import Source, open_source, verify_base
 from fsdpctl.commands.config_args import check_choice
-from fsdpctl.commands.console import AsJson, say, show_json
+from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.config.hub import cached_model, has_weights
 from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import has_adapters
-from fsdpctl.errors import CheckpointError, ExportLacksError, UsageError
+from fsdpctl.errors import CheckpointError, IncompleteExportError, UsageError
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_path
 from fsdpctl.io.run_files import CHECKSUMS
@@ -89,7 +89,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
         check_destination(folder.resolve(), overwrite=overwrite)
     if target is not None:
         target.check()
-    reader = opened_checkpoint(source, best=best)
+    reader = open_source(source, best=best)
     about: dict[str, Any] = {"overwrite": overwrite}
     step = f"of step {reader.manifest.progress.step}"
     if format == "peft":
@@ -114,7 +114,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
 def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
     """Verify an export, to which a model card is added if it is a directory."""
     from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
-    from fsdpctl.run.card import card_of
+    from fsdpctl.run.card import model_card
 
     words, info = reader.manifest.config, reader.manifest.base
     path = "" if words.get("model.init") == "random" else words.get("model.path", "")
@@ -123,7 +123,7 @@ def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
     if path and base is None:
         say(f"{path}: base model not found, so the export is not compared with it")
     if export.is_dir():
-        write_synced(export / CARD, card_of(reader, is_peft=is_peft))
+        write_synced(export / CARD, model_card(reader, is_peft=is_peft))
         exported = ExportedDirectory(export)
         _read_all(exported, exported.counts()["bytes"])
     findings = findings_on(export, base, is_trained=reader.manifest.progress.step > 0)
@@ -152,7 +152,7 @@ def verify_checkpoint(
         where, (counts, findings) = str(folder), _verified(folder, base)
         lines = list(map(str, findings))
     else:
-        reader = opened_checkpoint(source)
+        reader = open_source(source)
         where, lines = str(reader), []
         counts = {"tensors": len(reader.manifest.tensors), "bytes": reader.num_bytes}
         _read_all(reader, reader.num_bytes)
@@ -201,6 +201,6 @@ def _read_all(found: CheckpointReader | ExportedDirectory, size: int) -> None:
 def _refuse_lost(folder: Path, findings: list[Finding]) -> None:
     if lost := [each for each in findings if each.is_lost]:
         is_damaged = any(each.subject == "files" for each in lost)
-        raise (CheckpointError if is_damaged else ExportLacksError)(
+        raise (CheckpointError if is_damaged else IncompleteExportError)(
             f"{folder}: {len(lost)} of {len(findings)} findings: something is lost"
         )

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.config_args import ConfigArguments, Settings, normalized
-from fsdpctl.commands.console import emit, note
+from fsdpctl.commands.config_args import ConfigArguments, Settings, normalize
+from fsdpctl.commands.printing import emit, note
 from fsdpctl.config.compose import checked_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.recipe import NOT_NEEDED, ConvertedRecipe, read_others, recipe_text
@@ -32,9 +32,9 @@ def convert(
     model, data, lengths, batch, optimizer, schedule, LoRA and sharding. Comments list what it
     leaves out, with the reason.
     """
-    words, beside = normalized(settings)
+    words, beside = normalize(settings)
     files = [source, *([Path(beside)] if beside else [])]
-    recipe = converted(files, words)
+    recipe = convert_files(files, words)
     # Escapes are those of values; comments are printable.
     text = escaped(recipe_text(recipe, " and ".join(each.name for each in files)))
     if out is None:
@@ -47,16 +47,16 @@ def convert(
             raise UsageError(f"--out {out}: already exists; choose another name") from None
         run_it = "" if recipe.required else f"; run it: fsdpctl train {out}"
         note(f"{out}: {len(recipe.rows)} settings{run_it}")
-    note(*lines_about(recipe))
+    note(*describe_omissions(recipe))
 
 
-def lines_about(recipe: ConvertedRecipe) -> list[str]:
+def describe_omissions(recipe: ConvertedRecipe) -> list[str]:
     """Return lines on what is missing, and on what changes the training and is left out."""
     left = [each for each in recipe.left_out if not each.startswith(NOT_NEEDED)]
     return [*(f"missing: {why}" for _, why in recipe.missing), *(f"left out: {x}" for x in left)]
 
 
-def converted(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
+def convert_files(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
     """Return the recipe for one or two files of other tools, with settings of the command line."""
     from fsdpctl.resolve.place import ranks_of
 
@@ -66,7 +66,7 @@ def converted(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
     return to_recipe(read_others(*files), typed, ranks_of(typed))
 
 
-def words_beside(source: Path, asked: ConfigArguments) -> list[str]:
+def cli_settings(source: Path, asked: ConfigArguments) -> list[str]:
     """Return the settings of the command line; UsageError if it has a recipe too."""
     if asked.recipe is not None:
         way = f"pass only one; for a file of accelerate, add --from {asked.recipe}"

@@ -11,11 +11,11 @@ from fsdpctl.commands.config_args import (
     Recipe,
     Settings,
     check_choice,
-    normalized,
+    normalize,
     note_changes,
 )
-from fsdpctl.commands.console import AsJson
-from fsdpctl.commands.convert import words_beside
+from fsdpctl.commands.convert import cli_settings
+from fsdpctl.commands.printing import AsJson
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.importers.recipe import is_launch, read_others
@@ -69,12 +69,12 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     if print_config and (source or all_strategies or plot or as_json):
         why = "conflicts with --from, --all-strategies, --plot and --json"
         raise UsageError(f"--print-config: {why}; `fsdpctl convert` writes the recipe of a file")
-    asked = normalized(settings, recipe)
+    asked = normalize(settings, recipe)
     runs = _runs_of(source or [])
     is_single = len(runs) == len(runs[:1]) and not any(map(Path.is_dir, source or []))
     if not is_single and (all_strategies or fit or plot or as_json):
         raise UsageError("--from: --all-strategies, --fit, --plot and --json take a single file")
-    words = words_beside(runs[0][0], asked) if runs else []
+    words = cli_settings(runs[0][0], asked) if runs else []
     if not is_single:
         compose_config(words)
         from fsdpctl.commands.estimate_text import show_verdicts

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.commands.config_args import recipe_text
-from fsdpctl.commands.console import emit, fail, note, say, show_json, show_table
 from fsdpctl.commands.drawing import draw_estimates
+from fsdpctl.commands.printing import emit, note, print_error, say, show_json, show_table
 from fsdpctl.config.auto import STRATEGY, Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import SIZES, Config, Origin
@@ -21,10 +21,10 @@ from fsdpctl.estimate.from_others import ImportedConfig, completed
 from fsdpctl.estimate.largest import Fit, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
+from fsdpctl.estimate.summary import describe_changes, describe_ranking, note_on_local_cpu
 from fsdpctl.importers.recipe import read_others
 from fsdpctl.io.activity import doing
 from fsdpctl.io.texts import figure, format_bytes
-from fsdpctl.launch.begin import change_lines, describe_ranking, sized_for
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
 
@@ -143,7 +143,7 @@ def show_verdicts(
         sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
         say(f"{file}: {_verdict(estimate)}, {sizes}{lost}")
     if require_fit and failed:
-        fail(f"--require-fit: not estimated: {', '.join(failed)}")
+        print_error(f"--require-fit: not estimated: {', '.join(failed)}")
     if require_fit and (failed or verdicts - {"fits"}):
         return DoesNotFitError.exit_code
     return 0 if verdicts else UsageError.exit_code
@@ -175,7 +175,7 @@ def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None
         say(f"fit     {_fit_line(fits[0])}")
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
-        say(*sized_for(found), *change_lines(advice(estimator, found.plan)))
+        say(*note_on_local_cpu(found), *describe_changes(advice(estimator, found.plan)))
 
 
 def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:

@@ -11,8 +11,8 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.commands.config_args import Settings, normalized
-from fsdpctl.commands.console import AsJson, say, show_json
+from fsdpctl.commands.config_args import Settings, normalize
+from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.auto import Selection
 from fsdpctl.config.compose import compose_config
@@ -27,8 +27,8 @@ from fsdpctl.plan.strategy import strategies_of
 from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.settle import settle
-from fsdpctl.training.assemble import make_model, strategy_alone
-from fsdpctl.training.loss import ValidationLoss, bits_per_byte, validation_loss
+from fsdpctl.training.assemble import make_model, single_rank_strategy
+from fsdpctl.training.validation_loss import ValidationLoss, bits_per_byte, validation_loss
 
 _OF_THE_DATA = ("data", "train.seq_len")
 
@@ -42,14 +42,14 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
     source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)
     note_adapters(source)
-    given = normalized(settings).settings
+    given = normalize(settings).settings
     named = {text.partition("=")[0] for text in given}
     other_data = bool({"data", "data.path"} & named)
     own = {"model": "hf", "model.path": str(place), "launch.nproc_per_node": "1"}
     words = [f"{name}={text}" for name, text in own.items() if name not in named]
     of_run = [x for x in _settings_of_data(place) if not (other_data and x[0].startswith("data"))]
     opened = prepare(compose_config([*words, *given], converted=of_run))
-    found = _evaluated(opened)
+    found = _evaluate(opened)
     loss, perplexity = found.mean, math.exp(min(found.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
     is_seen = not other_data and not is_hugging_face(source)  # the run's own data
@@ -74,7 +74,7 @@ def _settings_of_data(source: Path) -> list[tuple[str, str]]:
     return [each for each in found if each[0] != "data.tokenizer"]
 
 
-def _evaluated(opened: Prepared) -> ValidationLoss:
+def _evaluate(opened: Prepared) -> ValidationLoss:
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
     plan = settle(opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None))
@@ -83,7 +83,7 @@ def _evaluated(opened: Prepared) -> ValidationLoss:
     device = torch.device(str(config.launch.device))
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
-        model = make_model(config, device, strategy=strategy_alone(config), empty=True)
+        model = make_model(config, device, strategy=single_rank_strategy(config), empty=True)
         base, _ = pretrained_weights(config.model, folder, model.collectives)
         load_weights(first_weights(config.model, model.module, config.train.seed, base), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.commands.console import AsJson, out, say, show_json, show_table
+from fsdpctl.commands.printing import AsJson, out, say, show_json, show_table
 from fsdpctl.config.compose import default_config
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names

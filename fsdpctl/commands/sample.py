@@ -18,8 +18,8 @@ from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_ass
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.commands.checkpoint import found_checkpoint
-from fsdpctl.commands.console import emit, note, out
+from fsdpctl.commands.checkpoint import resolve_checkpoint
+from fsdpctl.commands.printing import emit, note, out
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.config.hub import cached_model
@@ -37,8 +37,8 @@ from fsdpctl.io.texts import printable
 from fsdpctl.models.decoder_check import attention_of
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.assets import end_tokens
-from fsdpctl.training.assemble import make_model, strategy_alone
-from fsdpctl.training.callbacks.sample import Sampling, generate
+from fsdpctl.training.assemble import make_model, single_rank_strategy
+from fsdpctl.training.callbacks.generation import Sampling, generate
 
 Weights = Annotated[
     Path,
@@ -69,7 +69,7 @@ def sample(  # noqa: PLR0913  # each is an option
     """
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = cached_model(source)
-    place = source if is_hugging_face(source) else found_checkpoint(source)
+    place = source if is_hugging_face(source) else resolve_checkpoint(source)
     note_adapters(source)
     if chat:
         _chat(place, [prompt] if prompt else _user_messages(), tokens, sampling)
@@ -106,7 +106,7 @@ class TextGenerator:
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
         """Load the model, to generate at most `count` tokens."""
-        config, weights, files = _opened(source)
+        config, weights, files = _open_model(source)
         # Compiling takes longer than it saves on a few tokens.
         changed = {"train.compile": False, "model.attention": attention_of(config.model)}
         self.config = as_kept(config.changed(changed))
@@ -120,10 +120,10 @@ class TextGenerator:
         self.tokenizer: Tokenizer = (
             ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
         )
-        self._sampling, self.ends = sampling, end_tokens(files, None, str(source))
+        self._sampling, self.end_tokens = sampling, end_tokens(files, None, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with doing(f"loading {source}"), self._in_memory():
-            strategy = strategy_alone(self.config)
+        with doing(f"loading {source}"), self._out_of_memory_as_error():
+            strategy = single_rank_strategy(self.config)
             self._model = make_model(self.config, self._device, strategy=strategy, empty=True)
             load_weights(weights, self._model)
 
@@ -132,19 +132,21 @@ class TextGenerator:
 
         A space at the beginning depends on the tokens `before`.
         """
-        with self._in_memory(), doing("generating"):
+        with self._out_of_memory_as_error(), doing("generating"):
             tokens = generate(
                 self._model,
                 prompt,
                 range(self._count),
                 context=self._context,
-                sampling=replace(self._sampling, ends=self.ends),
+                sampling=replace(self._sampling, end_tokens=self.end_tokens),
                 device=self._device,
             )
-            yield from self.tokenizer.pieces((x for x in tokens if x not in self.ends), before)
+            yield from self.tokenizer.pieces(
+                (x for x in tokens if x not in self.end_tokens), before
+            )
 
     @contextmanager
-    def _in_memory(self) -> Iterator[None]:
+    def _out_of_memory_as_error(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -170,7 +172,7 @@ def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling
     if not isinstance(tokenizer, FileTokenizer):
         raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
     if tokenizer.end is not None:
-        generator.ends = (*generator.ends, tokenizer.end)
+        generator.end_tokens = (*generator.end_tokens, tokenizer.end)
     for question in questions:
         _check_text(question)
         messages.append({"role": "user", "content": question})
@@ -186,7 +188,7 @@ def _check_text(prompt: str) -> None:
         raise UsageError("--prompt: not UTF-8") from None
 
 
-def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
+def _open_model(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
     if is_hugging_face(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)

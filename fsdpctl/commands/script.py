@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.commands.app import reported
-from fsdpctl.commands.console import note, plan, say
+from fsdpctl.commands.app import exit_on_error
+from fsdpctl.commands.printing import info, note, say
 from fsdpctl.errors import STOP_SIGNALS
 from fsdpctl.io.activity import DISPLAY, Talk, is_first
 
@@ -46,15 +46,15 @@ def train(
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with reported():
+        with exit_on_error():
             if is_first():
                 DISPLAY.start(sys.stderr, "fsdpctl.train")
-            from fsdpctl.launch.run import run_task
+            from fsdpctl.launch.run import train_task
             from fsdpctl.resolve.own import compose_task, make_task
 
             task = make_task(module, loss, data, val_data, collate_fn)
             composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
-            run_task(task, composed, given, Talk(say, partial(plan, show=note), plan))
+            train_task(task, composed, given, Talk(say, partial(info, show=note), info))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

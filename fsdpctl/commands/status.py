@@ -14,14 +14,14 @@ import typer
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
 from fsdpctl.checkpoint.manifest import Progress, read_manifest
-from fsdpctl.commands.console import AsJson, show_json, show_table
+from fsdpctl.commands.printing import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line, latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import StartRecord, read_records, read_settings
+from fsdpctl.run.environment import StartRecord, read_settings, read_start_records
 from fsdpctl.run.heartbeat import (
     FAILED,
     RUNNING,
@@ -43,7 +43,7 @@ _BRIEF = 100  # characters of a cause
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class CheckpointStatus:
     """The newest complete checkpoint."""
 
     path: str
@@ -66,7 +66,7 @@ class Status:
     loss: float | None
     tokens_per_second: float | None  # this and the next: median over recent steps
     samples_per_second: float | None  # in place of tokens, of a module of a script
-    checkpoint: Newest | None
+    checkpoint: CheckpointStatus | None
     warnings: list[str]
 
 
@@ -91,7 +91,7 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
     state = found.message
     if not state.startswith(found.state):
         state = f"{found.state}: {state}" if state else found.state
-    yield "state", _brief(state)
+    yield "state", _shorten(state)
     if len(state) > _BRIEF:
         yield "log", str(Path(found.run, LOGS))
     yield "step", _step_line(found)
@@ -109,7 +109,7 @@ def _rows(found: Status) -> Iterator[tuple[str, str]]:
         yield "warning", text
 
 
-def _brief(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return at most the first sentences, clauses or words of a text."""
     if len(text) <= _BRIEF:
         return text
@@ -129,10 +129,10 @@ def _step_line(found: Status) -> str:
 def read_status(run_dir: Path) -> Status:
     """Return the state of the run in `run_dir`; an error names a file that is corrupted."""
     total, patience = (_setting(run_dir, key) for key in (_STEPS, _PATIENCE))
-    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_records(run_dir)
-    newest, progress = _newest(run_dir, time.time())
+    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_start_records(run_dir)
+    newest, progress = _newest_checkpoint(run_dir, time.time())
     steps = [line for line in lines if line.is_step]
-    recent, last = _of_newest(steps, starts), steps[-1] if steps else None
+    recent, last = _of_newest_start(steps, starts), steps[-1] if steps else None
     step = max(last.step if last else 0, newest.step if newest else 0)
     validated = max((line.step for line in lines if isinstance(line.val_loss, float)), default=0)
     is_done = progress is not None and total is not None and progress.is_over(total, patience)
@@ -153,14 +153,16 @@ def read_status(run_dir: Path) -> Status:
         total_steps=total,
         eta_seconds=None if pace is None or total is None else pace * max(0, total - step),
         loss=last.loss if last and isinstance(last.loss, float) else None,
-        tokens_per_second=_recent([x.tokens_per_second for x in recent]),
-        samples_per_second=_recent([x.samples_per_second for x in recent]),
+        tokens_per_second=_median([x.tokens_per_second for x in recent]),
+        samples_per_second=_median([x.samples_per_second for x in recent]),
         checkpoint=newest,
         warnings=[*warnings, *passed_over(run_dir / CHECKPOINTS)],
     )
 
 
-def _of_newest(steps: Sequence[MetricsLine], starts: Sequence[StartRecord]) -> list[MetricsLine]:
+def _of_newest_start(
+    steps: Sequence[MetricsLine], starts: Sequence[StartRecord]
+) -> list[MetricsLine]:
     """Return the last steps of the newest start: those before may have had other ranks."""
     begun = next((each.step for each in reversed(starts) if each.step is not None), 0)
     return [line for line in steps[-_RECENT:] if line.step > begun]
@@ -171,7 +173,7 @@ def _lines(run_dir: Path) -> list[MetricsLine]:
     return [*read_metrics(path, last_bytes=_METRICS_BYTES)] if os.path.lexists(path) else []
 
 
-def _recent(values: Sequence[float | None]) -> float | None:
+def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -217,7 +219,9 @@ def _first_error(run_dir: Path) -> str:
     return min(found)[1] if found else ""
 
 
-def _newest(run_dir: Path, now: float) -> tuple[Newest, Progress] | tuple[None, None]:
+def _newest_checkpoint(
+    run_dir: Path, now: float
+) -> tuple[CheckpointStatus, Progress] | tuple[None, None]:
     found = complete_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         return None, None
@@ -228,5 +232,5 @@ def _newest(run_dir: Path, now: float) -> tuple[Newest, Progress] | tuple[None, 
     wrong = next((n for n, x, size in files if not x.is_file() or x.stat().st_size != size), "")
     problem = f"{wrong}: missing or of the wrong size" if wrong else ""
     age = max(0.0, now - (folder / MANIFEST).stat().st_mtime)
-    newest = Newest(str(folder), step_of(folder), age, sum(sizes.values()), problem)
+    newest = CheckpointStatus(str(folder), step_of(folder), age, sum(sizes.values()), problem)
     return newest, replace(manifest.progress, step=newest.step)

@@ -16,39 +16,39 @@ from fsdpctl.commands.config_args import (
     RanksPerNode,
     Recipe,
     Settings,
-    normalized,
+    normalize,
     note_changes,
     recipe_text,
 )
-from fsdpctl.commands.console import emit, fail, note, out, plan, say, show_panel
-from fsdpctl.commands.convert import converted, lines_about, words_beside
+from fsdpctl.commands.convert import cli_settings, convert_files, describe_omissions
+from fsdpctl.commands.early_checks import check_paths
+from fsdpctl.commands.printing import emit, info, note, out, print_error, say, show_panel
 from fsdpctl.config.auto import Selection, left_open, selected, unset
 from fsdpctl.config.compose import Composed, First, compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import (
-    FINAL,
-    LOST,
+    NO_RESTART,
+    REMOVED_DURING_RUN,
     ExitCode,
     FsdpctlError,
     SignalError,
     StoppedError,
     UsageError,
-    first_of,
+    shorten_list,
 )
 from fsdpctl.io.activity import Talk, is_first
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.io.texts import format_bytes
-from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, Outcome
-from fsdpctl.launch.paths import check_paths
-from fsdpctl.launch.run import run
+from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, RoundOutcome
+from fsdpctl.launch.run import train_on_node
 from fsdpctl.run.heartbeat import record_cause
 
 if TYPE_CHECKING:
     from fsdpctl.resolve.prepare import Prepared
-    from fsdpctl.run.directory import Look
+    from fsdpctl.run.directory import RunDirState
 
 TOO_EARLY = "stopped before there was anything to save"
-AGAIN = "run the same command to resume from the last checkpoint"
+RESUME_HINT = "run the same command to resume from the last checkpoint"
 _LAST_LINES = 12
 
 
@@ -80,8 +80,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, or resume a run."""
-    asked = normalized(settings, recipe, nproc_per_node)
-    first = None if print_config else partial(_begin, resume)
+    asked = normalize(settings, recipe, nproc_per_node)
+    first = None if print_config else partial(_check_early, resume)
     composed = _composed(asked, source or [], first)
     if print_config:
         _print_config(composed, resume)
@@ -99,25 +99,25 @@ def _composed(asked: ConfigArguments, files: list[Path], first: First | None) ->
     """Compose the configuration, of other tools' files if given; quietly without `first`."""
     if not files:
         return compose_config(asked.settings, asked.recipe, first=first, of_run=True)
-    source, words = files[0], words_beside(files[0], asked)
-    recipe = converted(files, words)
+    source, words = files[0], cli_settings(files[0], asked)
+    recipe = convert_files(files, words)
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
     names = " and ".join(each.name for each in files)
-    note(*(f"{names}: {line}" for line in lines_about(recipe) if first))
+    note(*(f"{names}: {line}" for line in describe_omissions(recipe) if first))
     return compose_config(words, str(source), converted=recipe.words, first=first, of_run=True)
 
 
-def _begin(resume: str, config: Config, recipe: str | None) -> None:
+def _check_early(resume: str, config: Config, recipe: str | None) -> None:
     """Check what needs no torch, whose import takes seconds, and print what follows."""
     check_paths(config, recipe, resume)
     if is_first() and not config.launch.node_rank:
-        plan("opening the model and the data")
+        info("opening the model and the data")
 
 
 def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
-        found = run(composed, settings, resume, Talk(say, partial(plan, show=note), plan))
+        found = train_on_node(composed, settings, resume, Talk(say, partial(info, show=note), info))
         if found is not None:
             report_exit(*found)
     except SignalError as error:
@@ -134,42 +134,48 @@ def _print_config(composed: Composed, resume: str) -> None:
     config, names = composed.config, left_open(composed.config)
     if names:
         from fsdpctl.estimate.estimator import Estimator
-        from fsdpctl.launch.begin import decide_run
+        from fsdpctl.estimate.search import resolve_auto_of_run
 
-        plan, _, lines = decide_run(_opened(composed, resume)[1], Estimator(), note)
+        state = _open(composed, resume)[1]
+        plan, _, lines = resolve_auto_of_run(
+            Estimator(), state.config, state.stored_config, state.stored_config_location, note
+        )
         note(*lines)
         config = selected(config, Selection.of(plan.config))
     emit(recipe_text(config, unset(composed.config)))
 
 
-def _opened(composed: Composed, resume: str) -> "tuple[Prepared, Look]":
+def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
     from fsdpctl.resolve.place import on_this_machine, role_of_dry_run
     from fsdpctl.resolve.prepare import prepare
-    from fsdpctl.run.directory import look
+    from fsdpctl.run.directory import inspect_run_dir
 
     if (role := role_of_dry_run(composed)).is_here:
         composed = on_this_machine(composed)
         role = replace(role, launch=composed.config.launch)
     opened = prepare(composed, role, resume=resume)
-    return opened, look(opened.config, resume)
+    return opened, inspect_run_dir(opened.config, resume)
 
 
 def _dry_run(composed: Composed, resume: str) -> None:
-    opened, seen = _opened(composed, resume)
+    opened, seen = _open(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.begin import check_dry, check_fits, decide_run, is_finished
-    from fsdpctl.launch.run_lines import describe_run
+    from fsdpctl.estimate.search import resolve_auto_of_run
+    from fsdpctl.launch.prepare_run import check_dry_run, check_fits, is_finished
+    from fsdpctl.launch.run_summary import describe_run
 
     estimator = Estimator()
-    plan, estimate, lines = decide_run(seen, estimator, note)
+    plan, estimate, lines = resolve_auto_of_run(
+        estimator, seen.config, seen.stored_config, seen.stored_config_location, note
+    )
     say(*lines, *describe_run(opened, plan, seen, estimate))
     _show_samples(opened)
     _check_large_token_files(opened)
     check_fits(estimate, estimator, say)
     if is_finished(seen, say):
         return
-    unread = check_dry(opened, seen)
+    unread = check_dry_run(opened, seen)
     would, launch = "it would run", plan.config.launch
     if launch.name != "local":
         would += f" within a job of launch={launch.name}"
@@ -206,33 +212,33 @@ def _check_large_token_files(opened: "Prepared") -> None:
             check_tokens(file, opened.config.model.vocab_size)
 
 
-def report_exit(outcome: Outcome, run_dir: Path) -> None:
+def report_exit(outcome: RoundOutcome, run_dir: Path) -> None:
     """Print how the training ended, and exit with the code for it."""
     cause = outcome.cause
     is_interrupt = outcome.stop_signal == signal.SIGINT
     stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
     if outcome.was_stopped_at_start:
-        _end(TOO_EARLY, stopped)
+        _exit_with(TOO_EARLY, stopped)
     if not outcome.has_failed:
-        say(f"done: {run_dir}", _next(run_dir))
+        say(f"done: {run_dir}", _next_commands(run_dir))
         return
     if cause is not None and not outcome.hang:
         if cause.exit_code == ExitCode.STOPPED:
-            _end(f"{cause.message}; run the same command to resume", stopped)
-        if cause.exit_code in FINAL:
-            _end(cause.message, cause.exit_code)
+            _exit_with(f"{cause.message}; run the same command to resume", stopped)
+        if cause.exit_code in NO_RESTART:
+            _exit_with(cause.message, cause.exit_code)
         if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
-            _end(f"killed; {AGAIN}", stopped)
+            _exit_with(f"killed; {RESUME_HINT}", stopped)
     _show_failure(cause, run_dir, outcome)
     raise typer.Exit(ExitCode.FAILED)
 
 
-def _end(message: str, code: int) -> NoReturn:
-    fail(message)
+def _exit_with(message: str, code: int) -> NoReturn:
+    print_error(message)
     raise typer.Exit(code)
 
 
-def _next(run_dir: Path) -> str:
+def _next_commands(run_dir: Path) -> str:
     from fsdpctl.checkpoint.folders import newest_checkpoint
     from fsdpctl.run.directory import best_checkpoint, read_config
 
@@ -248,25 +254,27 @@ def _next(run_dir: Path) -> str:
     return f"next: fsdpctl sample {run}{chat}, or {folder}"
 
 
-def _show_failure(cause: Failure | None, run_dir: Path, outcome: Outcome) -> None:
+def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -> None:
     record_cause(run_dir, outcome.reason)
-    if cause is not None and not outcome.lost and not outcome.hang:
+    if cause is not None and not outcome.lost_nodes and not outcome.hang:
         title = f"rank {cause.rank} on {cause.host} failed"
-        if cause.waited_in_vain:
+        if cause.timed_out_waiting:
             title = "ranks timed out waiting for others"
-        silent = first_of(list(map(str, outcome.silent)))
+        silent = shorten_list(list(map(str, outcome.unreachable_nodes)))
         lines = [f"detail node {silent} is unreachable too"] if silent else []
-        show_panel(title, [f"cause  {cause.cause}", *lines, *_about(cause, run_dir)])
+        show_panel(
+            title, [f"cause  {cause.description}", *lines, *_failure_details(cause, run_dir)]
+        )
         return
-    title, why = "ranks hang" if outcome.hang else outcome.stopped, outcome.reason
-    if outcome.lost:
-        title = f"{outcome.lost}; {outcome.stopped}"
+    title, why = "ranks hang" if outcome.hang else outcome.stopped_ranks, outcome.reason
+    if outcome.lost_nodes:
+        title = f"{outcome.lost_nodes}; {outcome.stopped_ranks}"
         why = outcome.hang or "a launcher was killed, or a host is down or disconnected"
     logs = f"{run_dir / 'logs'}/rank-*.log (stack of each rank)"
-    show_panel(title, [f"cause  {why}", f"hint   {AGAIN}", f"log    {logs}"])
+    show_panel(title, [f"cause  {why}", f"hint   {RESUME_HINT}", f"log    {logs}"])
 
 
-def _about(cause: Failure, run_dir: Path) -> list[str]:
+def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
     if cause.was_killed and log.is_file():  # else the cause is its message
         lines += ["", *log.read_text(errors="replace").splitlines()[-_LAST_LINES:], ""]
@@ -274,7 +282,7 @@ def _about(cause: Failure, run_dir: Path) -> list[str]:
     if cause.exit_code == -signal.SIGKILL or lacked_memory:
         lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
     log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
-    if LOST in cause.message and not (run_dir / "config.yaml").is_file():
+    if REMOVED_DURING_RUN in cause.message and not (run_dir / "config.yaml").is_file():
         return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
     return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
 
@@ -283,7 +291,7 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.launch.begin import change_lines
+    from fsdpctl.estimate.summary import describe_changes
     from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
 
@@ -293,7 +301,7 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or not found.fits
-    changes = change_lines(advice(estimator, found.plan, more_ranks=False)) if lacks else []
+    changes = describe_changes(advice(estimator, found.plan, more_ranks=False)) if lacks else []
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"reserved; {format_bytes(found.memory_bytes)} available per rank",
@@ -304,16 +312,16 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
 
 def _hint(cause: Failure) -> str:
     if cause.out_of_memory:
-        return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
+        return f"use fewer ranks per node, or a smaller micro-batch; {RESUME_HINT}"
     if cause.exit_code == -signal.SIGKILL:
         few = "use fewer ranks per node, or a smaller micro-batch"
-        return f"often the kernel, out of memory: {few}; {AGAIN}"
+        return f"often the kernel, out of memory: {few}; {RESUME_HINT}"
     if "could not be written" in cause.message:
-        return f"free disk space, or set another train.run_dir; {AGAIN}"
-    if cause.cause.startswith(COMPILE_FAILED):
+        return f"free disk space, or set another train.run_dir; {RESUME_HINT}"
+    if cause.description.startswith(COMPILE_FAILED):
         return "set another compiler in CXX, or train.compile=false"
     if "out of memory" in cause.message.lower():
         return "use more ranks: each holds a smaller shard of the model"
     if "timed out" in cause.message.lower():
-        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
-    return AGAIN
+        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {RESUME_HINT}"
+    return RESUME_HINT

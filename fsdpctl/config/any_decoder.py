@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
@@ -161,7 +161,7 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     family, version = str(content.get("model_type")), transformers.__version__
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in known:
-        hint = nearest(family, list(known))
+        hint = did_you_mean(family, list(known))
         own = ", and fsdpctl runs no code from model directories" if own_code else ""
         problem = f"model_type {family}: not a causal decoder of transformers {version}{own}{hint}"
         raise UsageError(f"{where}: {problem}")
@@ -243,7 +243,7 @@ def _check_about(content: Mapping[str, Any], where: str) -> None:
         value = content.get(name)
         text = str(value).lower().removeprefix("torch.")
         if text not in (*known, "none") and not isinstance(value, Mapping):
-            expected = f"{', '.join(known)}{nearest(text, known)}"
+            expected = f"{', '.join(known)}{did_you_mean(text, known)}"
             raise UsageError(f"{where}: {name} {_shown(value)}: expected {expected}")
 
 

@@ -33,7 +33,7 @@ from fsdpctl.config.serialize import to_config
 from fsdpctl.config.short_words import RANKS, expanded, is_hub_name, names_model, with_own_strategy
 from fsdpctl.config.source_config import NO_TOML
 from fsdpctl.config.synonyms import hint
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 TRAIN_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
@@ -234,7 +234,7 @@ def _split(word: str) -> Pair:
         return "model", word
     if is_hub_name(word):
         way = f"if it is on the Hub, set model={word}"
-        raise UsageError(f"{word}: unknown model{nearest(word, hub_models())}; {way}")
+        raise UsageError(f"{word}: unknown model{did_you_mean(word, hub_models())}; {way}")
     raise UsageError(f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.sources import DataSource
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.files import check_inside, nearest_path
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
@@ -93,7 +93,7 @@ class DataFiles:
         text = f"{used:,} file{'' if used == 1 else 's'}" + f" of {total:,}" * (used != total)
         if validates and self.validation:
             text += f", {len(self.validation):,} of them to validate"
-        return f"{text}; left out: {first_of(others)}" if others else text
+        return f"{text}; left out: {shorten_list(others)}" if others else text
 
 
 def data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
@@ -275,7 +275,7 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
     steps = [
         f"; {x.name}: {why}" for x in kinds[_OTHER] if (why := _OTHER_FORMATS.get(x.suffix.lower()))
     ]
-    more = f", got {first_of(got)}" * bool(got) + "".join(steps[:1])
+    more = f", got {shorten_list(got)}" * bool(got) + "".join(steps[:1])
     raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
 
 
@@ -312,7 +312,7 @@ def _parts_of(
         found, rest = groups[TRAIN] or groups[""], groups[VALIDATION]
         verb = "train"
     if not found:
-        names = first_of([each.name for group in named for each in group])
+        names = shorten_list([each.name for group in named for each in group])
         raise UsageError(f"{where}: no files to {verb} on, but {names}; name those to read")
     return found, rest
 
@@ -332,4 +332,4 @@ def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> 
     if len(found) > 1:
         names = sorted(each or "." for each in found)
         way = "name the directory or the files of one of them"
-        raise UsageError(f"{where}: several sets to train on, {first_of(names)}; {way}")
+        raise UsageError(f"{where}: several sets to train on, {shorten_list(names)}; {way}")

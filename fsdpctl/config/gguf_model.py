@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import EMBEDDING, OWN_CONFIG, GgufHeader, is_gguf, read_header
 from fsdpctl.io.untrusted import parse_json
 
@@ -72,7 +72,7 @@ def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     header = read_header(path)
     kind = header.architecture
     if kind not in _FAMILIES:
-        known = f"{nearest(kind, list(_FAMILIES))}; expected {', '.join(_FAMILIES)}"
+        known = f"{did_you_mean(kind, list(_FAMILIES))}; expected {', '.join(_FAMILIES)}"
         raise UsageError(f"{path}: architecture {kind}: not supported{known}")
     if problem := _problem(header):
         raise UsageError(f"{path}: {problem}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.texts import refuse_secret
 
 AUTO, NONE = "auto", "none"
@@ -89,7 +89,7 @@ class Key:
         if self.read is not None:
             return self.read(text)
         if self.choices and text not in self.choices:
-            raise self._error(text, nearest(text, self.choices))
+            raise self._error(text, did_you_mean(text, self.choices))
         if not text:
             what = "a path" if self.is_path else "text"
             raise UsageError(f"{self.name}=: empty; expected {what}")

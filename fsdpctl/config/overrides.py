@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpctl.config.any_decoder import canonical, known_names, read_configuration
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.untrusted import parse_json
 
 OVERRIDES = "model.overrides"
@@ -81,7 +81,7 @@ def _merged(
     found = dict(content)
     for name, value in changes.items():
         if known and name not in known:
-            raise UsageError(f"{place}.{name}: no such key{nearest(name, [*known])}")
+            raise UsageError(f"{place}.{name}: no such key{did_you_mean(name, [*known])}")
         if isinstance(value, dict):
             here = content.get(name)
             here = here if isinstance(here, dict) else {}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import fsdpctl
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES
 from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
-from fsdpctl.errors import UsageError, first_of, nearest
+from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.files import nearest_path, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
@@ -102,7 +102,7 @@ def find_recipe(name: str) -> Path:
     if path.suffix:
         raise UsageError(f"{name}: no such file{nearest_path(name)}")
     names = recipe_names()
-    problem = f"no such recipe or file{nearest(name, names)} ({', '.join(names)})"
+    problem = f"no such recipe or file{did_you_mean(name, names)} ({', '.join(names)})"
     raise UsageError(f"--recipe {name}: {problem}")
 
 
@@ -117,7 +117,7 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
         unknown = [each.key for each in source.peek() if each.key not in (*KEYS, *GROUPS)]
         raise UsageError(
             f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
-            f"convert`; a recipe has fsdpctl's names instead of {first_of(unknown)}"
+            f"convert`; a recipe has fsdpctl's names instead of {shorten_list(unknown)}"
         )
     return list(_flatten(path, "", content))
 
@@ -133,7 +133,9 @@ def without_missing(
     kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]
     for name, text in kept:
         if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_OF_JSON)):
-            known = KEYS[name].expected if name in KEYS else first_of(choices_of(name)) or "a value"
+            known = (
+                KEYS[name].expected if name in KEYS else shorten_list(choices_of(name)) or "a value"
+            )
             why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {known}"
             raise UsageError(f"{path}: {name} is missing{why}")
     return kept

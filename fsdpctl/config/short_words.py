@@ -9,7 +9,7 @@ from fsdpctl.config.data_files import option_of_data
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.sources import sources_in
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
@@ -28,7 +28,7 @@ def names_model(word: str) -> bool:
     """Return whether a word without a key is a model: its name on the Hub, directory or file."""
     name, path = word.partition("@")[0], Path(word).expanduser()
     if is_hub_name(word):  # another one than a similar name's, or a typo
-        return name in hub_models() or not nearest(name, hub_models())
+        return name in hub_models() or not did_you_mean(name, hub_models())
     return is_gguf(path) or (path / "config.json").is_file()
 
 

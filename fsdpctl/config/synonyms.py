@@ -6,7 +6,7 @@ LLaMA-Factory and DeepSpeed.
 
 import re
 
-from fsdpctl.errors import nearest
+from fsdpctl.errors import did_you_mean
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
 
@@ -306,4 +306,4 @@ def _similar(word: str, known: list[str]) -> str:
     if same_end:
         return f"; did you mean {same_end[0]}?"
     section = [name for name in known if name.startswith(f"{word.partition('.')[0]}.")]
-    return (nearest(word, section) if "." in word else "") or nearest(word, known)
+    return (did_you_mean(word, section) if "." in word else "") or did_you_mean(word, known)

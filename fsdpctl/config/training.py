@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fsdpctl.config.keys import NONE, auto_key, key, optional_key
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # packages, and extras of fsdpctl
 MOST_SAMPLES = 1 << 20  # per step
@@ -156,6 +156,6 @@ def _trackers(text: str) -> str:
         return NONE
     for name in names:
         if name not in TRACKERS:
-            expected = f"none, or a list of {', '.join(TRACKERS)}{nearest(name, TRACKERS)}"
+            expected = f"none, or a list of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
             raise UsageError(f"log.trackers={text}: expected {expected}")
     return ",".join(dict.fromkeys(names))

@@ -20,7 +20,7 @@ from fsdpctl.chats.values import counted, listed
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.tokenizer import CONTEXT, TextPiece
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, refusing
 from fsdpctl.io.untrusted import MIB
@@ -86,7 +86,7 @@ def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], Passe
 def left_out(skipped: Sequence[str]) -> str:
     """Describe which files were skipped, as the end of a sentence; empty if none were."""
     files = "file" if len(skipped) == 1 else "files"
-    return f", {len(skipped)} {files} skipped: {first_of(skipped, 2)}" if skipped else ""
+    return f", {len(skipped)} {files} skipped: {shorten_list(skipped, 2)}" if skipped else ""
 
 
 def standard_library() -> list[bytes]:

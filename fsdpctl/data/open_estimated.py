@@ -28,7 +28,7 @@ from fsdpctl.data.open_text import OWN, has_read_text, open_text
 from fsdpctl.data.packing import DocumentSet, Flags, Packing
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import open_regular
 from fsdpctl.io.stores import is_remote
@@ -175,7 +175,7 @@ def _estimate(
 ) -> Estimated:
     samples = [x for each in pieces for x in each.samples]
     if not samples:
-        where = first_of([*map(str, found.train)])
+        where = shorten_list([*map(str, found.train)])
         raise UsageError(f"{key}: {where}: nothing to train on at {PLACES} places")
     places = np.arange(len(pieces)) * PLACES // len(pieces)
     read = np.bincount(places, [each.size for each in pieces])

@@ -15,7 +15,7 @@ from fsdpctl.data.find_data import find_data
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_cache import name_of, read_cache, write_cache
 from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import doing
 from fsdpctl.io.texts import batches
 from fsdpctl.io.untrusted import MIB, Count, as_type
@@ -121,7 +121,7 @@ def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) 
     held = list[bytes]()
     if config.takes_validation and found.validation:
         of_val = DataFiles(found.option, found.validation)
-        held, more = read_text(of_val, key, first_of([*map(str, of_val.train)]))
+        held, more = read_text(of_val, key, shorten_list([*map(str, of_val.train)]))
         passed.skipped += more.skipped
     return _encoded(tokenizer, config, texts, held, passed.skipped, passed.notes())
 

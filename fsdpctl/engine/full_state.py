@@ -12,7 +12,7 @@ from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.errors import EngineError, nearest
+from fsdpctl.errors import EngineError, did_you_mean
 from fsdpctl.models.describe import all_named_parameters
 
 
@@ -88,7 +88,7 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
     buffers = persistent_buffers(module)
     for name in state:
         if name not in names and name not in buffers:
-            raise EngineError(f"load_state_dict: unknown {name}{nearest(name, names)}")
+            raise EngineError(f"load_state_dict: unknown {name}{did_you_mean(name, names)}")
     values = {names[name]: value for name, value in state.items() if name in names}
     shards = [buffer.shard for buffer in runtime.buffers]
     # Everything is checked before anything is written, on every rank.

@@ -18,7 +18,7 @@ from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.rank_checks import GradPresence, check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
-from fsdpctl.errors import EngineError, ModuleError, nearest
+from fsdpctl.errors import EngineError, ModuleError, did_you_mean
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.strategy import Strategy
 
@@ -297,7 +297,7 @@ class GradAccumulator:
         if steps < 1:
             raise EngineError(f"GradAccumulator: steps={steps}: expected at least 1")
         if reduce not in _REDUCE:
-            problem = f"reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, last"
+            problem = f"reduce={reduce!r}{did_you_mean(reduce, _REDUCE)}: expected every, last"
             raise EngineError(f"GradAccumulator: {problem}")
         self.model, self.steps = model, steps
         self.ready = False  # the window is complete and its gradient is reduced

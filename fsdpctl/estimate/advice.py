@@ -75,7 +75,7 @@ class _Search:
     def _recomputed(self) -> Iterator[Change]:
         """Yield the recomputation that is predicted to be fastest of those that suffice."""
         with suppress(UsageError):
-            asked = opened(self._plan.asked, [RECOMPUTATION])
+            asked = opened(self._plan.requested, [RECOMPUTATION])
             for each in choose(self._estimator, asked, complete=False).ranked[:1]:
                 values = c.recomputed(self._plan, each.selection.recomputation)
                 yield Change(values, "blocks are recomputed", c.changed(self._plan, values))

@@ -72,7 +72,7 @@ class Knob:
 
 def changed(plan: RunPlan, values: Values) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
-    config = plan.asked.changed(values)
+    config = plan.requested.changed(values)
     if config.is_auto(_KERNEL) and config.model.attention not in (None, THEIRS):  # by the dtype
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
         config = filled(config.changed({_KERNEL: None}), Stage.DECODER, Facts(is_here))
@@ -90,7 +90,7 @@ def _when(applies: bool, **values: Any) -> list[Values]:
 
 def _passes_as_needed(plan: RunPlan) -> dict[str, Any]:
     """Return the setting that resets the number of passes, if it was set."""
-    return {} if plan.asked.accumulation.steps is None else {"accumulation.steps": None}
+    return {} if plan.requested.accumulation.steps is None else {"accumulation.steps": None}
 
 
 def _chunked(plan: RunPlan) -> list[Values]:
@@ -113,7 +113,9 @@ def _fully_sharded(plan: RunPlan) -> list[Values]:
     row = get_strategy(config.strategy.name)
     if row.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
         return []
-    sizes = {} if plan.asked.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
+    sizes = (
+        {} if plan.requested.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
+    )
     engine = {"engine": FSDPCTL} if config.engine.name == DDP else {}
     return [{"strategy": "full_shard", **sizes, **engine}]
 
@@ -138,7 +140,9 @@ def _shared_samples(plan: RunPlan) -> Iterator[Values]:
     for count in range(2 * train.context_parallel, each + 1):
         if each % count == 0 and config.model.num_heads % count == 0:
             values = {"train.context_parallel": count, **_passes_as_needed(plan)}
-            if plan.asked.train.micro_batch_size is None:  # a group has more samples than a rank
+            if (
+                plan.requested.train.micro_batch_size is None
+            ):  # a group has more samples than a rank
                 values["train.micro_batch_size"] = plan.batches.micro_batch_size
             yield values
 
@@ -146,7 +150,7 @@ def _shared_samples(plan: RunPlan) -> Iterator[Values]:
 def _feed_forward_in_chunks(plan: RunPlan) -> list[Values]:
     train = plan.config.train
     is_long = train.seq_len >= LONG * train.context_parallel
-    is_whole = plan.asked.train.mlp_chunk_tokens == 0
+    is_whole = plan.requested.train.mlp_chunk_tokens == 0
     return _when(is_long and is_whole, train__mlp_chunk_tokens=None)
 
 
@@ -214,7 +218,7 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
             values["train.global_batch_size"] = groups
             effect += f", {groups} samples per step"
         share = -(-max(train.global_batch_size, groups) // groups)
-        given = plan.asked.train.micro_batch_size
+        given = plan.requested.train.micro_batch_size
         if given is not None and given > share:
             values["train.micro_batch_size"] = share
         with suppress(UsageError):

@@ -60,7 +60,7 @@ def _valued(plan: RunPlan, what: str, value: int) -> Filled:
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.num_groups
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
-    return plan.asked.changed(values)
+    return plan.requested.changed(values)
 
 
 def largest_that_fits(

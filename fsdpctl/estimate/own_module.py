@@ -12,7 +12,7 @@ from fsdpctl.config.placement import OURS, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import requested_strategy, units_of
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.estimate.planned_steps import (
     REPEATING,
     first_place,
@@ -151,7 +151,7 @@ def _check(assumed: Assumed, world_size: int) -> None:
         value = getattr(assumed, name)
         if value not in choices:
             known = ", ".join(choices)
-            raise UsageError(f"{name}={value}: expected {known}{nearest(str(value), choices)}")
+            raise UsageError(f"{name}={value}: expected {known}{did_you_mean(str(value), choices)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,21 +15,24 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from fsdpctl.config.auto import left_open, opened, plain, unset
+from fsdpctl.config.auto import Selection, kept_names, left_open, opened, plain, unset
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import Filled
+from fsdpctl.config.schema import Config, Filled
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint, differs_here
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.io.activity import doing
 from fsdpctl.resolve.place import supported_strategies
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.settle import RunPlan, settle
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
 _GUESSES = 4  # of a recomputation, before bisection
+# A resumed run selects again if one of these settings has changed.
+_SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "cluster.memory")
 _SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 
 
@@ -80,6 +83,36 @@ def decide(estimator: Estimator, placed: Filled) -> tuple[RunEstimate, Ranking |
     if not more.ranked and more.estimate.margin <= usual.margin:
         return usual, ranking
     return more.estimate, more
+
+
+def resolve_auto_of_run(
+    estimator: Estimator,
+    config: Filled,
+    stored: Config | None,
+    location: object,
+    note: Callable[[str], None],
+) -> tuple[RunPlan, RunEstimate, tuple[str, ...]]:
+    """Select what is `auto` for the ranks of a run; a resumed run keeps its selection.
+
+    `stored` is the configuration that a resumed run has stored in the file `location`. Returns the
+    plan, its estimate, and lines that explain the selection.
+    """
+    names: tuple[str, ...] = ()
+    if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
+        names = kept_names(config, stored)
+    if stored is not None and names:
+        selection = Selection.of(stored)
+        plan = settle(opened(config, names), selection)
+        line = f"{'auto':<8}{selection.text(names)}, as in {location}"
+        return plan, estimator.estimate(plan), (line,)
+    if left_open(config):
+        note("selecting the fastest configuration that fits")
+    _, ranking = decide(estimator, config)
+    if ranking is None:
+        plan = settle(config)
+        return plan, estimator.estimate(plan), ()
+    plan = settle(opened(config, ranking.names), ranking.selection)
+    return plan, estimator.estimate(plan), (*describe_ranking(ranking),)
 
 
 def roomiest(estimator: Estimator, placed: Filled, names: Collection[str]) -> RunEstimate:

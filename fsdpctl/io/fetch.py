@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from fsdpctl.errors import NO_ROOM, UsageError
+from fsdpctl.errors import DISK_FULL, UsageError
 from fsdpctl.io.activity import BYTES, DISPLAY, Advance, doing
 from fsdpctl.io.files import open_own, read_text_file
 from fsdpctl.io.hub_answers import (
@@ -182,7 +182,7 @@ class Repository:
     def _reason(self, error: BaseException) -> str:
         from huggingface_hub import errors
 
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             return f"no space left in {hub_cache()}; set HF_HOME to a directory with more"
         chain = [error]
         while (cause := chain[-1].__cause__) is not None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError, nearest
+from fsdpctl.errors import DISK_FULL, FsdpctlError, UsageError, did_you_mean
 from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 
 _MOST_NAMED = 5  # runs
@@ -32,7 +32,7 @@ def nearest_path(path: str) -> str:
     """Return `; did you mean X?` for the file or directory whose name is closest, or no text."""
     above, name = os.path.split(path)
     try:
-        hint = nearest(name, sorted(each for each in os.listdir(above or ".") if each != name))
+        hint = did_you_mean(name, sorted(each for each in os.listdir(above or ".") if each != name))
     except OSError:
         return ""
     return hint.replace("mean ", f"mean {above.rstrip('/')}/", 1) if above else hint
@@ -197,7 +197,7 @@ def refusing(
     try:
         yield
     except OSError as error:
-        kind = full if full and error.errno in NO_ROOM else refusal
+        kind = full if full and error.errno in DISK_FULL else refusal
         raise kind(f"{where}: {error.strerror or error}") from None
 
 
@@ -226,7 +226,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
         scratch.replace(path)
     except OSError as error:
-        if error.errno in NO_ROOM:  # a failed write doesn't know its file
+        if error.errno in DISK_FULL:  # a failed write doesn't know its file
             error.filename = str(path)
         raise
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import UsageError, first_of, nearest
+from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.activity import doing
 from fsdpctl.io.fetch import Repository, host_of_hub, is_offline
 from fsdpctl.io.hub_answers import PATIENCE, checked_answers
@@ -50,9 +50,9 @@ class UploadTarget:
             user = api.whoami()
             owners = [str(x["name"]) for x in (user, *user.get("orgs", ())) if x.get("name")]
             if owner not in owners:
-                hint = nearest(owner, owners)
+                hint = did_you_mean(owner, owners)
                 raise UsageError(
-                    f"{self.url}: the token is of {first_of(owners)}, not of {owner}{hint}"
+                    f"{self.url}: the token is of {shorten_list(owners)}, not of {owner}{hint}"
                 )
             if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
                 raise UsageError(f"{self.url}: the token may only read; create one that may write")

@@ -21,8 +21,8 @@ from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_PATIENCE = timedelta(seconds=60)
-_MOMENT = 0.5  # seconds
+_STORE_TIMEOUT = timedelta(seconds=60)
+_RETRY_SECONDS = 0.5  # seconds
 _ANSWER_SECONDS = 30.0  # a server that runs answers at once
 _BACKOFF_SECONDS = 4.0  # between the last trials of torch's client
 
@@ -38,7 +38,7 @@ def _addresses() -> dict[str, list[str]]:
     }
 
 
-def _is_6(address: str) -> bool:
+def _is_ipv6(address: str) -> bool:
     return ":" in address
 
 
@@ -51,7 +51,7 @@ def loopback() -> str:
     return LOOPBACK if interface_of(LOOPBACK) or not interface_of("::1") else "::1"
 
 
-def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
+def resolve_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
     """Return the address and the port of `host:port`, which other nodes reach if `for_others`.
 
     Of a name with addresses of both families, it is that of IPv4, unless this machine has none.
@@ -60,16 +60,19 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
     where = f"launch.rdzv_endpoint={endpoint}"
     host, port = host_and_port(endpoint)
     try:
-        found = [_text(each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        found = [
+            _format_address(each[4])
+            for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{where}: {host}: {getattr(error, 'strerror', error)}") from None
     every = (ip_address(address) for each in _addresses().values() for address in each)
     own = [str(each) for each in every if not (each.is_loopback or each.is_link_local)]
-    only_6 = bool(own) and all(map(_is_6, own))
-    address = min(found, key=lambda each: _is_6(each) != only_6)
+    only_6 = bool(own) and all(map(_is_ipv6, own))
+    address = min(found, key=lambda each: _is_ipv6(each) != only_6)
     if for_others and ip_address(address).is_loopback and host not in (address, "localhost"):
         # Debian, for example, maps a host's own name to 127.0.1.1.
-        own = [each for each in own if _is_6(each) == _is_6(address)] or own
+        own = [each for each in own if _is_ipv6(each) == _is_ipv6(address)] or own
         if len(own) > 1:
             way = f"expected an address that other nodes reach: {', '.join(sorted(own))}"
             raise UsageError(f"{where}: {host} is a loopback address on this machine; {way}")
@@ -77,71 +80,75 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
     return address, port
 
 
-def _place(address: str, port: int) -> tuple[Any, ...]:
+def _socket_address(address: str, port: int) -> tuple[Any, ...]:
     return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
 
 
-def _text(place: tuple[Any, ...]) -> str:
+def _format_address(place: tuple[Any, ...]) -> str:
     """Return an address of the socket module, with its zone: fe80::1%eth0."""
     address, scope = str(place[0]).partition("%")[0], place[3] if len(place) > 3 else 0
     return f"{address}%{socket.if_indextoname(scope)}" if scope else address
 
 
-def own_address(towards: str, interface: str | None) -> tuple[str, str]:
+def local_address(towards: str, interface: str | None) -> tuple[str, str]:
     """Return this machine's address as another node sees it, and its interface.
 
     No packet is sent. `interface`: the one to use; None: the system's default. UsageError if there
     is no such interface, or no route.
     """
     if interface is not None:
-        kind = _is_6(towards)
-        addresses = {name: [x for x in y if _is_6(x) == kind] for name, y in _addresses().items()}
+        family = _is_ipv6(towards)
+        addresses = {
+            name: [each for each in of_interface if _is_ipv6(each) == family]
+            for name, of_interface in _addresses().items()
+        }
         if not addresses.get(interface):
+            known = ", ".join(sorted(filter(addresses.get, addresses)))
             raise UsageError(
-                f"launch.interface={interface}: no {'IPv6' if _is_6(towards) else 'IPv4'} address "
-                f"found; expected one of {', '.join(sorted(filter(addresses.get, addresses)))}"
+                f"launch.interface={interface}: no {'IPv6' if family else 'IPv4'} address found; "
+                f"expected one of {known}"
             )
         return addresses[interface][0], interface
-    with socket.socket(_FAMILIES[_is_6(towards)], socket.SOCK_DGRAM) as probe:
+    with socket.socket(_FAMILIES[_is_ipv6(towards)], socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_place(towards, 9))
+            probe.connect(_socket_address(towards, 9))
         except OSError as error:
             problem = f"no route to {towards}: {error.strerror}"
             raise UsageError(f"launch.rdzv_endpoint: {problem}") from None
-        address = _text(probe.getsockname())
+        address = _format_address(probe.getsockname())
     name = interface_of(address)
     if name is None:
         raise UsageError(f"launch.rdzv_endpoint: {address} is not on an interface of this machine")
     return address, name
 
 
-def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
+def create_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """Start a store's server on `address` only, and return it with its port; 0: a free port."""
     where = f"launch.rdzv_endpoint={endpoint_of(address, port)}: node 0 cannot listen"
     if not port:
         where = f"{address}: no free port (net.ipv4.ip_local_port_range)"
-    listening = socket.socket(_FAMILIES[_is_6(address)], socket.SOCK_STREAM)
+    listening = socket.socket(_FAMILIES[_is_ipv6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(_place(address, port))
+        listening.bind(_socket_address(address, port))
         listening.listen()
         port = int(listening.getsockname()[1])
         about: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         with silenced_errors():
             file = listening.detach()
-            store = TCPStore(address, port, timeout=_PATIENCE, master_listen_fd=file, **about)
+            store = TCPStore(address, port, timeout=_STORE_TIMEOUT, master_listen_fd=file, **about)
     except (OSError, RuntimeError) as error:  # torch's, if it has no port to connect from
         listening.close()
         raise UsageError(f"{where}: {getattr(error, 'strerror', 'cannot connect')}") from None
     return store, port
 
 
-def reached_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
+def open_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
     """Return the store at an address, as its server or as a client; UsageError if out of reach."""
-    return bound_store(address, port)[0] if is_first else connected_store(address, port, patience)
+    return create_store(address, port)[0] if is_first else connect_store(address, port, patience)
 
 
-def connected_store(address: str, port: int, patience: float) -> TCPStore:
+def connect_store(address: str, port: int, patience: float) -> TCPStore:
     """Return a client of the store at an address, once there is one.
 
     Torch's own client prints a C++ stack if nothing listens, and it waits without end for a server
@@ -149,14 +156,16 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
     """
     where, deadline = endpoint_of(address, port), time.monotonic() + patience
     limit = f"within {patience:g} s (launch.timeout)"
-    while cause := _refusal(address, port, max(_MOMENT, deadline - time.monotonic())):
-        if time.monotonic() + _MOMENT > deadline:
+    while cause := _connection_error(
+        address, port, max(_RETRY_SECONDS, deadline - time.monotonic())
+    ):
+        if time.monotonic() + _RETRY_SECONDS > deadline:
             problem = f"{cause}; start the command with launch.node_rank=0 on that host"
             raise UsageError(f"{where}: node 0 not reachable {limit}: {problem}")
-        time.sleep(_MOMENT)
+        time.sleep(_RETRY_SECONDS)
     # Torch prints a C++ stack for each answer that is not a store's, until its own timeout. A call
     # that is left behind must not end while the process exits, which would abort.
-    most = min(max(_MOMENT, deadline - time.monotonic()), _ANSWER_SECONDS)
+    most = min(max(_RETRY_SECONDS, deadline - time.monotonic()), _ANSWER_SECONDS)
     found = Future[TCPStore]()
 
     def connect() -> None:
@@ -179,7 +188,7 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
         ) from None
 
 
-def _refusal(address: str, port: int, seconds: float) -> str:
+def _connection_error(address: str, port: int, seconds: float) -> str:
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # States of a process: letters of the kernel, and our own.
-GONE, UNKNOWN = "", "?"
-_BLOCKED = {GONE: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"}
+EXITED, UNKNOWN = "", "?"
+_BLOCKED = {EXITED: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"}
 _MOST = 4  # ranks that a report names
 
 
@@ -16,72 +16,80 @@ class RankState:
 
     rank: int
     host: str
-    state: str  # of the process
+    process_state: str  # of the process
     seconds: float  # since its last heartbeat
     step: int | None
-    place: str
-    waits: bool  # for other ranks
+    phase: str
+    is_waiting: bool  # for other ranks
     # Number of collectives it has started, by process group; the last one's kind is in `pending`.
-    begun: dict[str, int] = field(default_factory=dict)
+    started_collectives: dict[str, int] = field(default_factory=dict)
     pending: str = ""  # the collective that it started last, if that is not complete
-    answers: bool = True  # else a thread holds its interpreter, or its host is unreachable
+    is_responsive: bool = True  # else a thread holds its interpreter, or its host is unreachable
 
     @property
     def when(self) -> str:
         return "before its first step" if self.step is None else f"step {self.step}"
 
     def __str__(self) -> str:
-        waits = ", waits for other ranks" if self.waits else ""
+        waits = ", waits for other ranks" if self.is_waiting else ""
         pending = f" in {self.pending}" if self.pending else ""
-        last = "last seen " if self.state == UNKNOWN and not self.answers else ""
-        blocked = _BLOCKED.get(self.state, "" if self.answers else ", does not answer")
+        last = "last seen " if self.process_state == UNKNOWN and not self.is_responsive else ""
+        blocked = _BLOCKED.get(
+            self.process_state, "" if self.is_responsive else ", does not answer"
+        )
         return (
-            f"rank {self.rank} on {self.host}: {last}{self.when}, {self.place or 'starting'}"
+            f"rank {self.rank} on {self.host}: {last}{self.when}, {self.phase or 'starting'}"
             f"{waits}{pending}{blocked}, for {self.seconds:.0f} s"
         )
 
 
-def culprits(states: Sequence[RankState]) -> list[int]:
+def blamed_ranks(states: Sequence[RankState]) -> list[int]:
     """Return the ranks that the others wait for, or an empty list if unknown.
 
     Ranks that have exited come first, then stopped ranks, ranks blocked in a device, ranks that
     neither answer nor wait, ranks that started fewer collectives than their process group, and
     ranks that do not wait while others do.
     """
-    some_wait = any(each.waits for each in states)  # else those that have exited may be finished
+    some_wait = any(
+        each.is_waiting for each in states
+    )  # else those that have exited may be finished
     for letter in _BLOCKED:
-        found = [each.rank for each in states if each.state == letter]
-        if found and (some_wait or letter != GONE):
+        found = [each.rank for each in states if each.process_state == letter]
+        if found and (some_wait or letter != EXITED):
             return found
-    mute = [each.rank for each in states if not (each.answers or each.waits)]
-    if 0 < len(mute) < len(states):
-        return mute
+    unresponsive = [each.rank for each in states if not (each.is_responsive or each.is_waiting)]
+    if 0 < len(unresponsive) < len(states):
+        return unresponsive
     behind = Counter[int]()
-    for group in {name for each in states for name in each.begun}:
-        counts = {each.rank: each.begun[group] for each in states if group in each.begun}
+    for group in {name for each in states for name in each.started_collectives}:
+        counts = {
+            each.rank: each.started_collectives[group]
+            for each in states
+            if group in each.started_collectives
+        }
         least, most = min(counts.values()), max(counts.values())
         behind.update(rank for rank, count in counts.items() if count == least < most)
     if behind:
         return sorted(behind)
-    busy = [each.rank for each in states if not each.waits]
+    busy = [each.rank for each in states if not each.is_waiting]
     return busy if len(busy) < len(states) else []
 
 
-def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
+def describe_hang(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
     """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
 
     `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
     """
-    found = culprits(states)
-    shown = [each for each in states if each.rank in found] or list(states)
+    blamed = blamed_ranks(states)
+    shown = [each for each in states if each.rank in blamed] or list(states)
     named = "; ".join(map(str, shown[:_MOST]))
     more = f"; and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
-    if others := [each for each in states if found and each.rank not in found]:
+    if others := [each for each in states if blamed and each.rank not in blamed]:
         one = min(others, key=lambda each: not each.pending)
         who = f"rank {one.rank} waits for it"
         if len(others) > 1:
             who = f"{len(others)} ranks wait for it, rank {one.rank}"
-        more += f"; {who} in {one.pending or one.place or 'starting'}, {one.when}"
+        more += f"; {who} in {one.pending or one.phase or 'starting'}, {one.when}"
     setting = (
         f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
     )

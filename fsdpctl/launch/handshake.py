@@ -27,14 +27,14 @@ from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
 _POLL_SECONDS = 0.1
-_LEFT = "other members did not start, have exited, or are unreachable"
+_NOT_STARTED = "other members did not start, have exited, or are unreachable"
 
 UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers are
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Invitation:
     """The message of node 0 to the others."""
 
     run_dir: str = ""
@@ -50,14 +50,14 @@ class Plan:
 class Handshake:
     """One member, a node or a rank, of the handshake before a run."""
 
-    def __init__(self, store: Store, own: int, count: int, *, noun: str, patience: float) -> None:
+    def __init__(self, store: Store, index: int, count: int, *, noun: str, patience: float) -> None:
         """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach."""
-        self.own, self.count, self.noun = own, count, noun
+        self.index, self.count, self.noun = index, count, noun
         self._store = PrefixStore("handshake", store)
-        self._patience = patience
+        self._timeout = patience
         self._has_invited = False
-        if self._store.add(f"here/{own}", 1) > 1:
-            raise UsageError(f"{noun} {own}: already in use by another {noun}")
+        if self._store.add(f"here/{index}", 1) > 1:
+            raise UsageError(f"{noun} {index}: already in use by another {noun}")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
         """Send the run directory to the others and wait until all are ready; only number 0 does.
@@ -65,15 +65,15 @@ class Handshake:
         UsageError if one of them cannot take part; then none does.
         """
         token = run_dir / HANDSHAKE
-        plan = Plan(
+        invitation = Invitation(
             str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
             nproc_per_node, members=self.count,
         )  # fmt: skip
         with refusing(token):
-            files.replace(token, plan.token)
-        self._send("plan", plan)
+            files.replace(token, invitation.token)
+        self._send("plan", invitation)
         self._has_invited = True
-        answers = [self._receive(key, str) for key in self._of_others("ready")]
+        answers = [self._receive(key, str) for key in self._other_keys("ready")]
         refusals = "; ".join(filter(None, answers))
         self._send("go", refusals)
         token.unlink(missing_ok=True)
@@ -81,65 +81,67 @@ class Handshake:
             self._wait_for_others("heard")
             raise UsageError(refusals)
 
-    def call_off(self, reason: str, *, is_finished: bool = False) -> None:
+    def cancel(self, reason: str, *, is_finished: bool = False) -> None:
         """Tell the others that nothing starts, unless they were invited; only number 0 does."""
         if self._has_invited:
             return
-        self._send("plan", Plan(refusal=reason, is_finished=is_finished))
+        self._send("plan", Invitation(refusal=reason, is_finished=is_finished))
         self._wait_for_others("ready")
 
-    def accept(self, check: Callable[[Plan], str]) -> Plan:
+    def accept(self, check: Callable[[Invitation], str]) -> Invitation:
         """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
 
         UsageError if this or another member cannot, or nothing starts.
         """
-        plan = self._receive("plan", Plan)
-        if plan.refusal:
-            self._send(f"ready/{self.own}", "")
-            if not plan.is_finished:
-                raise UsageError(f"{self.noun} 0: {plan.refusal}")
-            return plan
-        refusal = check(plan) or _check_directory(plan)
-        if plan.members != self.count:
+        invitation = self._receive("plan", Invitation)
+        if invitation.refusal:
+            self._send(f"ready/{self.index}", "")
+            if not invitation.is_finished:
+                raise UsageError(f"{self.noun} 0: {invitation.refusal}")
+            return invitation
+        refusal = check(invitation) or _check_directory(invitation)
+        if invitation.members != self.count:
             noun = self.noun
-            refusal = f"started as one of {self.count} {noun}s, but {noun} 0 expects {plan.members}"
-        where = f"{self.noun} {self.own} ({socket.gethostname()})"
-        self._send(f"ready/{self.own}", f"{where}: {refusal}" if refusal else "")
+            refusal = (
+                f"started as one of {self.count} {noun}s, but {noun} 0 expects {invitation.members}"
+            )
+        where = f"{self.noun} {self.index} ({socket.gethostname()})"
+        self._send(f"ready/{self.index}", f"{where}: {refusal}" if refusal else "")
         answer = self._receive("go", str)
-        self._send(f"heard/{self.own}", "")
+        self._send(f"heard/{self.index}", "")
         if answer:
             raise UsageError(answer)
-        return plan
+        return invitation
 
-    def leave(self, reason: str) -> None:
+    def withdraw(self, reason: str) -> None:
         """Tell the others, before they begin, that this member does not take part after all."""
         with suppress(*UNREACHABLE):
-            self._send("left", f"{self.noun} {self.own}: {reason}")
+            self._send("left", f"{self.noun} {self.index}: {reason}")
 
     def _wait_for_others(self, answer: str) -> None:
         """Wait a moment for the others, because the store exits with number 0."""
         with suppress(*UNREACHABLE):
-            self._store.wait(self._of_others(answer), timedelta(seconds=2))
+            self._store.wait(self._other_keys(answer), timedelta(seconds=2))
 
-    def _of_others(self, key: str) -> list[str]:
+    def _other_keys(self, key: str) -> list[str]:
         return [f"{key}/{each}" for each in range(1, self.count)]
 
     def _send(self, key: str, value: object) -> None:
         self._store.set(key, encode(value))
 
     def _receive(self, key: str, kind: type[T]) -> T:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         try:
             while not self._store.check([key]):  # torch logs each wait that is not answered
                 if self._store.check(["left"]):
                     raise UsageError(decode(self._store.get("left"), str))
                 if time.monotonic() > deadline:
-                    limit = f"{self._patience:g} s (launch.timeout)"
-                    raise UsageError(f"no {key!r} message within {limit}: {_LEFT}")
+                    limit = f"{self._timeout:g} s (launch.timeout)"
+                    raise UsageError(f"no {key!r} message within {limit}: {_NOT_STARTED}")
                 time.sleep(_POLL_SECONDS)
             return decode(self._store.get(key), kind)
         except RuntimeError:
-            raise UsageError(f"no {key!r} message: {_LEFT}") from None
+            raise UsageError(f"no {key!r} message: {_NOT_STARTED}") from None
 
 
 def encode(value: object) -> str:
@@ -154,26 +156,26 @@ def decode(text: bytes, kind: type[T]) -> T:
         raise FsdpctlError(f"message of another launcher: corrupted: {error}") from None
 
 
-def _check_directory(plan: Plan) -> str:
+def _check_directory(invitation: Invitation) -> str:
     with suppress(UsageError):
-        if read_text_file(Path(plan.run_dir) / HANDSHAKE) == plan.token:
+        if read_text_file(Path(invitation.run_dir) / HANDSHAKE) == invitation.token:
             return ""
     return (
-        f"train.run_dir={plan.run_dir}: files of node 0 not found; all nodes need the same "
+        f"train.run_dir={invitation.run_dir}: files of node 0 not found; all nodes need the same "
         "directory, on a file system that they share"
     )
 
 
-def difference(plan: Plan, launch: LaunchConfig) -> str:
+def difference(invitation: Invitation, launch: LaunchConfig) -> str:
     """Return how this node's program or launch differs from node 0's, or an empty string."""
-    if _software() != plan.versions:
-        return f"{_software()} differs from {plan.versions} on node 0"
-    if source_digest() != plan.code:
+    if _software() != invitation.versions:
+        return f"{_software()} differs from {invitation.versions} on node 0"
+    if source_digest() != invitation.code:
         return "fsdpctl's source differs from node 0's; install the same version on all nodes"
-    if launch.nproc_per_node != plan.nproc_per_node:
+    if launch.nproc_per_node != invitation.nproc_per_node:
         return (
-            f"launch.nproc_per_node={launch.nproc_per_node}: expected {plan.nproc_per_node}, as on "
-            "node 0"
+            f"launch.nproc_per_node={launch.nproc_per_node}: expected "
+            f"{invitation.nproc_per_node}, as on node 0"
         )
     return ""
 
@@ -184,7 +186,7 @@ def _software() -> str:
 
 def source_digest() -> str:
     root = Path(fsdpctl.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

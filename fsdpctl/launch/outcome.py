@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.errors import STOP_SIGNALS, ExitCode, first_of
+from fsdpctl.errors import STOP_SIGNALS, ExitCode, shorten_list
 from fsdpctl.io.resources import OWN, ROOT, group_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
@@ -21,10 +21,10 @@ _BROKEN = re.compile(
 )
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-_OF_MACHINE = Path("/proc/vmstat")
-_OF_COMPILER = re.compile("_inductor|'inductor'|_dynamo|DYNAMO|Inductor|Dynamo|CppCompileError")
+_MACHINE_COUNTERS = Path("/proc/vmstat")
+_COMPILER_ERROR = re.compile("_inductor|'inductor'|_dynamo|DYNAMO|Inductor|Dynamo|CppCompileError")
 _NAMES_ERROR = re.compile("error|exception|cannot|killed|undefined|no space", re.IGNORECASE)
-_NAMES_NONE = re.compile("^collect2:|raised:$")
+_UNSPECIFIC = re.compile("^collect2:|raised:$")
 COMPILE_FAILED = "torch.compile failed"
 
 
@@ -45,23 +45,23 @@ class Failure:
         return self.exit_code < 0 and not self.message
 
     @property
-    def waited_in_vain(self) -> bool:
+    def timed_out_waiting(self) -> bool:
         """Whether it timed out waiting for other ranks, and so may not be the cause."""
         return not self.was_killed and _TIMED_OUT.search(self.message) is not None
 
     @property
-    def cause(self) -> str:
+    def description(self) -> str:
         if self.was_killed:
             if self.out_of_memory:
                 return "killed by the kernel: this machine or its memory limit is out of memory"
             name = signal.Signals(-self.exit_code).name
             return f"killed by signal {-self.exit_code} ({name})"
-        if _OF_COMPILER.search(self.message):
-            return f"{COMPILE_FAILED}: {_innermost(self.message)[:300]}"
+        if _COMPILER_ERROR.search(self.message):
+            return f"{COMPILE_FAILED}: {_innermost_error(self.message)[:300]}"
         return " ".join(self.message.split())
 
 
-def _innermost(message: str) -> str:
+def _innermost_error(message: str) -> str:
     """Return the line of torch.compile's message that names the error: the compiler's, if it ran.
 
     Around it are commands, source, and advice to developers.
@@ -69,12 +69,12 @@ def _innermost(message: str) -> str:
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
     inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
     lines = (inner if inner.strip() else text).strip("\n").splitlines()
-    told = [line for line in lines if line[:1].strip() and not _NAMES_NONE.search(line)]
+    told = [line for line in lines if line[:1].strip() and not _UNSPECIFIC.search(line)]
     return next(filter(_NAMES_ERROR.search, told), (*told, *lines, "no message")[0])
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class NodeOutcome:
     """How the workers of one launcher exited, as it reports to the others."""
 
     failures: tuple[Failure, ...] = ()
@@ -82,7 +82,7 @@ class Ended:
     stopped_early: bool = False  # before workers were started
     hang: str = ""  # the ranks that hung, in one line
     failed_at: float | None = None  # when the first worker was missing; seconds since the epoch
-    were_ended: bool = False  # killed only because the workers of another node had failed
+    were_killed: bool = False  # killed only because the workers of another node had failed
 
     @property
     def has_failed(self) -> bool:
@@ -91,55 +91,59 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundOutcome:
     """How a launch ended; without a failure or an early stop, all workers finished."""
 
     failures: tuple[Failure, ...]
     stop_signal: int | None  # that this launcher received
-    was_asked: bool = False  # this or another launcher received a stop signal
+    stop_requested: bool = False  # this or another launcher received a stop signal
     stopped_early: bool = False  # before workers were started
-    silent: Mapping[int, str] = field(default_factory=dict)  # host of each node without a report
+    unreachable_nodes: Mapping[int, str] = field(
+        default_factory=dict
+    )  # host of each node without a report
     hang: str = ""  # the ranks that hung, in one line
     failed_at: float | None = None  # seconds since the epoch; by this launcher's clock
-    were_ended: bool = False  # this launcher's workers, because those of another node had failed
+    were_killed: bool = False  # this launcher's workers, because those of another node had failed
 
     @classmethod
-    def of(
-        cls, ended: Mapping[int, Ended], own: int, silent: Mapping[int, str] | None = None
-    ) -> "Outcome":
+    def combine(
+        cls, ended: Mapping[int, NodeOutcome], own: int, silent: Mapping[int, str] | None = None
+    ) -> "RoundOutcome":
         """Combine the reports of the launchers of all nodes; this one is number `own`."""
         mine, every = ended[own], ended.values()
         failures = tuple(failure for node in sorted(ended) for failure in ended[node].failures)
         was_asked = any(each.stop_signal is not None for each in every)
         how = was_asked, any(each.stopped_early for each in every), silent or {}
         hang = next((each.hang for each in every if each.hang), "")
-        return cls(failures, mine.stop_signal, *how, hang, mine.failed_at, mine.were_ended)
+        return cls(failures, mine.stop_signal, *how, hang, mine.failed_at, mine.were_killed)
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.failures or self.hang or self.were_ended)
+        return bool(self.failures or self.hang or self.were_killed)
 
     @property
     def reason(self) -> str:
-        if self.lost or self.hang or self.cause is None:
-            return self.lost or self.hang or "another node has failed"
-        return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.cause}"
+        if self.lost_nodes or self.hang or self.cause is None:
+            return self.lost_nodes or self.hang or "another node has failed"
+        return f"rank {self.cause.rank} on {self.cause.host}: {self.cause.description}"
 
     @property
-    def lost(self) -> str:
+    def lost_nodes(self) -> str:
         """The nodes that are unreachable, if no rank of the others failed by itself."""
         cause = None if self.hang else self.cause
-        follows = cause is None or _BROKEN.search(cause.message) or cause.waited_in_vain
-        if not self.silent or not follows:
+        follows = cause is None or _BROKEN.search(cause.message) or cause.timed_out_waiting
+        if not self.unreachable_nodes or not follows:
             return ""
-        nodes = ", ".join(f"{n} on {host}" if host else str(n) for n, host in self.silent.items())
-        is_one = len(self.silent) == 1
+        nodes = ", ".join(
+            f"{n} on {host}" if host else str(n) for n, host in self.unreachable_nodes.items()
+        )
+        is_one = len(self.unreachable_nodes) == 1
         return f"node {nodes} is unreachable" if is_one else f"nodes {nodes} are unreachable"
 
     @property
-    def stopped(self) -> str:
+    def stopped_ranks(self) -> str:
         ranks = [str(each.rank) for each in self.failures]
-        named = f"rank{'s' * (len(ranks) > 1)} {first_of(ranks)}"
+        named = f"rank{'s' * (len(ranks) > 1)} {shorten_list(ranks)}"
         return f"{named if ranks else 'the ranks of this node'} stopped"
 
     @property
@@ -147,7 +151,7 @@ class Outcome:
         """Whether a stop was requested before the ranks had anything to save."""
         at_once = any(each.was_killed and -each.exit_code in STOP_SIGNALS for each in self.failures)
         saved = any(each.exit_code == ExitCode.STOPPED for each in self.failures)
-        return self.stopped_early or (self.was_asked and at_once and not saved)
+        return self.stopped_early or (self.stop_requested and at_once and not saved)
 
     @property
     def cause(self) -> Failure | None:
@@ -161,15 +165,15 @@ class Outcome:
             first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))
         within = _SAME_ACCIDENT_SECONDS
         early = [x for x in self.failures if x.timestamp <= first[x.host] + within]
-        own = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
-        killed = [each for each in own if each.was_killed]
-        spoken = [each for each in own if not _BROKEN.search(each.message)]
-        return next(iter([*killed, *spoken, *own, *early]), None)
+        candidates = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
+        killed = [each for each in candidates if each.was_killed]
+        with_message = [each for each in candidates if not _BROKEN.search(each.message)]
+        return next(iter([*killed, *with_message, *candidates, *early]), None)
 
 
-def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failure:
+def to_failure(rank: int, process_failure: Any, *, oom_killed: bool = False) -> Failure:
     """Convert torch's ProcessFailure; `short_of_memory`: the kernel killed a process meanwhile."""
-    message = found.message
+    message = process_failure.message
     if isinstance(message, dict):
         message = message.get("message", "")
     # torch prefixes the exception's class.
@@ -177,15 +181,15 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
     if _ENDED_BY_SIGNAL.fullmatch(text):
         text = ""
     if text.startswith("To enable traceback"):
-        text = f"exit code {found.exitcode}, without an error message"
-    code = found.exitcode
-    starved = short_of_memory and code == -signal.SIGKILL
-    return Failure(rank, socket.gethostname(), code, text, int(found.timestamp), starved)
+        text = f"exit code {process_failure.exitcode}, without an error message"
+    code = process_failure.exitcode
+    starved = oom_killed and code == -signal.SIGKILL
+    return Failure(rank, socket.gethostname(), code, text, int(process_failure.timestamp), starved)
 
 
-def kills_so_far(root: Path = ROOT, cgroup: Path = OWN) -> int:
+def count_oom_kills(root: Path = ROOT, cgroup: Path = OWN) -> int:
     """Return the kills in this process's control group, else on the machine."""
-    files = [*group_files("memory.events", "memory.oom_control", root, cgroup), _OF_MACHINE]
+    files = [*group_files("memory.events", "memory.oom_control", root, cgroup), _MACHINE_COUNTERS]
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 
 

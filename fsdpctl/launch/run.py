@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
     from fsdpctl.config.schema import Config
-    from fsdpctl.launch.begin import Begun
-    from fsdpctl.launch.handshake import Handshake, Plan
-    from fsdpctl.launch.outcome import Outcome
+    from fsdpctl.launch.handshake import Handshake, Invitation
+    from fsdpctl.launch.outcome import RoundOutcome
+    from fsdpctl.launch.prepare_run import PreparedRun
     from fsdpctl.resolve.own import Task
 
-    Begin = Callable[[], Begun | None]  # begins the run; None: it is finished
+    Begin = Callable[[], PreparedRun | None]  # begins the run; None: it is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
 _tasks: "list[Task]" = []  # of this process
 
 
-def run(
+def train_on_node(
     composed: "Composed", settings: list[str], resume: str, talk: Talk
-) -> "tuple[Outcome, Path] | None":
+) -> "tuple[RoundOutcome, Path] | None":
     """Train: start the ranks of this node, or become a rank that another launcher has started.
 
     Returns the outcome and the run directory; None if the run was finished before.
@@ -51,12 +51,12 @@ def run(
         from fsdpctl.config.hub import local_model, part_of_run
 
         local_model(model.path, part_of_run(model))
-    begun = partial(_begin, composed, settings, resume, talk, role)
+    begun = partial(_prepare, composed, settings, resume, talk, role)
     if rank is not None:
-        _as_rank(composed.config, role, rank, begun, talk)
+        _run_as_rank(composed.config, role, rank, begun, talk)
         return None
     if not alone:
-        return _as_node(composed.config, role, begun, talk)
+        return _run_as_node(composed.config, role, begun, talk)
     found = begun()
     if found is None:
         return None
@@ -65,7 +65,7 @@ def run(
     return train_with_restarts(found, talk.say), found.run_dir
 
 
-def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk) -> None:
+def train_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk) -> None:
     """Train a module of a script as one rank; the process exits if the run is not complete."""
     if _tasks:
         raise UsageError("fsdpctl.train: called before in this process; start another one")
@@ -74,36 +74,36 @@ def run_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk
     os.environ[_STARTED] = str(time.time())
     role = rank_of(composed.config.launch)
     assert role.rank is not None
-    begun = partial(_begin, composed, settings, "auto", talk, role, task=task)
-    done = _as_rank(composed.config, role, role.rank, begun, talk, task)
-    from fsdpctl.launch.begin import Begun
+    begun = partial(_prepare, composed, settings, "auto", talk, role, task=task)
+    done = _run_as_rank(composed.config, role, role.rank, begun, talk, task)
+    from fsdpctl.launch.prepare_run import PreparedRun
 
-    if isinstance(done, Begun):
+    if isinstance(done, PreparedRun):
         done.lock.release()
         talk.say(f"done: {done.run_dir}")
     os.environ.clear()  # of variables of a rank, for what the script starts
     os.environ.update(before)
 
 
-def _begin(*args: Any, **kwargs: Any) -> "Begun | None":
-    from fsdpctl.launch.begin import begin
+def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
+    from fsdpctl.launch.prepare_run import prepare_run
 
-    return begin(*args, **kwargs)
+    return prepare_run(*args, **kwargs)
 
 
-def _as_node(
+def _run_as_node(
     config: "Config", role: Role, begin: "Begin", talk: Talk
-) -> "tuple[Outcome, Path] | None":
-    from fsdpctl.launch.nodes import Nodes
+) -> "tuple[RoundOutcome, Path] | None":
+    from fsdpctl.launch.nodes import NodeLauncher
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
     from fsdpctl.resolve.place import place
 
     launch = place(config, role).launch
     talk.plan(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
     with doing("connecting"):
-        nodes = Nodes(launch)
+        nodes = NodeLauncher(launch)
     try:
-        if nodes.own == 0:
+        if nodes.node == 0:
             begun = _invite(nodes.handshake, begin, talk)
             if begun is None:
                 return None
@@ -121,47 +121,47 @@ def _as_node(
         nodes.leave()
 
 
-def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
+def _invite(handshake: "Handshake", begin: "Begin", talk: Talk) -> "PreparedRun | None":
     try:
         begun = begin()
         if begun is None:
-            meeting.call_off("the run is finished; nothing to do", is_finished=True)
+            handshake.cancel("the run is finished; nothing to do", is_finished=True)
             return None
-        others = f"the other {meeting.count - 1} of {meeting.count} {meeting.noun}s"
-        if meeting.count > 1:
+        others = f"the other {handshake.count - 1} of {handshake.count} {handshake.noun}s"
+        if handshake.count > 1:
             talk.plan(f"waiting for {others}")
         assert begun.launch.nproc_per_node is not None
         with doing(f"waiting for {others}"):
-            meeting.invite(begun.run_dir, begun.launch.nproc_per_node)
+            handshake.invite(begun.run_dir, begun.launch.nproc_per_node)
     except FsdpctlError as error:
-        meeting.call_off(str(error))
+        handshake.cancel(str(error))
         raise
     except BaseException:
-        meeting.call_off("was stopped before it began")
+        handshake.cancel("was stopped before it began")
         raise
     return begun
 
 
-def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
+def _accept(handshake: "Handshake", launch: "LaunchConfig") -> "Invitation | None":
     from fsdpctl.launch.handshake import difference
 
     try:
-        plan = meeting.accept(lambda plan: difference(plan, launch))
+        plan = handshake.accept(lambda plan: difference(plan, launch))
     except BaseException as error:
         if not isinstance(error, FsdpctlError):
-            meeting.leave("was stopped before it began")
+            handshake.withdraw("was stopped before it began")
         raise
     return None if plan.is_finished else plan
 
 
-def _as_rank(
+def _run_as_rank(
     config: "Config",
     role: Role,
     rank: LauncherRank,
     begin: "Begin",
     talk: Talk,
     task: "Task | None" = None,
-) -> "Begun | Plan | None":
+) -> "PreparedRun | Invitation | None":
     """Meet the other ranks, then become the worker: this process exits with it.
 
     Returns only to a script: else the lock that rank 0 holds is released when the process exits.
@@ -170,21 +170,21 @@ def _as_rank(
     own = config.launch.rank_environment(1 if is_bound() else rank.local_world_size)
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
-    from fsdpctl.launch.addresses import loopback, own_address, reached_store, split_endpoint
+    from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
     from fsdpctl.resolve.place import place
 
     launch = place(config, role).launch
     nodes = rank.world_size // rank.local_world_size
     address, port = loopback(), 0
     if rank.address:
-        address, port = split_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
+        address, port = resolve_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
     is_first = rank.rank == 0 and not rank.store_is_there
-    shared = reached_store(address, port, launch.timeout, is_first=is_first)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
+    shared = open_store(address, port, launch.timeout, is_first=is_first)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", local_address(address, launch.interface)[1])
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rank, name))
     from fsdpctl.launch.handshake import Handshake
-    from fsdpctl.launch.nodes import Exchange
+    from fsdpctl.launch.nodes import NodeExchange
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
@@ -197,7 +197,7 @@ def _as_rank(
     if nodes > 1:
         theirs = PrefixStore(f"attempt-{rank.attempt}", TCPStore(address, port, is_master=False))
         node = rank.rank // rank.local_world_size
-        exchange = Exchange(theirs, node, nodes, launch.hang_limit)
+        exchange = NodeExchange(theirs, node, nodes, launch.hang_limit)
 
     def say(text: str) -> None:
         with suppress(OSError):

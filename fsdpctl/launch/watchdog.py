@@ -30,8 +30,8 @@ from fsdpctl.comm.rank_status import (
 from fsdpctl.comm.world import Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import ExitCode
-from fsdpctl.launch.diagnosis import GONE, UNKNOWN, RankState, report
-from fsdpctl.launch.nodes import Exchange
+from fsdpctl.launch.diagnosis import EXITED, UNKNOWN, RankState, describe_hang
+from fsdpctl.launch.nodes import NodeExchange
 from fsdpctl.resolve.launchers import LauncherRank
 
 _POLL_SECONDS = 0.25
@@ -40,7 +40,7 @@ _START_FACTOR = 4  # loading, compiling and the first collectives take longer th
 _GRACE_SECONDS = 10.0  # for ranks to exit on their own after another one has
 _REPORT_SECONDS = 5.0  # for ranks to write their stacks and to answer
 _STACK_SECONDS = 0.5  # to write stacks
-_SUCCEED_SECONDS = 5.0  # after which a rank's watchdog replaces one that does not run
+_TAKEOVER_SECONDS = 5.0  # after which a rank's watchdog replaces one that does not run
 
 Ranks = dict[int, psutil.Process]  # running ones, by their number on this host
 
@@ -52,8 +52,8 @@ class Watchdog:
         self,
         pages: Path,
         launch: LaunchConfig,
-        exchange: Exchange | None = None,
-        number: int = 0,
+        exchange: NodeExchange | None = None,
+        round_index: int = 0,
         *,
         pids: Callable[[], dict[int, int]] | None = None,
         say: Callable[[str], None] | None = None,
@@ -66,15 +66,17 @@ class Watchdog:
         assert launch.nproc_per_node is not None
         self.hang = ""
         self.failed_at: float | None = None  # when the first worker was missing
-        self.follows = False  # whether it killed ranks only because those of another node failed
-        self._pids, self._say, self._exchange, self._number = pids, say, exchange, number
+        self.killed_for_other_node = (
+            False  # whether it killed ranks only because those of another node failed
+        )
+        self._pids, self._say, self._exchange, self._round_index = pids, say, exchange, round_index
         self._count = launch.nproc_per_node
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
         self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
         self._limit, self._timeout = launch.hang_limit, launch.timeout
-        self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
-        self._still = [0.0] * self._count  # seconds since each rank's last heartbeat
-        self._unwatched = [0.0] * self._count  # and since its own watchdog was seen
+        self._statuses = [RankStatus(0, None, waits=False, place="")] * self._count
+        self._silent_seconds = [0.0] * self._count  # seconds since each rank's last heartbeat
+        self._watchdog_silent_seconds = [0.0] * self._count  # and since its own watchdog was seen
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -97,59 +99,65 @@ class Watchdog:
         while not self._done.wait(_POLL_SECONDS):
             passed, polled = time.monotonic() - polled, time.monotonic()
             self._poll(min(passed, _LONGEST_POLL))
-            if self._decides() and self._judge():
+            if self._is_deciding() and self._check():
                 return
 
     def _poll(self, passed: float) -> None:
         RANK_STATUS.looked()
         beats = self._pages.statuses()
-        for local, (beat, last) in enumerate(zip(beats, self._beats, strict=True)):
+        for local, (beat, last) in enumerate(zip(beats, self._statuses, strict=True)):
             moved = beat.count != last.count or beat.place == FINISHING
-            self._still[local] = 0.0 if moved else self._still[local] + passed
+            self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + passed
             looked = beat.looks != last.looks
-            self._unwatched[local] = 0.0 if looked else self._unwatched[local] + passed
-        self._beats = beats
+            self._watchdog_silent_seconds[local] = (
+                0.0 if looked else self._watchdog_silent_seconds[local] + passed
+            )
+        self._statuses = beats
 
-    def _decides(self) -> bool:
-        before = self._unwatched[: self._local_rank]
-        is_asked = any(each.is_asked for each in self._beats)  # another watchdog ends a hang
-        decides = not is_asked and all(each > _SUCCEED_SECONDS for each in before)
+    def _is_deciding(self) -> bool:
+        before = self._watchdog_silent_seconds[: self._local_rank]
+        is_asked = any(each.is_asked for each in self._statuses)  # another watchdog ends a hang
+        decides = not is_asked and all(each > _TAKEOVER_SECONDS for each in before)
         if self._exchange:
-            self._exchange.speaks = decides
+            self._exchange.is_reporter = decides
         return decides
 
-    def _judge(self) -> bool:
+    def _check(self) -> bool:
         """Kill the ranks if they hang, or if others have failed; return whether they hang."""
-        number, exchange = self._number, self._exchange
-        ranks = _alive(self._running())
+        number, exchange = self._round_index, self._exchange
+        ranks = _running_processes(self._running())
         if exchange:
-            exchange.tell_states(number, [self._state(each) for each in range(self._count)])
+            exchange.publish_states(number, [self._state(each) for each in range(self._count)])
         if not ranks:
             return False
         all_run = len(ranks) == self._count
         if not all_run:
             self.failed_at = self.failed_at or time.time()
-        late = [each for each in ranks if self._still[each] > self._limit_of(each)]
+        late = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
         # A launcher's agent sees ranks that have exited; other launchers may not.
-        hangs = late and (all_run or (not self._pids and any(self._beats[n].waits for n in late)))
-        if hangs or (exchange and exchange.hangs_elsewhere(number)):
-            self._end_hang(ranks)
+        hangs = late and (
+            all_run or (not self._pids and any(self._statuses[n].waits for n in late))
+        )
+        if hangs or (exchange and exchange.is_stuck_elsewhere(number)):
+            self._kill_stuck(ranks)
             return True
-        died = self._lasts("died", not all_run)
-        follows = self._lasts("elsewhere", bool(exchange and exchange.has_failed_elsewhere(number)))
-        if self._pids and (died or follows) and not any(map(self._has_moved, ranks)):
-            self.follows = not died
+        died = self._persists("died", not all_run)
+        follows = self._persists(
+            "elsewhere", bool(exchange and exchange.has_failed_elsewhere(number))
+        )
+        if self._pids and (died or follows) and not any(map(self._makes_progress, ranks)):
+            self.killed_for_other_node = not died
             _kill(ranks)  # stopped, or blocked: the agent itself waits longer
         return False
 
     def _running(self) -> dict[int, int]:
         if self._pids:
             return self._pids()
-        return {local: beat.pid for local, beat in enumerate(self._beats) if beat.pid}
+        return {local: beat.pid for local, beat in enumerate(self._statuses) if beat.pid}
 
-    def _has_moved(self, local: int) -> bool:
+    def _makes_progress(self, local: int) -> bool:
         """Return whether a rank still makes progress, such as completing a checkpoint."""
-        return self._beats[local].count > 0 and self._still[local] < _GRACE_SECONDS
+        return self._statuses[local].count > 0 and self._silent_seconds[local] < _GRACE_SECONDS
 
     def _limit_of(self, local: int) -> float:
         """Return the seconds without a heartbeat after which a rank hangs.
@@ -157,27 +165,27 @@ class Watchdog:
         After a rank has loaded its weights, collectives run, and NCCL's watchdog would end the
         process after `launch.timeout` without naming the ranks that cause the hang.
         """
-        beat = self._beats[local]
+        beat = self._statuses[local]
         if beat.step is not None and beat.place != READING:
             return self._limit
         slow = self._limit * _START_FACTOR
         return slow if beat.place in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
 
-    def _lasts(self, what: str, is_so: bool) -> bool:
+    def _persists(self, what: str, is_so: bool) -> bool:
         """Return whether a condition has held for longer than ranks need to exit on their own."""
         if not is_so:
             self._since.pop(what, None)
             return False
         return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
 
-    def _end_hang(self, ranks: Ranks) -> None:
-        states, first, exchange = self._asked(ranks), 0, self._exchange
+    def _kill_stuck(self, ranks: Ranks) -> None:
+        states, first, exchange = self._collect_states(ranks), 0, self._exchange
         if exchange:
-            states, first = exchange.share_states(self._number, states)
+            states, first = exchange.share_states(self._round_index, states)
         limit = max(map(self._limit_of, range(self._count)))
-        self.hang = report(states, limit, is_usual=limit == self._limit)
+        self.hang = describe_hang(states, limit, is_usual=limit == self._limit)
         self.failed_at = time.time()
-        if self._say and (exchange is None or exchange.own == first):
+        if self._say and (exchange is None or exchange.node == first):
             self._say(self.hang)
         if self._say and exchange:  # earlier, ranks of other hosts would fail unnamed
             exchange.leave(after=first)
@@ -185,9 +193,9 @@ class Watchdog:
         if self._say:
             os._exit(ExitCode.FAILED)
 
-    def _asked(self, ranks: Ranks) -> list[RankState]:
+    def _collect_states(self, ranks: Ranks) -> list[RankState]:
         until = time.monotonic() + _REPORT_SECONDS
-        asked = [local for local in ranks if self._beats[local].count]
+        asked = [local for local in ranks if self._statuses[local].count]
         for local in asked:  # before its first heartbeat, the signal would kill a rank
             self._pages.ask(local)
             with contextlib.suppress(psutil.Error):
@@ -196,47 +204,47 @@ class Watchdog:
         while time.monotonic() < until and None in map(self._pages.answer, asked):
             time.sleep(_POLL_SECONDS)
         running = sorted(self._running().items())
-        return [self._state(x, _letter(pid) if x in ranks else GONE) for x, pid in running]
+        return [self._state(x, _process_state(pid) if x in ranks else EXITED) for x, pid in running]
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
         answer = Recorded() if letter is None else self._pages.answer(local)
-        found, beat = answer or Recorded(), self._beats[local]
+        found, beat = answer or Recorded(), self._statuses[local]
         return RankState(
             self._first_rank + local, socket.gethostname(), UNKNOWN if letter is None else letter,
-            self._still[local], beat.step, beat.place, beat.waits, found.begun, found.pending,
-            answer is not None,
+            self._silent_seconds[local], beat.step, beat.place, beat.waits, found.begun,
+            found.pending, answer is not None,
         )  # fmt: skip
 
 
 def watch_as_rank(
-    place: LauncherRank,
+    rank: LauncherRank,
     launch: LaunchConfig,
     store: Store,
-    exchange: Exchange | None,
+    exchange: NodeExchange | None,
     say: Callable[[str], None],
 ) -> None:
     """Watch the ranks of this host from a thread of each of them, which share a file of pages.
 
     `store` is that of all ranks; `exchange` is with other hosts; `say` prints a line.
     """
-    key, path = f"pages/{place.rank // place.local_world_size}", Path()
-    if place.local_rank == 0:
+    key, path = f"pages/{rank.rank // rank.local_world_size}", Path()
+    if rank.local_rank == 0:
         with contextlib.suppress(OSError):
-            path = make_status_file(place.local_world_size)
+            path = make_status_file(rank.local_world_size)
         store.set(key, str(path))
     try:
         path = Path(store.get(key).decode())
-        RANK_STATUS.open(path, place.local_rank)
+        RANK_STATUS.open(path, rank.local_rank)
         watchdog = Watchdog(path, launch, exchange, say=say)
     except OSError as error:
-        say(f"rank {place.rank}: no watchdog: {path}: {error.strerror}")
+        say(f"rank {rank.rank}: no watchdog: {path}: {error.strerror}")
         return
-    if store.add(f"{key}/opened", 1) == place.local_world_size:
+    if store.add(f"{key}/opened", 1) == rank.local_world_size:
         path.unlink(missing_ok=True)  # now, because it would remain if the ranks are killed
     watchdog.start()
 
 
-def _alive(pids: dict[int, int]) -> Ranks:
+def _running_processes(pids: dict[int, int]) -> Ranks:
     found: Ranks = {}
     for local, pid in pids.items():
         with contextlib.suppress(psutil.Error):
@@ -246,7 +254,7 @@ def _alive(pids: dict[int, int]) -> Ranks:
     return found
 
 
-def _letter(pid: int) -> str:
+def _process_state(pid: int) -> str:
     """Return the kernel's letter for the state of a process."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]

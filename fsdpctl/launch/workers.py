@@ -30,11 +30,11 @@ from fsdpctl.comm.rank_status import make_status_file
 from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
-from fsdpctl.launch.addresses import bound_store, interface_of, loopback
-from fsdpctl.launch.nodes import Nodes
-from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
+from fsdpctl.launch.addresses import create_store, interface_of, loopback
+from fsdpctl.launch.nodes import NodeLauncher
+from fsdpctl.launch.outcome import NodeOutcome, RoundOutcome, count_oom_kills, to_failure
 from fsdpctl.launch.watchdog import Watchdog
-from fsdpctl.training.worker import MODULE, PAGES
+from fsdpctl.training.worker import MODULE, STATUS_FILE
 
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
 _NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
@@ -46,16 +46,16 @@ def launch_workers(
     launch: LaunchConfig,
     *,
     is_last: bool = False,
-    nodes: Nodes | None = None,
-    number: int = 0,
-) -> Outcome:
+    launcher: NodeLauncher | None = None,
+    round_index: int = 0,
+) -> RoundOutcome:
     """Run the worker with `args` on the ranks of this node until all have exited.
 
     It gets its rank from torchrun's environment variables. If `is_last`, stop requests are ignored
     afterwards. `number` counts the rounds of this launch. UsageError if several nodes are
     configured without `nodes`. FsdpctlError if torch's agent fails.
     """
-    if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
+    if launcher is None and (launch.nnodes > 1 or launch.name == "env"):
         problem = "only supported by `fsdpctl train`"
         raise UsageError(f"launch={launch.name} launch.nnodes={launch.nnodes}: {problem}")
     assert launch.nproc_per_node is not None
@@ -63,62 +63,76 @@ def launch_workers(
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
-    with folder as kept, _environment(launch, nodes):
-        pages = make_status_file(launch.nproc_per_node, Path(kept))
-        os.environ.update({PAGES: str(pages), "FSDPCTL_ROUND": str(number)})
+    with folder as log_dir, _environment(launch, launcher):
+        pages = make_status_file(launch.nproc_per_node, Path(log_dir))
+        os.environ.update({STATUS_FILE: str(pages), "FSDPCTL_ROUND": str(round_index)})
         agent = LocalElasticAgent(
-            _spec(args, launch.nproc_per_node, nodes, number), DefaultLogsSpecs(log_dir=kept),
-            exit_barrier_timeout=_BARRIER_SECONDS,
+            _worker_spec(args, launch.nproc_per_node, launcher, round_index),
+            DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=_BARRIER_SECONDS,
         )  # fmt: skip
         group = agent.get_worker_group()
         watchdog = Watchdog(
-            pages, launch, nodes, number,
+            pages, launch, launcher, round_index,
             pids=lambda: {each.local_rank: each.id for each in group.workers if each.id},
         )  # fmt: skip
         have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
         with _StopRequests(have_begun, is_last=is_last) as requests, watchdog:
             ended = _run(agent, requests, watchdog)
-    return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
+    return (
+        RoundOutcome.combine({0: ended}, 0)
+        if launcher is None
+        else launcher.exchange_outcomes(round_index, ended)
+    )
 
 
-def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog) -> Ended:
-    kills = kills_so_far()
+def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog) -> NodeOutcome:
+    kills = count_oom_kills()
     try:
-        found = agent.run().failures
+        process_failures = agent.run().failures
     except _StoppedEarlyError:
-        return Ended((), requests.first, stopped_early=True)
+        return NodeOutcome((), requests.first, stopped_early=True)
     except Exception as error:  # from the agent, which has ended the workers
         raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
-    short = kills_so_far() > kills
-    failures = [failure_of(rank, each, short_of_memory=short) for rank, each in found.items()]
-    if watchdog.follows:  # the killed ones did not cause the failure
+    oom_killed = count_oom_kills() > kills
+    failures = [
+        to_failure(rank, each, oom_killed=oom_killed) for rank, each in process_failures.items()
+    ]
+    if watchdog.killed_for_other_node:  # the killed ones did not cause the failure
         failures = [each for each in failures if not each.was_killed]
     failures.sort(key=lambda each: each.rank)
-    return Ended(
+    return NodeOutcome(
         tuple(failures), requests.first, hang=watchdog.hang,
-        failed_at=watchdog.failed_at or time.time(), were_ended=watchdog.follows,
+        failed_at=watchdog.failed_at or time.time(), were_killed=watchdog.killed_for_other_node,
     )  # fmt: skip
 
 
-def _spec(args: Sequence[str], ranks: int, nodes: Nodes | None, number: int) -> WorkerSpec:
+def _worker_spec(
+    args: Sequence[str], ranks: int, launcher: NodeLauncher | None, round_index: int
+) -> WorkerSpec:
     store: Store
-    if nodes is None:
-        (store, port), place, address = bound_store(loopback()), (0, 1), loopback()
+    if launcher is None:
+        (store, port), place, address = create_store(loopback()), (0, 1), loopback()
     else:
-        store = PrefixStore(f"round-{number}", nodes.store)
-        place, address, port = nodes.place(), nodes.endpoint_address, nodes.port
+        store = PrefixStore(f"round-{round_index}", launcher.store)
+        place, address, port = (
+            launcher.place(),
+            launcher.endpoint_address,
+            launcher.port,
+        )
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
         entrypoint=sys.executable,
         args=("-P", "-m", MODULE, *args),  # -P: do not import modules from the current directory
-        rdzv_handler=_Met(RendezvousInfo(store, *place, RendezvousStoreInfo(address, port))),
+        rdzv_handler=_FixedRendezvous(
+            RendezvousInfo(store, *place, RendezvousStoreInfo(address, port))
+        ),
         max_restarts=0,  # its own would keep the ranks and the batch; restarts.py settles both
         monitor_interval=0.1,
     )
 
 
-class _Met(StaticTCPRendezvous):
+class _FixedRendezvous(StaticTCPRendezvous):
     """The launchers that have met: torch's own ways to meet listen on all interfaces or unpickle.
 
     Workers use the launchers' store too, so that none of them opens a port.
@@ -134,7 +148,7 @@ class _Met(StaticTCPRendezvous):
 
 
 @contextmanager
-def _environment(launch: LaunchConfig, nodes: Nodes | None) -> Iterator[None]:
+def _environment(launch: LaunchConfig, launcher: NodeLauncher | None) -> Iterator[None]:
     """Set the environment that workers inherit from the agent: cores, interface and allocator.
 
     Variables that are set keep their values, except those of the interface to listen on: on one
@@ -143,11 +157,13 @@ def _environment(launch: LaunchConfig, nodes: Nodes | None) -> Iterator[None]:
     assert launch.nproc_per_node is not None
     values = launch.rank_environment(launch.nproc_per_node)
     forced = {"FSDPCTL_LAUNCHER": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL}
-    interface = nodes.interface if nodes else interface_of(loopback())
+    interface = launcher.interface if launcher else interface_of(loopback())
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
-        if nodes is None or launch.interface is not None:  # else NCCL selects its interfaces itself
-            (values if nodes else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        if (
+            launcher is None or launch.interface is not None
+        ):  # else NCCL selects its interfaces itself
+            (values if launcher else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})
     try:
@@ -171,8 +187,8 @@ class _StopRequests:
 
     def __enter__(self) -> "_StopRequests":
         # A signal may be ignored, for example because of nohup.
-        heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        handled = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models import stacked_experts
 from fsdpctl.models.dropped import dropped_linear
 from fsdpctl.models.products import is_transposed, read_elsewhere
@@ -213,7 +213,7 @@ class NameFilter:
         for part, pattern in self.patterns.items():
             if not any(map(pattern.search, names)):
                 shown = f"{part} " if part != self.text else ""
-                hint = nearest(part, words)
+                hint = did_you_mean(part, words)
                 raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
 
 

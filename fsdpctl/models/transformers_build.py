@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import THEIRS
 
@@ -42,7 +42,7 @@ def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
         reason = str(error).strip().replace("\n", " ")
         where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
         if isinstance(error, KeyError):  # of a table of activations, for example
-            known = nearest(str(error.args[0]), [*transformers.activations.ACT2FN])
+            known = did_you_mean(str(error.args[0]), [*transformers.activations.ACT2FN])
             key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', told.to_json_string())
             reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
         raise UsageError(f"{where}: transformers cannot build the model: {reason}") from None

@@ -16,7 +16,7 @@ from fsdpctl.comm.flat_shard import (
     trainable_shards,
 )
 from fsdpctl.comm.quantized_states import SCALES
-from fsdpctl.errors import EngineError, UsageError, nearest
+from fsdpctl.errors import EngineError, UsageError, did_you_mean
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
 from fsdpctl.plan.optimizers import BLOCK, is_compressible, run_group
 
@@ -210,7 +210,9 @@ def _group_numbers(
     known = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
     for name in group_of:
         if name not in known:
-            raise UsageError(f"param_groups: no trainable parameter {name}{nearest(name, known)}")
+            raise UsageError(
+                f"param_groups: no trainable parameter {name}{did_you_mean(name, known)}"
+            )
     return lambda param: group_of.get(param.name, decay_group(param))
 
 

@@ -7,7 +7,7 @@ blocks, or long spans of them, to one rank.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.plan.layout import ALIGNMENT, Span, round_up, share_of
 
 OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
@@ -156,4 +156,4 @@ def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap
     if name == "balanced":
         return OwnerMap.balanced(sizes, world_size)
     known = ", ".join(OWNER_MAPS)
-    raise UsageError(f"owner_map={name}: expected one of {known}{nearest(name, OWNER_MAPS)}")
+    raise UsageError(f"owner_map={name}: expected one of {known}{did_you_mean(name, OWNER_MAPS)}")

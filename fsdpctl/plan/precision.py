@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 
-from fsdpctl.errors import EngineError, UsageError, nearest
+from fsdpctl.errors import EngineError, UsageError, did_you_mean
 
 _KNOWN = ("float32", "bfloat16", "float16", "float64")
 TF32 = "tf32"  # the precision of float32 whose products round their operands to 10 bits
@@ -59,7 +59,7 @@ class Precision:
             if (given := getattr(self, name)) is not None:
                 dtype = str(given).removeprefix("torch.")
                 if dtype not in _KNOWN:
-                    hint = nearest(dtype, _KNOWN)
+                    hint = did_you_mean(dtype, _KNOWN)
                     raise UsageError(f"{name}={dtype}: expected one of {', '.join(_KNOWN)}{hint}")
                 object.__setattr__(self, name, dtype)
         if self.reduce_dtype == "float16":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 
 MODES = ("none", "selective", "full")  # from the least to the most
 OFFLOAD = "offload"  # full, with the inputs of the blocks in host memory
@@ -44,7 +44,8 @@ def counts_of(text: str) -> list[tuple[str, int]]:
         if mode not in LEVELS[1:] or not (number.isascii() and number.isdecimal() and int(number)):
             raise UsageError(
                 f"{BLOCKS}={text}: expected numbers of blocks such as full:20,selective:8, with "
-                f"{', '.join(LEVELS[:0:-1])}{'' if mode in LEVELS else nearest(mode, LEVELS[1:])}"
+                f"{', '.join(LEVELS[:0:-1])}"
+                f"{'' if mode in LEVELS else did_you_mean(mode, LEVELS[1:])}"
             )
         counts.append((mode, int(number)))
     return counts

@@ -5,7 +5,7 @@ from enum import Flag, auto
 from functools import reduce
 from operator import or_
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ def get_strategy(name: str) -> Strategy:
     name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
-        raise UsageError(f"strategy={name}: expected one of {known}{nearest(name, STRATEGIES)}")
+        raise UsageError(
+            f"strategy={name}: expected one of {known}{did_you_mean(name, STRATEGIES)}"
+        )
     return STRATEGIES[name]
 
 

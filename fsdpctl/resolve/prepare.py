@@ -259,7 +259,7 @@ def _kept(config: Config) -> dict[str, Any]:
 def _begun_in(config: Config) -> tuple[Config, set[str]] | None:
     """Return the configuration that a run's directory or its store has, and what was typed."""
     run_dir = Path(str(config.train.run_dir))
-    with suppress(UsageError):  # reported by `look`
+    with suppress(UsageError):  # reported by `inspect_run_dir`
         if (run_dir / RUN_CONFIG).is_file():
             lines = read_text_file(run_dir / OVERRIDES).splitlines()
             words = read_run_config(run_dir / RUN_CONFIG)

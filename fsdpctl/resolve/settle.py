@@ -14,7 +14,7 @@ from fsdpctl.resolve.rules import checked
 class RunPlan:
     """The settings of a run without `auto`, as config.yaml has them, and how they divide a step."""
 
-    asked: Filled  # with what was selected: a change of a setting begins with it
+    requested: Filled  # with what was selected: a change of a setting begins with it
     config: Settled
     batches: BatchPlan
 

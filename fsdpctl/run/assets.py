@@ -19,8 +19,12 @@ from fsdpctl.io.run_files import CONFIG_JSON, RUN_ASSETS
 from fsdpctl.io.untrusted import parse_json
 
 # Sections of config.json that can be those of the text model; see transformers' get_text_config.
-_OF_TEXT = ("text_config", "decoder", "generator", "llm_config", "language_config")
-_KEPT = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # transformers looks there once
+_TEXT_SECTIONS = ("text_config", "decoder", "generator", "llm_config", "language_config")
+_COPIED_IDS = (
+    "bos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+)  # transformers looks there once
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
@@ -37,7 +41,7 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
         found = {name: content for name, content in found.items() if name not in others}
         found[TEMPLATE_FILE] = data.template.encode()
     if ends:
-        found[GENERATION_CONFIG] = _ended_by(tuple(dict.fromkeys(ends)), found)
+        found[GENERATION_CONFIG] = _generation_config(tuple(dict.fromkeys(ends)), found)
     return found
 
 
@@ -69,7 +73,7 @@ def _files_of(
     )
 
 
-def _ended_by(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> bytes:
+def _generation_config(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> bytes:
     """Return a generation_config.json with the tokens that end generation.
 
     Without the token that ends an assistant message, generation would not stop after it.
@@ -77,8 +81,8 @@ def _ended_by(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> bytes:
     config = _parsed(files, GENERATION_CONFIG, "the model")
     if GENERATION_CONFIG not in files:
         model = _parsed(files, CONFIG_JSON, "the model")
-        config = {key: model[key] for key in _KEPT if model.get(key) is not None}
-    if set(_numbers(config.get("eos_token_id"))) == set(tokens):
+        config = {key: model[key] for key in _COPIED_IDS if model.get(key) is not None}
+    if set(_token_ids(config.get("eos_token_id"))) == set(tokens):
         return files[GENERATION_CONFIG]
     config["eos_token_id"] = list(tokens)
     return (json.dumps(config, indent=2) + "\n").encode()
@@ -88,9 +92,9 @@ def end_tokens(
     files: Mapping[str, bytes], tokenizer: Tokenizer | None, where: str
 ) -> tuple[int, ...]:
     """Return the tokens that end generation: of the model's files, and of its tokenizer."""
-    found = [*_numbers(_parsed(files, GENERATION_CONFIG, where).get("eos_token_id"))]
+    found = [*_token_ids(_parsed(files, GENERATION_CONFIG, where).get("eos_token_id"))]
     for section in _sections(_parsed(files, CONFIG_JSON, where)):
-        found += _numbers(section.get("eos_token_id"))
+        found += _token_ids(section.get("eos_token_id"))
     if isinstance(tokenizer, FileTokenizer) and tokenizer.end is not None:
         found.append(tokenizer.end)
     return tuple(dict.fromkeys(found))
@@ -102,12 +106,12 @@ def _parsed(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
-    for name in _OF_TEXT:
+    for name in _TEXT_SECTIONS:
         if isinstance(inner := config.get(name), dict):
             yield from _sections(inner)
 
 
-def _numbers(value: object) -> list[int]:
+def _token_ids(value: object) -> list[int]:
     listed = value if isinstance(value, list) else [value]
     return [each for each in listed if isinstance(each, int) and not isinstance(each, bool)]
 

@@ -21,14 +21,14 @@ from fsdpctl.io.run_files import CHECKPOINTS, METRICS, OVERRIDES
 from fsdpctl.io.texts import by_name, one_line
 from fsdpctl.run.metrics import read_metrics
 
-_OF_THE_MACHINE = ("checkpoint", "cluster", "launch", "log", "train.run_dir", "train.profile")
+_LOCAL_SETTINGS = ("checkpoint", "cluster", "launch", "log", "train.run_dir", "train.profile")
 _HUB_DATA = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)")
 _HUB_MODEL = re.compile(r"([\w.-]+/[\w.-]+)@[0-9a-f]{7}")
 _FOLDERS = re.compile(r"(?<![\w/:.~-])(?:~|\.{1,2})?/(?:[^\s/,'\"=]+/)*")
 _TOKEN = re.compile(r"\bhf_\w{8,}")
 
 
-def card_of(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
+def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     """Return README.md for an export of a model, or of adapters in PEFT's format."""
     from huggingface_hub import ModelCardData  # takes 0.1 s
 
@@ -96,7 +96,7 @@ def _typed(reader: CheckpointReader, word: str) -> str:
 
 
 def _is_left_out(name: str) -> bool:
-    return name.startswith((*_OF_THE_MACHINE, "model.config_json"))
+    return name.startswith((*_LOCAL_SETTINGS, "model.config_json"))
 
 
 def _is_path(name: str) -> bool:

@@ -10,7 +10,7 @@ import xxhash
 
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
-from fsdpctl.errors import UsageError, first_of
+from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io import files
 from fsdpctl.io.run_files import DATA
 from fsdpctl.io.untrusted import Count, read_json
@@ -30,7 +30,7 @@ class DataRecord:
     files: dict[str, str]  # by name: the size and a checksum; empty if there are many
 
 
-def _record_of(data: DataSet) -> DataRecord:
+def _current_record(data: DataSet) -> DataRecord:
     found, count = dict[str, str](), len(data.files) + len(data.token_files)
     if count <= _MOST_FILES:
         found = {os.path.abspath(path): _state(path) for path in data.files}
@@ -47,12 +47,12 @@ def _state(file: Path) -> str:
         return f"{os.fstat(content.fileno()).st_size} {xxhash.xxh3_64_hexdigest(start)}"
 
 
-def write_record(run_dir: Path, data: DataSet) -> None:
+def write_data_record(run_dir: Path, data: DataSet) -> None:
     with files.refusing(f"train.run_dir={run_dir}"):
-        files.replace(run_dir / DATA, json.dumps(asdict(_record_of(data)), indent=1) + "\n")
+        files.replace(run_dir / DATA, json.dumps(asdict(_current_record(data)), indent=1) + "\n")
 
 
-def known_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
+def recorded_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
     """Return the fingerprint of a run's data; the checkpoint may be that of another run."""
     record = _read(run_dir)
     return of_checkpoint if record is None else record.fingerprint
@@ -81,7 +81,7 @@ def check_same_data(run_dir: Path, data: DataSet, known: str, where: str | None 
 
 def _difference(run_dir: Path, data: DataSet) -> str:
     """Name the files that differ, as far as they are recorded; else what else has changed."""
-    before, now = _read(run_dir), _record_of(data)
+    before, now = _read(run_dir), _current_record(data)
     if before is None:
         return ""
     if not (before.files and now.files):
@@ -93,7 +93,7 @@ def _difference(run_dir: Path, data: DataSet) -> str:
         ("removed", sorted(before.files.keys() - same)),
         ("changed", sorted(each for each in same if before.files[each] != now.files[each])),
     ]
-    found = [f"{what} {first_of(names, _MOST_NAMED)}" for what, names in parts if names]
+    found = [f"{what} {shorten_list(names, _MOST_NAMED)}" for what, names in parts if names]
     if not found:
         found = ["another tokenizer" * (before.tokenizer != now.tokenizer) or "the same files"]
     return f" ({'; '.join(found)})"

@@ -58,12 +58,16 @@ from fsdpctl.io.stores import is_remote
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.resolve.auto_values import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.data_record import known_fingerprint
-from fsdpctl.run.metrics import validation_at
+from fsdpctl.run.data_record import recorded_fingerprint
+from fsdpctl.run.metrics import validation_loss_at
 
-_WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
+_PROCESS_SETTINGS = (
+    "train.run_dir",
+    "launch.node_rank",
+    "launch.rdzv_endpoint",
+)  # of a start, not the run
 # They change the first weights, or the kernel, but not what a checkpoint means.
-_NOT_THE_MODELS = (
+_NOT_ARCHITECTURE = (
     "model.path", "model.init", "model.lora.path", "model.attention", "model.overrides",
 )  # fmt: skip
 _MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
@@ -71,7 +75,7 @@ _NOT_SET = "not set"
 _RESTART = "restart-"  # with a number: a directory in that of the logs
 
 
-class Standing(Enum):
+class ResumeState(Enum):
     """The state of a run directory for a start."""
 
     NEW = auto()
@@ -80,14 +84,18 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RunDirState:
     """A run directory as it is: what a start of a run would do there."""
 
     config: Filled  # with the run directory
-    standing: Standing
+    resume_state: ResumeState
     step: int  # of the checkpoint to start from
-    before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start by hand
-    kept: Config | None = None  # the configuration of that start, if it was in this directory
+    previous_settings: Mapping[str, str] = field(
+        default_factory=dict
+    )  # settings of the last start by hand
+    stored_config: Config | None = (
+        None  # the configuration of that start, if it was in this directory
+    )
     source: CheckpointReader | None = None  # in another place, to start from
     notes: tuple[str, ...] = ()  # warnings, a line each
     data_fingerprint: str = ""  # of the run that resumes; empty: any
@@ -95,6 +103,11 @@ class Look:
     @property
     def run_dir(self) -> Path:
         return Path(str(self.config.train.run_dir))
+
+    @property
+    def stored_config_location(self) -> object:
+        """The location of the `kept` configuration."""
+        return self.source or self.run_dir / RUN_CONFIG
 
 
 def read_config(run_dir: Path) -> Config:
@@ -108,9 +121,9 @@ def read_config(run_dir: Path) -> Config:
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
-def look(
-    config: Filled, resume: str, fresh: Path | None = None, *, only_here: bool = False
-) -> Look:
+def inspect_run_dir(
+    config: Filled, resume: str, new_run_dir: Path | None = None, *, ignores_remote: bool = False
+) -> RunDirState:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
     `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
@@ -118,15 +131,15 @@ def look(
     directory is not of this run, or the checkpoint of another model; CheckpointError if corrupted.
     """
     if resume == "auto":
-        return _look_for_resume(config, None if only_here else remote_of(config))
-    fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)), remote_of(config))
-    config = config.changed({"train.run_dir": str(fresh)})
+        return _inspect_for_resume(config, None if ignores_remote else remote_of(config))
+    new_run_dir = new_run_dir or _new_run_dir(Path(str(config.train.run_dir)), remote_of(config))
+    config = config.changed({"train.run_dir": str(new_run_dir)})
     if resume == "never":
-        return Look(config, Standing.NEW, 0)
+        return RunDirState(config, ResumeState.NEW, 0)
     source = open_checkpoint(resume)
     manifest = source.manifest
     before, now = manifest.config, config_words(config)
-    if of_model := _of_model(before, now):
+    if of_model := _changed_architecture(before, now):
         raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(of_model)})")
     first, name = before.get("optimizer"), config.optimizer.name
     has_moments = config.optimizer.momentum > 0 or not get_optimizer(name).needs_momentum
@@ -135,26 +148,30 @@ def look(
             f"--resume {resume}: expected optimizer={first}, whose state it has, got {name}; to "
             f"start from its weights only, set model=hf model.path={shlex.quote(resume)}"
         )
-    return Look(config, Standing.RESUMES, manifest.progress.step, before, source=source)
+    return RunDirState(config, ResumeState.RESUMES, manifest.progress.step, before, source=source)
 
 
-def changes(seen: Look, config: Filled) -> list[str]:
+def changed_settings(state: RunDirState, config: Filled) -> list[str]:
     """Return the settings of a settled configuration that the last start by hand had otherwise.
 
     They do not decide the losses, unless the run starts from the state of another run.
     """
     now = config_words(config)
-    names = _changed(seen.before, now) if seen.before else []
-    if seen.source is not None:
-        names = [each for each in names if each in seen.before and each not in _NOT_THE_MODELS]
+    names = _differing_names(state.previous_settings, now) if state.previous_settings else []
+    if state.source is not None:
+        names = [
+            each
+            for each in names
+            if each in state.previous_settings and each not in _NOT_ARCHITECTURE
+        ]
     return [
-        f"{name} was {seen.before.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
+        f"{name} was {state.previous_settings.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
         f"{', which changes the losses' if decides_losses(name) else ''}"
         for name in names
     ]
 
 
-def _fresh_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
+def _new_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
     """Return the first of NAME, NAME-2, NAME-3 … that exists neither here nor in the store."""
     names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
     return next(
@@ -164,7 +181,7 @@ def _fresh_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
     )
 
 
-def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
+def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> RunDirState:
     run_dir = Path(str(config.train.run_dir))
     is_here = _is_run(run_dir)
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
@@ -176,7 +193,7 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
         kept = config_of_checkpoint(stored.manifest.config, stored.url, is_decoder=False)
     else:
         notes = _note_on_latest(run_dir, config)
-        return Look(config, Standing.NEW, 0, notes=notes)
+        return RunDirState(config, ResumeState.NEW, 0, notes=notes)
     before = config_words(kept)
     now = config_words(config)
     if is_here:
@@ -192,13 +209,13 @@ def _look_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Look:
     if done is None:
         unused = f"{METRICS} is renamed to {METRICS}.old: no checkpoint belongs to it"
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
-        return Look(config, Standing.NEW, 0, before, kept, notes=notes)
+        return RunDirState(config, ResumeState.NEW, 0, before, kept, notes=notes)
     assert config.train.steps is not None
     done = _validated(done, run_dir)
-    train, known = config.train, known_fingerprint(run_dir, done.data_fingerprint)
+    train, known = config.train, recorded_fingerprint(run_dir, done.data_fingerprint)
     is_over = not done.owes_validation and done.is_over(config.train.steps, train.patience)
-    standing = Standing.FINISHED if is_over else Standing.RESUMES
-    return Look(config, standing, done.step, before, kept, there, tuple(incomplete), known)
+    standing = ResumeState.FINISHED if is_over else ResumeState.RESUMES
+    return RunDirState(config, standing, done.step, before, kept, there, tuple(incomplete), known)
 
 
 def _is_run(run_dir: Path) -> bool:
@@ -210,7 +227,7 @@ def _is_run(run_dir: Path) -> bool:
     if not os.access(nearest_folder, os.W_OK):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
     is_run = (run_dir / RUN_CONFIG).is_file()
-    if not is_run and run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
+    if not is_run and run_dir.is_dir() and not all(map(_may_be_from_start, run_dir.iterdir())):
         problem = "not empty, and not a run of fsdpctl; choose another"
         raise UsageError(f"train.run_dir={run_dir}: {problem}")
     return is_run
@@ -226,7 +243,7 @@ def _progress_at(newest: Path | None) -> Progress | None:
 
 def _validated(done: Progress, run_dir: Path) -> Progress:
     """Return the progress with a validation that was complete only after the save."""
-    loss = validation_at(run_dir / METRICS, done.step) if done.owes_validation else None
+    loss = validation_loss_at(run_dir / METRICS, done.step) if done.owes_validation else None
     return done if loss is None else done.validated(loss)
 
 
@@ -269,15 +286,15 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
         before, now = config_words(read_config(last)), config_words(config)
     except UsageError:  # of another version, which a new run does not need
         return ()
-    changed = [key for key in _changed(before, now) if decides_losses(key)]
-    if any(key.startswith("data") for key in changed) or _of_model(before, now):
+    changed = [key for key in _differing_names(before, now) if decides_losses(key)]
+    if any(key.startswith("data") for key in changed) or _changed_architecture(before, now):
         return ()  # hardly meant to continue that run
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
     shown = shown or "the same settings, and a name of another version"
     return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
 
 
-def _is_of_a_start(file: Path) -> bool:
+def _may_be_from_start(file: Path) -> bool:
     """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
     if file.name == CHECKPOINTS:
         return not complete_checkpoints(file)
@@ -289,13 +306,13 @@ def _check_same_run(
 ) -> None:
     deciding = [
         f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
-        for name in _changed(before, now)
+        for name in _differing_names(before, now)
         if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
         more = f", or pass --resume {shlex.quote(str(source))} to start a new run from its state"
         more = (
-            ", or pass --resume never" * bool(_of_model(before, now))
+            ", or pass --resume never" * bool(_changed_architecture(before, now))
             or f", pass --resume never{more}"
         )
         more = "" if now["model"].startswith(OWN) else more
@@ -305,33 +322,33 @@ def _check_same_run(
         )
 
 
-def _of_model(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _changed_architecture(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [
         f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
-        for name in _changed(before, now)
-        if name in before and name.startswith("model.") and name not in _NOT_THE_MODELS
+        for name in _differing_names(before, now)
+        if name in before and name.startswith("model.") and name not in _NOT_ARCHITECTURE
     ]
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _differing_names(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the settings that differ, except for the run's directory and its rendezvous.
 
     A config.json counts if no other setting of the model differs.
     """
-    names = sorted({*before, *now} - {*_WHERE})
+    names = sorted({*before, *now} - {*_PROCESS_SETTINGS})
     found = [name for name in names if before.get(name) != now.get(name)]
     others = [name for name in found if name.startswith("model.") and name != MODEL_CONFIG]
     return [name for name in found if name != MODEL_CONFIG or not others]
 
 
 def prepare_run_dir(
-    seen: Look, config: Settled, settings: Sequence[str], assets: Mapping[str, bytes]
+    state: RunDirState, config: Settled, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> str:
     """Write the files that the workers read, for a settled configuration. The lock must be held.
 
     Return why runs/latest does not lead to the run, or an empty string.
     """
-    run_dir = seen.run_dir
+    run_dir = state.run_dir
     checkpoints = run_dir / CHECKPOINTS
     with files.refusing(f"train.run_dir={run_dir}"):
         files.replace(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
@@ -339,21 +356,21 @@ def prepare_run_dir(
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
-        if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
+        if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_unfinished(checkpoints)
         write_assets(run_dir, assets)
-        if seen.source is not None:
-            copy_checkpoint(seen.source, step_folder(checkpoints, seen.step))
+        if state.source is not None:
+            copy_checkpoint(state.source, step_folder(checkpoints, state.step))
         restore_links(checkpoints)
         # Last: a start that is interrupted before this line does not count.
         files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
     return point_to(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
 
 
-def prepare_restart(seen: Look, number: int) -> None:
+def prepare_restart(state: RunDirState, number: int) -> None:
     """Prepare a directory in use for restart `number`; keep logs and settings of the failure."""
-    logs, run_dir = seen.run_dir / LOGS, seen.run_dir
+    logs, run_dir = state.run_dir / LOGS, state.run_dir
     with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
         kept = logs / f"{_RESTART}{number}"
         kept.mkdir(parents=True, exist_ok=True)
@@ -361,9 +378,9 @@ def prepare_restart(seen: Look, number: int) -> None:
             each.replace(kept / each.name)
         files.replace(kept / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
-        if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
+        if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
             with files.open_own(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)
-        files.replace(run_dir / RUN_CONFIG, config_to_yaml(seen.config), durable=True)
+        files.replace(run_dir / RUN_CONFIG, config_to_yaml(state.config), durable=True)

@@ -70,7 +70,7 @@ def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
     _write(run_dir, [*starts, start][-MAX_STARTS:])
 
 
-def write_record(run_dir: Path, record: Mapping[str, Any]) -> None:
+def write_start_record(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Write what happened since the newest start. Failures are ignored."""
     with contextlib.suppress(UsageError):
         *others, newest = read_starts(run_dir) or [{}]
@@ -104,7 +104,7 @@ class StartRecord:
     longest_save_seconds: Figure = 0.0
 
 
-def read_records(run_dir: Path) -> list[StartRecord]:
+def read_start_records(run_dir: Path) -> list[StartRecord]:
     records = [each.get(RECORD, {}) for each in read_starts(run_dir)]
     return as_type(records, list[StartRecord], str(run_dir / ENVIRONMENT))
 
@@ -127,12 +127,12 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_cuda else None,
         "nccl": ".".join(map(str, nccl.version())) if on_cuda else None,
         "devices": dict(Counter(devices)),
-        "commit": revision(Path.cwd()),
-        "variables": relevant(os.environ),
+        "commit": git_commit(Path.cwd()),
+        "variables": relevant_variables(os.environ),
     }
 
 
-def relevant(variables: Mapping[str, str]) -> dict[str, str]:
+def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in sorted(variables.items()) if _VARIABLES.match(name)}
 
 
@@ -143,7 +143,7 @@ def _arguments(run_dir: Path) -> list[str]:
         return []
 
 
-def revision(folder: Path) -> str | None:
+def git_commit(folder: Path) -> str | None:
     """Return the commit of the checkout that `folder` belongs to; None without one or without git.
 
     `git rev-parse` runs no program that a repository's configuration names.

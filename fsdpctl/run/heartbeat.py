@@ -90,7 +90,7 @@ def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
     return not any(_ran_at(record.time, pid) for pid in pids)
 
 
-def check_unused(run_dir: Path) -> None:
+def check_not_running(run_dir: Path) -> None:
     """Refuse a run that runs, as far as its heartbeat tells, which any host can read."""
     record = read_heartbeat(run_dir)
     if record is not None and record.is_alive and not was_killed(run_dir, record):
@@ -214,7 +214,7 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
+def locked_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
     """Lock a run directory, and keep it locked after the block.
 
     An exception unlocks it, and removes the directory if it was created here and is still empty.

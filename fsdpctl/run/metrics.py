@@ -105,7 +105,7 @@ def last_step(path: Path) -> int:
     return 0
 
 
-def validation_at(path: Path, step: int) -> float | None:
+def validation_loss_at(path: Path, step: int) -> float | None:
     """Return the finite validation loss of `step` in metrics.jsonl, or None."""
     lines = read_metrics(path) if path.is_file() else ()
     found = (line.val_loss for line in lines if line.step == step)

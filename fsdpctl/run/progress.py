@@ -39,7 +39,7 @@ class RunProgress:
         self._total, self._log_every = total_steps, log_every
         self._live: Progress | None = None
         self._done_here = 0
-        self._figures = ""  # of the newest step, in the bar
+        self._numbers = ""  # of the newest step, in the bar
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
@@ -75,7 +75,7 @@ class RunProgress:
 
     def _note(self, text: str) -> None:
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], note=text or self._figures)
+            self._live.update(self._live.task_ids[0], note=text or self._numbers)
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
@@ -85,11 +85,11 @@ class RunProgress:
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
         if self._live is not None:
-            self._figures = (
+            self._numbers = (
                 f"loss {metrics.figures.loss:.3f}  {_named(metrics)}{_speed(metrics)}  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
-            self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._figures)
+            self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._numbers)
         elif is_due or self._done_here == 1:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
@@ -134,7 +134,7 @@ def _figures(metrics: "StepMetrics") -> str:
 
 
 def _named(metrics: "StepMetrics") -> str:
-    return "".join(f"{name} {x:.4g}  " for name, x in metrics.named.items() if x is not None)
+    return "".join(f"{name} {x:.4g}  " for name, x in metrics.named_means.items() if x is not None)
 
 
 def _speed(metrics: "StepMetrics") -> str:

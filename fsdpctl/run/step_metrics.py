@@ -22,7 +22,7 @@ from fsdpctl.optim.record import StepFigures
 
 Phase = Literal["data", "compute", "optimizer"]
 # Names in lines of metrics.jsonl and of experiment loggers.
-RESERVED = frozenset((
+RESERVED_NAMES = frozenset((
     "step", "samples", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "tokens_per_second",
     "tokens_per_second_per_rank", "model_flops_per_token", "mfu", "loss_count",
     "samples_per_second", "samples_per_second_per_rank", "seconds", "compute_seconds",
@@ -141,7 +141,9 @@ class StepMetrics:
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
-    named: Mapping[str, float | None] = field(default_factory=dict)  # means of a script's sums
+    named_means: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # means of a script's sums
 
     @property
     def tokens_per_second(self) -> float:
@@ -182,7 +184,7 @@ class StepMetrics:
             "loss": finite(self.figures.loss),
             "grad_norm": finite(self.figures.grad_norm),
             "lr": self.lr,
-            **{name: None if x is None else finite(x) for name, x in self.named.items()},
+            **{name: None if x is None else finite(x) for name, x in self.named_means.items()},
             **amounts,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),

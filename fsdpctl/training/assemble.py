@@ -44,17 +44,19 @@ from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.own import Task
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.run.data_record import check_same_data, known_fingerprint
+from fsdpctl.run.data_record import check_same_data, recorded_fingerprint
 from fsdpctl.run.environment import add_start, describe_start, device_name
-from fsdpctl.training.callbacks import profiling
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
-from fsdpctl.training.callbacks.reporting import EstimateReport, Heartbeat, RunReporter
-from fsdpctl.training.callbacks.sample import SampleText
+from fsdpctl.training.callbacks.generation import SampleText
+from fsdpctl.training.callbacks.heartbeat import Heartbeat
+from fsdpctl.training.callbacks.memory import HeapTrim, watch_allocations
+from fsdpctl.training.callbacks.profiling import Profiling
+from fsdpctl.training.callbacks.reporting import CompilerReport, EstimateReport, RunReporter
 from fsdpctl.training.callbacks.self_check import SelfCheck
 from fsdpctl.training.callbacks.validation import Validation
 from fsdpctl.training.journal import Journal
-from fsdpctl.training.narrow import use_wide_parameters
-from fsdpctl.training.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
+from fsdpctl.training.script_precision import widen_parameters
+from fsdpctl.training.train_step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.training.trainer import Trainer
 
 OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, MUON: ShardedMuon}
@@ -80,15 +82,15 @@ def make_model(
     if module is not None:
         module.to(device)
         if config.precision.param_dtype != "float32":
-            use_wide_parameters(module)
+            widen_parameters(module)
         prepare_blocks(module, config)
     else:
         module = make_module(config)
-        initialize = None if empty else _draw(config, module)
+        initialize = None if empty else _initializer(config, module)
     return shard_from(Source(device, initialize, is_empty=empty), module, sharding)
 
 
-def strategy_alone(config: Settled) -> str:
+def single_rank_strategy(config: Settled) -> str:
     """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
     return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
 
@@ -138,13 +140,13 @@ def make_trained_model(
             master_dtype=torch_dtype(str(config.precision.master_dtype)),
             compiles=config.train.compile,
         )
-        model = peer_model(plain, setup, device, None if empty else _draw(config, plain))
+        model = peer_model(plain, setup, device, None if empty else _initializer(config, plain))
     module: Any = model.module
     module.reduce_counts = model.collectives.all_reduce  # of the routers' tokens
     return model
 
 
-def _draw(config: Settled, module: nn.Module) -> Callable[[str, Tensor], None]:
+def _initializer(config: Settled, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
     quantized, packing = quantized_shapes(module), packing_of(module)
 
@@ -181,7 +183,7 @@ def make_optimizer(config: Settled, model: TrainedModel) -> Optimizer:
     return made
 
 
-def share_samples(device: torch.device, num_ranks: int, context_parallel: int) -> None:
+def enable_context_parallel(device: torch.device, num_ranks: int, context_parallel: int) -> None:
     """Let attention exchange with the ranks that share this one's samples. Collective."""
     if context_parallel > 1:
         groups = context_groups(num_ranks, context_parallel)
@@ -208,7 +210,7 @@ def make_trainer(
     is_main = world.rank == 0
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
-        profiling.watch_allocations(world.device)
+        watch_allocations(world.device)
     devices = ranks.gather_objects(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
@@ -223,14 +225,14 @@ def make_trainer(
     callbacks = [  # in the order of their hooks, at the end too
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
-        profiling.Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
+        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
         RunReporter(journal, checkpoints),
         heartbeat,
         EstimateReport(run_dir, done.step),
         SampleText(),
-        *([profiling.CompilerReport(journal)] if config.train.compile else []),
-        *([profiling.HeapTrim()] if world.device.type == "cpu" else []),
+        *([CompilerReport(journal)] if config.train.compile else []),
+        *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 
@@ -243,8 +245,8 @@ def _load(
     if len(set(ranks.gather_objects(data.fingerprint))) > 1:
         what = "data" if task is not None else f"data.path={config.data.path}"
         raise UsageError(f"{what}: the ranks see different data; did it change?")
-    check_same_data(run_dir, data, known_fingerprint(run_dir))  # a restart may be days later
-    share_samples(world.device, world.world_size, train.context_parallel)
+    check_same_data(run_dir, data, recorded_fingerprint(run_dir))  # a restart may be days later
+    enable_context_parallel(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     is_filled = newest is not None or config.model.is_pretrained
     own = None if task is None else task.module

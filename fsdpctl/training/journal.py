@@ -6,9 +6,9 @@ from threading import Lock
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import LOST, FsdpctlError, UsageError
+from fsdpctl.errors import REMOVED_DURING_RUN, FsdpctlError, UsageError
 from fsdpctl.io.run_files import LOG, METRICS, RUN_CONFIG
-from fsdpctl.run.environment import read_records, write_record
+from fsdpctl.run.environment import read_start_records, write_start_record
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.training.trackers import Trackers
@@ -39,7 +39,7 @@ class Journal:
             self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.earlier)
         if is_main:
             with suppress(UsageError):  # a file that others refuse to read
-                known = [each.longest_save_seconds for each in read_records(run_dir)]
+                known = [each.longest_save_seconds for each in read_start_records(run_dir)]
                 self.seconds_to_save = max(known, default=0.0)
             self.record({"step": step})
 
@@ -61,7 +61,7 @@ class Journal:
     def track(self, line: dict[str, Any]) -> None:
         """Send the numbers of an object to the trackers only."""
         if self.trackers is not None:
-            self.trackers.line(line)
+            self.trackers.log_line(line)
 
     def record(self, about: dict[str, Any]) -> None:
         """Set values in the record of this start; a full disk fails the run where it trains."""
@@ -69,9 +69,9 @@ class Journal:
             with self._recording:
                 warnings = [*self._record["warnings"], *about.get("warnings", ())]
                 self._record |= about | {"warnings": warnings[-_MOST_WARNINGS:]}
-                write_record(self.run_dir, self._record)
+                write_start_record(self.run_dir, self._record)
 
-    def saved(self, line: dict[str, Any], seconds: float) -> None:
+    def record_save(self, line: dict[str, Any], seconds: float) -> None:
         """Send the times of a checkpoint to the trackers, and record the longest."""
         self.track(line)
         if seconds > self.seconds_to_save:
@@ -88,7 +88,7 @@ class Journal:
         if self._metrics is not None and not self._metrics.is_in_place:
             is_there = (self.run_dir / RUN_CONFIG).is_file()
             lost = self.run_dir / METRICS if is_there else self.run_dir
-            raise FsdpctlError(f"{lost}: {LOST}; training stopped without saving")
+            raise FsdpctlError(f"{lost}: {REMOVED_DURING_RUN}; training stopped without saving")
 
     def end(self, *, well: bool) -> None:
         """Close the trackers; `well`: the run did not fail."""

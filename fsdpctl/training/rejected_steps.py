@@ -28,7 +28,7 @@ _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of nor
 _FLOOR = 1e-3  # of the median: constant values have no deviation
 _LAG = 1  # preceding steps that the limits of a step do not include
 # The last applied steps before those, which limits come from; and the number that a limit needs.
-WINDOW, LEAST = 128, 32
+WINDOW, MIN_ACCEPTED = 128, 32
 _MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {"stop": "rejected, training stops", "skip": "skipped"}
 
@@ -61,14 +61,14 @@ class RejectedStep:
         of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
         about = {
             "reason": self.reason, "action": self.action, "rank": self.rank,
-            "loss": _written(self.loss), "grad_norm": _written(self.grad_norm),
+            "loss": _json_number(self.loss), "grad_norm": _json_number(self.grad_norm),
             "threshold": self.threshold, "number": self.number,
             "samples": batches.numbers(position), "rank_samples": of_rank,
         }  # fmt: skip
         return {"step": self.step, "rejected_step": about}
 
 
-def _written(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     """Return a non-finite value as text: JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)
 
@@ -78,31 +78,31 @@ class RejectionRule:
 
     def __init__(self, config: TrainConfig, done: Progress) -> None:
         self._config = config
-        self.number = done.num_skips
+        self.num_rejected = done.num_skips
         self.accepted = tuple(done.accepted)
 
     def limits(self, step: int) -> Limits:
         """Return the limits above which `step`, counted from 1, is not applied."""
         factor = self._config.spike_factor
         known = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
-        if factor is None or len(known) < LEAST:
+        if factor is None or len(known) < MIN_ACCEPTED:
             return Limits()
         log_norm = _threshold([each.log_grad_norm for each in known], factor)
         loss = _threshold([each.loss for each in known], factor)
         return Limits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
-    def judge(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
+    def evaluate(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
         """Count and return a step that these limits rejected; None if it was applied."""
         if figures.was_applied:
             self._accept(step, figures)
             return None
         reason, on_nonfinite = _reason(figures, limits), self._config.on_nonfinite
-        self.number += 1
+        self.num_rejected += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
-        is_over = self.number > self._config.max_skips
+        is_over = self.num_rejected > self._config.max_skips
         action: Action = "stop" if is_over else cast("Action", on_nonfinite)
         about = figures.loss, figures.grad_norm, thresholds.get(reason), action
-        return RejectedStep(step, reason, _rank_of(reason, figures), *about, self.number)
+        return RejectedStep(step, reason, _rank_of(reason, figures), *about, self.num_rejected)
 
     def _accept(self, step: int, figures: StepFigures) -> None:
         if self._config.spike_factor is None:
@@ -159,9 +159,9 @@ class GradientProbe:
 
     def _watch(self, module: nn.Module, args: object, output: object) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(self._look)
+            output.register_hook(self._record_norm)
 
-    def _look(self, gradient: Tensor) -> None:
+    def _record_norm(self, gradient: Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def take(self) -> Tensor | None:

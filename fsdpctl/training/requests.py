@@ -32,7 +32,7 @@ class RequestFlags:
     profile: bool = False
 
     @property
-    def ends(self) -> bool:
+    def stops(self) -> bool:
         return self.by_signal or self.by_file or self.by_clock
 
     @property
@@ -64,12 +64,12 @@ class TimeLimit:
         self._longest_save = longest_save
         self._num_steps = 0
 
-    def step_took(self, seconds: float) -> None:
+    def add_step(self, seconds: float) -> None:
         self._num_steps += 1
         if self._num_steps > 1:
             self._longest_step = max(self._longest_step, seconds)
 
-    def save_took(self, seconds: float) -> None:
+    def add_save(self, seconds: float) -> None:
         self._longest_save = max(self._longest_save, seconds)
 
     def is_near(self, seconds: float = 0.0) -> bool:
@@ -99,10 +99,10 @@ class RequestCollector:
         self._run_dir = run_dir
         self.limit, self._is_main = limit, is_main
         self._stop_requested, self._check = stop_requested, check
-        self._passed_on: set[str] = set()  # files that all ranks know of, until they are removed
-        self._looked = time.monotonic()
+        self._reported: set[str] = set()  # files that all ranks know of, until they are removed
+        self._polled_at = time.monotonic()
 
-    def look(self, seconds: float = 0.0) -> RequestFlags:
+    def poll(self, seconds: float = 0.0) -> RequestFlags:
         """Return the current requests, `seconds` into the current step; each file only once."""
         by_signal = self._stop_requested()
         if not self._is_main:
@@ -112,23 +112,23 @@ class RequestCollector:
         return RequestFlags(by_signal, STOP in new, by_clock, SAVE in new, PROFILE in new)
 
     def _new_files(self) -> Sequence[str]:
-        if time.monotonic() - self._looked < _INTERVAL:
+        if time.monotonic() - self._polled_at < _INTERVAL:
             return ()
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
         self._check()
         found = [name for name in REQUESTS if (self._run_dir / name).exists()]
-        new = [name for name in found if name not in self._passed_on]
-        self._passed_on |= set(new)
+        new = [name for name in found if name not in self._reported]
+        self._reported |= set(new)
         return new
 
-    def done(self, name: str) -> None:
-        if name in self._passed_on and _remove(self._run_dir / name):
-            self._passed_on.discard(name)
+    def clear(self, name: str) -> None:
+        if name in self._reported and _remove(self._run_dir / name):
+            self._reported.discard(name)
 
     def remove_unwanted(self, *, late: bool) -> list[str]:
         """Remove requests to an earlier start, or `late` ones; return a message for each."""
         found = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
-        names = [name for name in found if late or _is_left_over(self._run_dir, name)]
+        names = [name for name in found if late or _is_older_than_start(self._run_dir, name)]
         for name in names:
             _remove(self._run_dir / name)
         why = "came after the last step" if late else "from before this start"
@@ -140,20 +140,20 @@ class RequestSync:
 
     def __init__(
         self,
-        look: Callable[[], RequestFlags],
+        poll: Callable[[], RequestFlags],
         ranks: Collectives,
         device: torch.device,
         lag: int = 0,
     ) -> None:
         """Exchange the results of `look()`; the newest `lag` exchanges are not waited for."""
         self.received = RequestFlags()
-        self._look, self._ranks, self._device, self._lag = look, ranks, device, lag
+        self._poll, self._ranks, self._device, self._lag = poll, ranks, device, lag
         self._pending: deque[AsyncHostCopy] = deque()
 
-    def goes_on(self) -> bool:
+    def should_continue(self) -> bool:
         """Exchange requests; return whether no rank is known to have to stop. Collective."""
-        self._pending.append(raised(self._ranks, self._look().flags, self._device))
-        return not self._receive(self._lag).ends
+        self._pending.append(raised(self._ranks, self._poll().flags, self._device))
+        return not self._receive(self._lag).stops
 
     def complete(self) -> RequestFlags:
         return self._receive(0)
@@ -165,22 +165,22 @@ class RequestSync:
         return self.received
 
 
-def take_stop(run_dir: Path) -> bool:
+def take_stop_request(run_dir: Path) -> bool:
     """Return whether a STOP file is for this start, and remove it."""
-    if not (run_dir / STOP).exists() or _is_left_over(run_dir, STOP):
+    if not (run_dir / STOP).exists() or _is_older_than_start(run_dir, STOP):
         return False
     _remove(run_dir / STOP)
     return True
 
 
-def early_request(run_dir: Path, seconds: float | None, started: float) -> str | None:
+def stop_reason_at_start(run_dir: Path, seconds: float | None, started: float) -> str | None:
     """Return why a start without a completed step must stop, or None. Removes STOP."""
     if seconds is not None and time.time() >= started + seconds:
         return f"launch.time_limit={seconds:g} exceeded"
-    return f"requested by {run_dir / STOP}" if take_stop(run_dir) else None
+    return f"requested by {run_dir / STOP}" if take_stop_request(run_dir) else None
 
 
-def _is_left_over(run_dir: Path, name: str) -> bool:
+def _is_older_than_start(run_dir: Path, name: str) -> bool:
     """Return whether the file is older than this start, which rewrote the configuration there."""
     with contextlib.suppress(OSError):
         return (run_dir / name).stat().st_mtime_ns < (run_dir / RUN_CONFIG).stat().st_mtime_ns

@@ -46,7 +46,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
         self._begin = step
 
-    def has(self, step: int, name: str) -> bool:
+    def is_stored(self, step: int, name: str) -> bool:
         """Return whether a value of an earlier start is stored."""
         return step <= self._begin
 
@@ -77,7 +77,7 @@ class _Wandb:
         self._stored = self._run.starting_step if self._run.resumed else stored
         self._newest = self._stored if self._run.resumed else 0
 
-    def has(self, step: int, name: str) -> bool:
+    def is_stored(self, step: int, name: str) -> bool:
         return step < self._stored
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -100,7 +100,7 @@ class _Trackio:
             self._run = trackio.init(_project(config, "TRACKIO_PROJECT"), name, **about)
         self._last = getattr(self._run, "_initial_last_step", None)
 
-    def has(self, step: int, name: str) -> bool:
+    def is_stored(self, step: int, name: str) -> bool:
         return self._last is None or step <= self._last
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -142,7 +142,7 @@ class _Mlflow:
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._sender.start()
 
-    def has(self, step: int, name: str) -> bool:
+    def is_stored(self, step: int, name: str) -> bool:
         if name not in self._steps:
             stored = self._client.get_metric_history(self._run, _mlflow_name(name))
             self._steps[name] = {each.step for each in stored if each.step >= step}  # they increase
@@ -206,9 +206,9 @@ class Trackers:
             with self._dropping(name):
                 self._trackers[name] = _TRACKERS[name](config, run_dir, step)
         for line in (each for each in earlier if each["step"] <= step):
-            self.line(line)
+            self.log_line(line)
 
-    def line(self, line: Mapping[str, Any]) -> None:
+    def log_line(self, line: Mapping[str, Any]) -> None:
         """Log the numbers of a line of metrics.jsonl."""
         step = line["step"]
         figures = {
@@ -219,7 +219,7 @@ class Trackers:
         again = self._written.get(step, set())
         for name, each in list(self._trackers.items()):
             with self._dropping(name):
-                stored = {x for x in again & figures.keys() if each.has(step, x)}
+                stored = {x for x in again & figures.keys() if each.is_stored(step, x)}
                 if new := {x: value for x, value in figures.items() if x not in stored}:
                     each.log(step, new)
 

@@ -13,10 +13,10 @@ from fsdpctl.io.run_files import STOP
 from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.step_metrics import StepMetrics, model_flops
 from fsdpctl.training.journal import Journal
-from fsdpctl.training.narrow import refusing_dtypes
 from fsdpctl.training.rejected_steps import GradientProbe, RejectionRule
 from fsdpctl.training.requests import RequestCollector, RequestFlags, RequestSync, TimeLimit
-from fsdpctl.training.step import (
+from fsdpctl.training.script_precision import dtype_errors_as_usage
+from fsdpctl.training.train_step import (
     LaunchContext,
     LaunchedStep,
     TrainingParts,
@@ -24,7 +24,7 @@ from fsdpctl.training.step import (
     launch_step,
 )
 
-_COLLECTED = 50  # steps between two collections of cycles
+_STEPS_BETWEEN_GC = 50  # steps between two collections of cycles
 
 
 class Callback:
@@ -34,15 +34,15 @@ class Callback:
     all ranks call the hook at the same point, so that it may communicate.
     """
 
-    saves = False  # whether `save` does
+    saves_state = False  # whether `save` does
 
     def begin(self, run: "Trainer") -> None:
         """Prepare for the first step of this start. Collective."""
 
-    def launched(self, run: "Trainer") -> None:
+    def after_launch(self, run: "Trainer") -> None:
         """React to a launched step, without waiting for the device. Collective."""
 
-    def has_gradients(self, run: "Trainer") -> None:
+    def inspect_gradients(self, run: "Trainer") -> None:
         """Look at the reduced gradients of a step before they are applied. Not collective."""
 
     def is_due(self, step: int) -> bool:
@@ -68,7 +68,7 @@ class Callback:
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Finish, even after a failure. Collective if `is_joint(error)`."""
 
-    def leave(self) -> None:
+    def finish_pending(self) -> None:
         """After a failure, let the checkpoint in progress complete as far as possible."""
 
 
@@ -78,7 +78,7 @@ def is_joint(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def joint_collections() -> Iterator[None]:
+def synchronized_gc() -> Iterator[None]:
     """Turn off automatic garbage collection within the block, which collects at chosen steps.
 
     An automatic collection pauses every rank at another step, and the other ranks wait for it.
@@ -141,17 +141,17 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
-        with joint_collections(), self._running(), refusing_dtypes(self.parts.config):
+        with synchronized_gc(), self._running(), dtype_errors_as_usage(self.parts.config):
             self._act(RequestFlags())  # validates if an earlier start still owes it
             while not self.is_over():
                 self._launch()
                 is_due = self.is_over() or any(map(self.is_due, self._callbacks))
                 requested = self._report(0 if is_due else self.lag)
-                if requested.ends or requested.save:
+                if requested.stops or requested.save:
                     requested |= self._report(0)  # to save the state after the newest step
                 self._act(requested)
         if self.is_ending:
-            self.requests.done(STOP)
+            self.requests.clear(STOP)
         for line in self.requests.remove_unwanted(late=True):
             self.journal.say(line)
         self.journal.close()
@@ -174,8 +174,8 @@ class Trainer:
         if error is not None:
             raise error
 
-    def leave(self) -> None:
-        self._each(lambda callback: callback.leave())
+    def finish_pending(self) -> None:
+        self._each(lambda callback: callback.finish_pending())
 
     # ---- for callbacks -------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Trainer:
         done = Progress(self.step, best=self.best)
         return done.is_over(self.total_steps, self.parts.config.train.patience)
 
-    def validated(self, loss: float) -> bool:
+    def record_validation(self, loss: float) -> bool:
         """Note the loss of this step's validation; return whether none before was lower."""
         done = self.progress().validated(loss)
         self.owes_validation, self.best = False, done.best
@@ -198,11 +198,11 @@ class Trainer:
 
     def progress(self) -> Progress:
         data, validated = self.parts.data.fingerprint, (self.owes_validation, self.best)
-        rejected = self._rule.number, list(self._rule.accepted)
+        rejected = self._rule.num_rejected, list(self._rule.accepted)
         return Progress(self.step, self.samples, data, *validated, *rejected)
 
     def request_sync(self, lag: int = 0) -> RequestSync:
-        return RequestSync(self.requests.look, self.ranks, self.parts.device, lag)
+        return RequestSync(self.requests.poll, self.ranks, self.parts.device, lag)
 
     def idle(self) -> None:
         self._each(lambda callback: callback.idle(self))
@@ -220,17 +220,19 @@ class Trainer:
         began = time.perf_counter()
         RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
 
-        def own() -> LocalStepStats:
-            self._each(lambda callback: callback.has_gradients(self))
-            flags = self.requests.look(time.perf_counter() - began).flags
+        def local_stats() -> LocalStepStats:
+            self._each(lambda callback: callback.inspect_gradients(self))
+            flags = self.requests.poll(time.perf_counter() - began).flags
             return LocalStepStats(flags, self._probe.take())
 
         limits, place = self._rule.limits(self.step + 1), (self.step, self.samples)
-        launched = launch_step(self.parts, *place, limits=limits, own=own, is_traced=self.is_traced)
+        launched = launch_step(
+            self.parts, *place, limits=limits, local_stats=local_stats, is_traced=self.is_traced
+        )
         self.step, self.samples = launched.step, launched.samples
         self._queue.append(launched)
-        self._each(lambda callback: callback.launched(self))
-        if self.step % _COLLECTED == 0:
+        self._each(lambda callback: callback.after_launch(self))
+        if self.step % _STEPS_BETWEEN_GC == 0:
             gc.collect()
 
     def _report(self, keep: int) -> RequestFlags:
@@ -242,8 +244,8 @@ class Trainer:
             requested |= RequestFlags(*done.figures.flags)
             for each in self._callbacks:
                 each.step(self, done)
-            self.requests.limit.step_took(done.times.total)
-            rejected = self._rule.judge(done.step, done.figures, launched.limits)
+            self.requests.limit.add_step(done.times.total)
+            rejected = self._rule.evaluate(done.step, done.figures, launched.limits)
             if rejected is not None:
                 batches = self.parts.train_batches
                 position = launched.samples - batches.plan.global_batch_size
@@ -260,9 +262,9 @@ class Trainer:
             requested = each.act(self, requested)
         self._acted = self.step
         self.idle()
-        self.is_ending = requested.ends
-        if requested.ends and (not self.is_over() or self.owes_validation):
-            self.requests.done(STOP)
+        self.is_ending = requested.stops
+        if requested.stops and (not self.is_over() or self.owes_validation):
+            self.requests.clear(STOP)
             raise StoppedError(self._reason(requested))
 
     def _each(self, hook: Callable[[Callback], None]) -> None:
@@ -270,7 +272,7 @@ class Trainer:
             hook(each)
 
     def _reason(self, requested: RequestFlags) -> str:
-        saved = ", saved" * any(each.saves for each in self._callbacks)
+        saved = ", saved" * any(each.saves_state for each in self._callbacks)
         why = ""
         if requested.by_clock:
             why = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"

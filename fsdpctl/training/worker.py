@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fsdpctl.resolve.settle import RunPlan
 
 MODULE = "fsdpctl.training.worker"
-MEASURE = "measure"  # as last argument: only steps, without output
-PAGES = "FSDPCTL_PAGES"  # environment variable: the file for the status of ranks on this host
+MEASURE_ONLY = "measure"  # as last argument: only steps, without output
+STATUS_FILE = "FSDPCTL_PAGES"  # environment variable: the file for the status of ranks on this host
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
     _stop_signal = number
 
 
-def tie_to_launcher() -> None:
+def exit_with_launcher() -> None:
     """Have the kernel kill this worker, and its children, when its launcher exits.
 
     It does not save first: without its launcher a rank may be suspended or its peers missing, and
@@ -83,16 +83,16 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
 def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
     """Until a step is completed, end all ranks on a STOP file or at the time limit."""
     from fsdpctl.errors import StoppedError
-    from fsdpctl.training.requests import early_request
+    from fsdpctl.training.requests import stop_reason_at_start
 
     while not _can_save.wait(_INTERVAL):
-        if (why := early_request(run_dir, seconds, started)) is not None:
+        if (why := stop_reason_at_start(run_dir, seconds, started)) is not None:
             error = StoppedError(f"stopped before there was anything to save ({why})")
-            report(error)
-            _leave(error.exit_code)
+            report_error(error)
+            _exit_now(error.exit_code)
 
 
-def _keep_errors(logs: Path, rank: int) -> Path:
+def _redirect_stderr(logs: Path, rank: int) -> Path:
     """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
     with contextlib.suppress(OSError), open_own(path, "wb", folders=1) as file:
@@ -100,7 +100,7 @@ def _keep_errors(logs: Path, rank: int) -> Path:
     return path
 
 
-def report(error: BaseException) -> None:
+def report_error(error: BaseException) -> None:
     """Write the cause for the launcher to the file that torch's agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -123,7 +123,7 @@ def _train(
         plan = plan_of(read_config(run_dir))
         lock.join()
     except Exception as error:
-        report(error)
+        report_error(error)
         raise
     config = plan.config
     started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
@@ -144,8 +144,8 @@ def _run(
     from fsdpctl.models.fused import fusing
     from fsdpctl.models.kernels import rounded_products, using
     from fsdpctl.training.assemble import make_trainer
-    from fsdpctl.training.callbacks.profiling import keep_snapshot
-    from fsdpctl.training.step import LaunchContext
+    from fsdpctl.training.callbacks.memory import write_snapshot
+    from fsdpctl.training.train_step import LaunchContext
 
     context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
     about = {"shows": not only_measures, "only_measures": only_measures}
@@ -162,14 +162,14 @@ def _run(
             signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
-            keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)
-        report(error)  # before anything that may have to wait
+            write_snapshot(error, Path(str(config.train.run_dir)), world.rank)
+        report_error(error)  # before anything that may have to wait
         if trainer is not None:
-            trainer.leave()
+            trainer.finish_pending()
         raise
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Exit at once: the regular shutdown may wait for peers that wait for this rank."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -177,18 +177,18 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve_watchdog() -> None:
+def start_status() -> None:
     """Publish this rank's status, write stacks on SIGUSR2, and answer a watchdog."""
     from fsdpctl.comm.rank_status import RANK_STATUS
 
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
-    if (path := os.environ.get(PAGES)) is not None:
+    if (path := os.environ.get(STATUS_FILE)) is not None:
         RANK_STATUS.open(Path(path), int(os.environ["LOCAL_RANK"]))
     RANK_STATUS.at("starting")
-    threading.Thread(target=_answer, daemon=True).start()
+    threading.Thread(target=_answer_watchdog, daemon=True).start()
 
 
-def _answer() -> None:
+def _answer_watchdog() -> None:
     from fsdpctl.comm.rank_status import RANK_STATUS
 
     while not RANK_STATUS.answer():
@@ -197,8 +197,8 @@ def _answer() -> None:
 
 def main() -> None:
     """Train as config.yaml in the run directory says, and exit with the code of the outcome."""
-    tie_to_launcher()
-    _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
+    exit_with_launcher()
+    _work(Path(sys.argv[1]), only_measures=MEASURE_ONLY in sys.argv[2:])
 
 
 def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> None:
@@ -208,7 +208,7 @@ def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> No
     A script that is the only rank may have no launcher.
     """
     if task is None or os.environ["WORLD_SIZE"] != "1":
-        tie_to_launcher()
+        exit_with_launcher()
     _work(run_dir, store, task)
 
 
@@ -222,10 +222,10 @@ def _work(
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
     if rank == 0 and not only_measures:
         DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
-    log = _keep_errors(run_dir / "logs", rank)
+    log = _redirect_stderr(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError, SignalError
 
-    serve_watchdog()
+    start_status()
     try:
         _train(run_dir, store, task, only_measures=only_measures)
     except FsdpctlError as error:
@@ -233,16 +233,16 @@ def _work(
             os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
-        _leave(error.exit_code)
+        _exit_now(error.exit_code)
     except SignalError as error:  # of a script, before there is anything to save
         os.write(terminal, f"fsdpctl: {error} before there was anything to save\n".encode())
-        _leave(error.exit_code)
+        _exit_now(error.exit_code)
     except Exception as error:
         if store is not None:
             os.write(terminal, f"fsdpctl: rank {rank}: {error!r:.300}; see {log}\n".encode())
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        _leave(1)
+        _exit_now(1)
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
     if task is not None:
@@ -251,7 +251,7 @@ def _work(
         RANK_STATUS.at(FINISHING)  # for its watchdog: the script may continue for long
         os.dup2(terminal, 2)
         return
-    _leave(0)  # torch's threads may abort a process while its interpreter shuts down
+    _exit_now(0)  # torch's threads may abort a process while its interpreter shuts down
 
 
 if __name__ == "__main__":

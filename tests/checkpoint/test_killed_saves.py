@@ -49,7 +49,7 @@ def at(model: ShardedModel, optimizer: ShardedAdamW, step: int) -> Any:
 def save(saver: Checkpoints, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
     saver.save(at(model, optimizer, step))
     saver.finish(at(model, optimizer, step))
-    assert saver.share_written is None
+    assert saver.fraction_written is None
 
 
 @distributed(world_size=2)

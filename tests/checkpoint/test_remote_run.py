@@ -32,9 +32,9 @@ from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
-from fsdpctl.launch import begin
+from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.run.directory import Standing, look, prepare_run_dir
+from fsdpctl.run.directory import ResumeState, inspect_run_dir, prepare_run_dir
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import UploadOutcome, Uploads
 from tests.commands.test_interruptions import wait_for
@@ -304,34 +304,37 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     here = tmp_path / "new" / "run"
     config = as_kept(compose_config([*settings, f"train.run_dir={here}"]).config)
-    assert look(config, "auto").standing is Standing.NEW
+    assert inspect_run_dir(config, "auto").resume_state is ResumeState.NEW
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     RemoteCheckpoints(URL).upload(folders(run)[1])
-    seen = look(config, "auto")
-    assert (seen.standing, seen.step, str(seen.source)) == (
-        Standing.RESUMES, 20, f"{URL}/{folders(run)[1].name}",
+    seen = inspect_run_dir(config, "auto")
+    assert (seen.resume_state, seen.step, str(seen.source)) == (
+        ResumeState.RESUMES, 20, f"{URL}/{folders(run)[1].name}",
     )  # fmt: skip
-    assert look(config, "auto", only_here=True).standing is Standing.NEW
-    assert look(config, "never").run_dir.name == "run-2"
+    assert inspect_run_dir(config, "auto", ignores_remote=True).resume_state is ResumeState.NEW
+    assert inspect_run_dir(config, "never").run_dir.name == "run-2"
     here.mkdir(parents=True)
     prepare_run_dir(seen, config, [], {})
     assert are_equal(folders(run)[1], here / CHECKPOINTS / folders(run)[1].name)
-    assert look(config, "auto").source is None  # it is here now
+    assert inspect_run_dir(config, "auto").source is None  # it is here now
     RemoteCheckpoints(URL).upload(folders(run)[2])
-    assert (look(config, "auto").step, look(config, "auto").kept) == (30, config)
+    assert (
+        inspect_run_dir(config, "auto").step,
+        inspect_run_dir(config, "auto").stored_config,
+    ) == (30, config)
     other = replace(config, train=replace(config.train, seed=3))
     with pytest.raises(UsageError, match=f"^train.run_dir={here}: contains a run"):
-        look(other, "auto")
+        inspect_run_dir(other, "auto")
     elsewhere = replace(other, train=replace(other.train, run_dir=str(tmp_path / "more" / "run")))
     with pytest.raises(UsageError, match=f"^{URL}/.*train.seed 0 -> 3.*--resume {URL}/"):
-        look(elsewhere, "auto")
+        inspect_run_dir(elsewhere, "auto")
     older = here.parent / "older" / "run"  # has a newer checkpoint than the store
     older.mkdir(parents=True)
     (older / RUN_CONFIG).write_text(config_to_yaml(other))
     make_checkpoint(step_folder(older / CHECKPOINTS, 50))
     with pytest.raises(UsageError, match=f"^{URL}/.*contains a run"):
-        look(replace(other, train=replace(other.train, run_dir=str(older))), "auto")
+        inspect_run_dir(replace(other, train=replace(other.train, run_dir=str(older))), "auto")
 
 
 def test_a_finished_run_completes_its_upload(run, monkeypatch):
@@ -340,10 +343,10 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=config_words(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
-    monkeypatch.setattr(begin, "prepare", lambda *_, **__: SimpleNamespace(config=config))
+    monkeypatch.setattr(prepare_run, "prepare", lambda *_, **__: SimpleNamespace(config=config))
     said: list[str] = []
     talk = Talk(said.append, said.append, said.append)
-    assert begin.begin(compose_config(settings), [], "auto", talk) is None
+    assert prepare_run(compose_config(settings), [], "auto", talk) is None
     assert said[0] == f"{run}: finished at step 40; nothing to do"
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [
         each.name for each in folders(run)[-2:]
@@ -358,9 +361,9 @@ def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeyp
         with monkeypatch.context() as planting:
             planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())
             with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
-                look(config, "auto")
+                inspect_run_dir(config, "auto")
             with pytest.raises(FsdpctlError, match=f"^{URL}.*: TimeoutError: slow"):
-                look(config, "never")
+                inspect_run_dir(config, "never")
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_replaced(run, monkeypatch):

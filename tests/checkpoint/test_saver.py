@@ -58,10 +58,10 @@ def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
     later.save(run)
     train_on(model, optimizer, 2)
     later.idle(run)
-    assert later.share_written == 0.0
+    assert later.fraction_written == 0.0
     may_write.set()
     later.finish(run)
-    assert later.share_written is None
+    assert later.fraction_written is None
     first, second = (whole_tensors(step_folder(tmp_path / CHECKPOINTS, n)) for n in (1, 2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -176,7 +176,7 @@ def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeyp
         said.wait(60)
         return BaseInfo("base", "1", "0")
 
-    monkeypatch.setattr(checkpoints, "_TOLD_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoints, "_SILENT_WAIT_SECONDS", 0.1)
     base = Mock(info=BaseInfo("base", "", "0"), is_named=True, verified=verified)
     model, optimizer = trained("full_shard", steps=1)
     saver = make_saver(tmp_path, "async", bases=[base])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.commands.compare_runs import compared_runs
+from fsdpctl.commands.compare_runs import compare_run_dirs
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.environment import add_start
@@ -41,7 +41,7 @@ def twin(run):
 def test_the_first_step_whose_losses_differ_is_named(run, twin, of_a, of_b, differ):
     for folder, lines in ((run, of_a), (twin, of_b)):
         write_lines(folder, *lines)
-    found = compared_runs(run, twin)
+    found = compare_run_dirs(run, twin)
     assert (found["differences"], found["configuration"]) == (differ, [])
     assert (found["loss"]["compared"] >= 3, found["val_loss"]["compared"]) == (True, 1)
     assert found["loss"]["only_in_one"] == len(of_b) * ("only" in str(differ))
@@ -50,7 +50,7 @@ def test_the_first_step_whose_losses_differ_is_named(run, twin, of_a, of_b, diff
 
 def test_different_settings_are_reported_but_do_not_count(run, twin):
     (twin / "config.yaml").write_text("train.steps: 200\ntrain.seed: 1\ntrain.run_dir: x\n")
-    found = compared_runs(run, twin)
+    found = compare_run_dirs(run, twin)
     told = {each["key"]: (each["a"], each["b"]) for each in found["configuration"]}
     assert told == {"train.steps": ("100", "200"), "train.seed": (None, "1")}
     assert found["differences"] == []
@@ -61,7 +61,7 @@ def test_the_environments_of_the_newest_starts_are_compared(run, twin):
         add_start(folder, {"started": "before", "torch": "2.0"})
         own = {"torch": version, "variables": {"SAME": "1", "OTHER": version}}
         add_start(folder, {"started": version, **own, "devices": {"X": 4}})
-    found = compared_runs(run, twin)
+    found = compare_run_dirs(run, twin)
     differ = [(each["key"], each["a"], each["b"]) for each in found["environment"]]
     assert differ == [("torch", "2.12", "2.13"), ("variables.OTHER", "2.12", "2.13")]
     assert found["differences"] == []
@@ -71,16 +71,16 @@ def test_the_environments_of_the_newest_starts_are_compared(run, twin):
 def test_a_corrupted_line_is_named_and_an_incomplete_last_line_is_skipped(run, twin):
     with (twin / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
-    assert compared_runs(run, twin)["differences"] == []
+    assert compare_run_dirs(run, twin)["differences"] == []
     with (twin / METRICS).open("a") as file:
         file.write("\n")
     with pytest.raises(UsageError, match=r"twin/metrics\.jsonl, line 5: corrupted"):
-        compared_runs(run, twin)
+        compare_run_dirs(run, twin)
 
 
 def test_a_directory_that_is_not_a_run_is_rejected(run, tmp_path):
     with pytest.raises(UsageError, match="not a run of fsdpctl"):
-        compared_runs(run, tmp_path)
+        compare_run_dirs(run, tmp_path)
 
 
 def test_the_command_prints_a_table_and_sets_the_exit_code(run, twin):

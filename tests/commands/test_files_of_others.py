@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from fsdpctl.checkpoint.folders import remove_unfinished
-from fsdpctl.commands import app, console
-from fsdpctl.commands.data import samples_of_step
+from fsdpctl.commands import app, printing
+from fsdpctl.commands.training_data import samples_of_step
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
@@ -317,8 +317,8 @@ def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
     make_checkpoint(here / "ck")
     few = invoke("inspect-checkpoint", "ck")
     monkeypatch.setattr(PatientConsole, "is_terminal", True)
-    monkeypatch.setattr(console.out, "_width", 1000)
-    monkeypatch.setattr(console, "_MANY_ROWS", 1)
+    monkeypatch.setattr(printing.out, "_width", 1000)
+    monkeypatch.setattr(printing, "_MANY_ROWS", 1)
     assert invoke("inspect-checkpoint", "ck") == few
     assert few[1].count("model/") > 3
 

@@ -9,7 +9,7 @@ from fsdpctl.commands.compare.vary import distinct, variants
 from fsdpctl.commands.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
-from fsdpctl.errors import nearest
+from fsdpctl.errors import did_you_mean
 from fsdpctl.resolve.place import place
 from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import TINY, invoke, make_text
@@ -101,7 +101,7 @@ def test_all_mistakes_of_a_command_are_told_in_a_line_each(words, mistakes):
     ("early_stop", ["train.steps", "train.eval_every"], ""),
 ])  # fmt: skip
 def test_the_nearest_spelling_is_near(word, known, said):
-    assert nearest(word, known) == (f"; did you mean {said}?" if said else "")
+    assert did_you_mean(word, known) == (f"; did you mean {said}?" if said else "")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])

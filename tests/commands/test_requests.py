@@ -22,9 +22,8 @@ PLANTED = """
 import os, time
 if "RANK" in os.environ:
     from pathlib import Path
-    from fsdpctl.training import loss, trainer
-    from fsdpctl.training.callbacks import sample as generate
-    from fsdpctl.training.callbacks import checkpoints
+    from fsdpctl.training import trainer, validation_loss
+    from fsdpctl.training.callbacks import checkpoints, generation
 
     SLOW = os.environ.get("SLOW", "")
 
@@ -41,8 +40,8 @@ if "RANK" in os.environ:
 
         setattr(where, name, planted)
 
-    slow("validation", 1.5, loss, "_pass_loss")
-    slow("sample", 0.3, generate, "draw")
+    slow("validation", 1.5, validation_loss, "_pass_loss")
+    slow("sample", 0.3, generation, "draw")
     slow("first step", 3600, trainer, "launch_step")
     slow("step", 3, trainer, "launch_step")
     slow("save", 3, checkpoints, "write_checkpoint")

@@ -20,11 +20,11 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.io.run_files import RUN_CONFIG
-from fsdpctl.launch.outcome import Failure, Outcome
-from fsdpctl.launch.run_lines import _strategy
+from fsdpctl.launch.outcome import Failure, RoundOutcome
+from fsdpctl.launch.run_summary import _strategy
 from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.place import place
-from fsdpctl.run.environment import read_records
+from fsdpctl.run.environment import read_start_records
 from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
@@ -49,7 +49,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
     assert {each.name for each in run.iterdir()} >= {
         "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs", "estimate.json",
     }  # fmt: skip
-    (held,) = read_records(run)
+    (held,) = read_start_records(run)
     assert (held.step, held.longest_save_seconds > 0) == (0, True)
     names = sorted(each.name for each in (run / "checkpoints").iterdir())
     assert names == ["latest", "step-00000020", "step-00000030"]
@@ -231,7 +231,7 @@ def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: 
 def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(place(compose_config(LACKING).config, HERE)))
     failure = Failure(1, "here", exit_code, message, 0)
-    _show_failure(failure, tmp_path, Outcome((failure,), None))
+    _show_failure(failure, tmp_path, RoundOutcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "estimated" in said
     assert "768.0 MiB available per rank" in said
@@ -241,5 +241,5 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exi
     fits = place(compose_config([LACKING[0], "train.seq_len=16"]).config, HERE)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
     killed = Failure(1, "here", -9, "", 0)
-    _show_failure(killed, tmp_path, Outcome((killed,), None))
+    _show_failure(killed, tmp_path, RoundOutcome((killed,), None))
     assert "to fit" not in capsys.readouterr().err  # it was killed for another reason

@@ -15,7 +15,7 @@ from fsdpctl.commands.sample import sample_text
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from fsdpctl.engine import blocks
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.training.callbacks.sample import Sampling, draw
+from fsdpctl.training.callbacks.generation import Sampling, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face

@@ -21,8 +21,8 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.activity import Talk
 from fsdpctl.launch import restarts
-from fsdpctl.launch.begin import Begun, begin
-from fsdpctl.launch.outcome import Outcome
+from fsdpctl.launch.outcome import RoundOutcome
+from fsdpctl.launch.prepare_run import PreparedRun, prepare_run
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -103,7 +103,7 @@ SMALL = [
     "launch.nproc_min=1",
 ]  # fmt: skip
 QUIET = Talk(*[lambda line: None] * 3)
-PACKAGE = str(Path(begin.__code__.co_filename).parent.parent)
+PACKAGE = str(Path(prepare_run.__code__.co_filename).parent.parent)
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +131,8 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     estimator._traced.clear()
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     composed = compose_config(words)
-    started: list[Begun | None] = []
-    calls = calls_of(lambda: started.append(begin(composed, words, "auto", QUIET)))
+    started: list[PreparedRun | None] = []
+    calls = calls_of(lambda: started.append(prepare_run(composed, words, "auto", QUIET)))
     begun = started[0]
     assert begun is not None
     begun.lock.release()
@@ -140,7 +140,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert calls["role_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
-        lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))
+        lambda: following.append(restarts.settle_for_nodes(begun, [0], QUIET.say, is_stuck=True))
     )
     assert following[0] is not None
     assert following[0].launch.nproc_per_node == 1
@@ -155,17 +155,19 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
     words += ["launch.max_restarts=2", "train.micro_batch_size=4"]
     fewer = ["launch.nproc_per_node was 2, is 1", "accumulation.steps was 2, is 4"]
 
-    def started(ranks: int) -> tuple[Begun, list[str]]:
+    def started(ranks: int) -> tuple[PreparedRun, list[str]]:
         said: list[str] = []
         typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
-        begun = begin(compose_config(typed), typed, "auto", Talk(said.append, print, said.append))
+        begun = prepare_run(
+            compose_config(typed), typed, "auto", Talk(said.append, print, said.append)
+        )
         assert begun is not None
         begun.lock.release()
         return begun, changed_in(said)
 
     begun, _ = started(2)
     said: list[str] = []
-    hung = Outcome((), None, hang="no progress")
+    hung = RoundOutcome((), None, hang="no progress")
     for number in range(2):  # the second one without a step in between
         assert restarts._next_round(begun, hung, number, None, said.append) is not None
     assert (changed_in(said), read_config(tmp_path / "run").launch.nproc_per_node) == (fewer, 1)
@@ -185,7 +187,7 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
         composed = compose_config([*words, f"train.run_dir={run_dir}"])
         lines: list[str] = []
         with pytest.raises(DoesNotFitError, match="204.8 MiB available; change the settings"):
-            begin(composed, words, "auto", Talk(lines.append, lines.append, lines.append))
+            prepare_run(composed, words, "auto", Talk(lines.append, lines.append, lines.append))
         assert any("nothing fits; closest is strategy=" in line for line in lines)
         assert any(line.startswith("to fit  ") for line in lines)
     assert ((tmp_path / "some").exists(), list(there.iterdir())) == (False, [])
@@ -193,10 +195,10 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
 
 def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypatch):
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
-    begun = begin(compose_config(words), words, "auto", QUIET)
+    begun = prepare_run(compose_config(words), words, "auto", QUIET)
     assert begun is not None
-    monkeypatch.setattr("fsdpctl.launch.begin.decide", None)
+    monkeypatch.setattr("fsdpctl.estimate.search.decide", None)
     with pytest.raises(UsageError, match="in use by a running launcher"):
-        begin(compose_config(words), words, "auto", QUIET)
+        prepare_run(compose_config(words), words, "auto", QUIET)
     assert (tmp_path / "run" / "config.yaml").is_file()
     begun.lock.release()

@@ -34,8 +34,8 @@ _WORK = (
     "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.consolidate.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.checkpoint.verify_export.findings_on",
     "fsdpctl.io.upload.UploadTarget.check",
-    "fsdpctl.commands.data.samples_of_step",
-    "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compared_runs",
+    "fsdpctl.commands.training_data.samples_of_step",
+    "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compare_run_dirs",
 )  # fmt: skip
 # Modules that are first imported while these are replaced would keep the replacements.
 for _each in COMMANDS.values():

@@ -16,7 +16,7 @@ from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.row_documents import make_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.recomputation import treatments_of
-from fsdpctl.training.callbacks.profiling import CompilerReport
+from fsdpctl.training.callbacks.reporting import CompilerReport
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.models.decoders import drawn

@@ -22,7 +22,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.recomputation import treatments_of
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.training.assemble import make_model, make_optimizer, share_samples
+from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
 from tests.predict.drawing import random_config
@@ -266,7 +266,7 @@ def trained(config: Settled, rank: int, *, offload: bool) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     cpu = torch.device("cpu")
     model = make_model(config, cpu, trains=True)
-    share_samples(cpu, model.collectives.size, config.train.context_parallel)
+    enable_context_parallel(cpu, model.collectives.size, config.train.context_parallel)
     optimizer = make_optimizer(config, model)
     for _ in range(2):
         train_step(config, model, optimizer)

@@ -16,7 +16,7 @@ from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.search import KEPT, choose
-from fsdpctl.launch.begin import describe_ranking
+from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.plan.recomputation import MODES, Recomputation
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.launchers import CLUSTER

@@ -15,7 +15,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.largest import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import choose
-from fsdpctl.launch.begin import check_fits
+from fsdpctl.launch.prepare_run import check_fits
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle

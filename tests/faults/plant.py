@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.training import loss
+from fsdpctl.training import decoder_loss
 
-_training, _summed = Batches.training, loss.summed_loss
+_training, _summed = Batches.training, decoder_loss.summed_loss
 
 
 def plant(fault: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def plant(fault: dict[str, Any]) -> None:
         return found
 
     if fault["kind"].startswith("NaN"):
-        loss.summed_loss = summed
+        decoder_loss.summed_loss = summed
     else:
         Batches.training = training  # type: ignore[method-assign, assignment]
 

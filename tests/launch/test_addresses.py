@@ -11,13 +11,13 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.launch import addresses
-from fsdpctl.launch.addresses import LOOPBACK, bound_store, connected_store
+from fsdpctl.launch.addresses import LOOPBACK, connect_store, create_store
 from tests.commands.run import fsdpctl
 from tests.test_architecture import package_sources
 
 
 def test_a_store_listens_on_its_address_alone():
-    store, port = bound_store(LOOPBACK)
+    store, port = create_store(LOOPBACK)
     listening = {
         each.laddr.ip
         for each in psutil.Process().net_connections()
@@ -62,12 +62,12 @@ def test_a_wrong_endpoint_is_an_error_of_one_line(kind, tmp_path):
 
 
 def test_node_0_may_start_later():
-    store, port = bound_store(LOOPBACK)
+    store, port = create_store(LOOPBACK)
     del store
     later: list[object] = []
-    timer = threading.Timer(1, lambda: later.append(bound_store(LOOPBACK, port)[0]))
+    timer = threading.Timer(1, lambda: later.append(create_store(LOOPBACK, port)[0]))
     timer.start()
-    connected_store(LOOPBACK, port, 20).set("key", "value")
+    connect_store(LOOPBACK, port, 20).set("key", "value")
     timer.join()
     assert len(later) == 1
 
@@ -88,6 +88,6 @@ def test_nothing_of_the_package_unpickles():
 def test_no_free_port_is_an_error_of_one_line(error, monkeypatch):
     monkeypatch.setattr(addresses, "TCPStore", Mock(side_effect=error))
     with pytest.raises(UsageError, match=r"127.0.0.1: no free port \(net.ipv4.ip_local_port_range"):
-        addresses.bound_store("127.0.0.1")
+        addresses.create_store("127.0.0.1")
     with pytest.raises(UsageError, match="rdzv_endpoint=127.0.0.1:29999: node 0 cannot listen"):
-        addresses.bound_store("127.0.0.1", 29999)
+        addresses.create_store("127.0.0.1", 29999)

@@ -3,9 +3,9 @@
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.launch.begin import is_finished
+from fsdpctl.launch.prepare_run import is_finished
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.run.directory import Look, Standing
+from fsdpctl.run.directory import ResumeState, RunDirState
 
 
 @pytest.mark.parametrize(("length", "key"), [
@@ -17,5 +17,5 @@ from fsdpctl.run.directory import Look, Standing
 def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
     config = as_kept(compose_config(length).config)
     said: list[str] = []
-    assert is_finished(Look(config, Standing.FINISHED, 12), said.append)
+    assert is_finished(RunDirState(config, ResumeState.FINISHED, 12), said.append)
     assert said[1].startswith(f"set a larger {key} to continue")

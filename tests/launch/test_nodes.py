@@ -19,15 +19,15 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.addresses import (
     LOOPBACK,
-    bound_store,
-    connected_store,
+    connect_store,
+    create_store,
     interface_of,
-    own_address,
-    split_endpoint,
+    local_address,
+    resolve_endpoint,
 )
-from fsdpctl.launch.handshake import Handshake, Plan, _check_directory, difference
-from fsdpctl.launch.nodes import Nodes, RestartRound
-from fsdpctl.launch.outcome import Ended, Failure
+from fsdpctl.launch.handshake import Handshake, Invitation, _check_directory, difference
+from fsdpctl.launch.nodes import NodeLauncher, RestartRound
+from fsdpctl.launch.outcome import Failure, NodeOutcome
 from fsdpctl.launch.workers import _environment, launch_workers
 from fsdpctl.resolve.launchers import endpoint_of
 from tests.commands.run import TINY, figures, fsdpctl, make_text
@@ -39,7 +39,7 @@ SMALL = [each.replace("batch_size=8", "batch_size=12") for each in TINY]
 
 
 def free_endpoint() -> str:
-    store, port = bound_store(LOOPBACK)
+    store, port = create_store(LOOPBACK)
     del store
     return f"{LOOPBACK}:{port}"
 
@@ -62,25 +62,25 @@ def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
     ]
 
 
-def together(count: int, act: Callable[[Nodes], object]) -> list[Future[object]]:
+def together(count: int, act: Callable[[NodeLauncher], object]) -> list[Future[object]]:
     """What becomes of `act` on each node, of which none leaves before all have acted."""
-    found: list[Nodes] = []
+    found: list[NodeLauncher] = []
 
     def on_node(launch: LaunchConfig) -> object:
-        found.append(Nodes(launch))
+        found.append(NodeLauncher(launch))
         return act(found[-1])
 
     with ThreadPoolExecutor(count) as pool:
         results = [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
-    for each in sorted(found, key=lambda nodes: -nodes.own):  # the store goes last
+    for each in sorted(found, key=lambda nodes: -nodes.node):  # the store goes last
         each.leave()
     return results
 
 
 def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
-    def act(nodes: Nodes) -> object:
+    def act(nodes: NodeLauncher) -> object:
         meeting = nodes.handshake
-        if nodes.own == 0:
+        if nodes.node == 0:
             meeting.invite(tmp_path, 1)
             return str(tmp_path)
         launch = LaunchConfig(nproc_per_node=1)
@@ -91,11 +91,11 @@ def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
 
 
 def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
-    def act(nodes: Nodes) -> object:
-        if nodes.own == 0:
+    def act(nodes: NodeLauncher) -> object:
+        if nodes.node == 0:
             nodes.handshake.invite(tmp_path, 2)
-        launch = LaunchConfig(nproc_per_node=nodes.own + 1)
-        return nodes.own == 0 or nodes.handshake.accept(lambda plan: difference(plan, launch))
+        launch = LaunchConfig(nproc_per_node=nodes.node + 1)
+        return nodes.node == 0 or nodes.handshake.accept(lambda plan: difference(plan, launch))
 
     for each in together(3, act):
         with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3: expected 2, as on"):
@@ -103,23 +103,23 @@ def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
 
 
 def test_a_different_directory_of_the_same_name_is_detected(tmp_path: Path) -> None:
-    said = _check_directory(Plan(run_dir=str(tmp_path), token="1234"))
+    said = _check_directory(Invitation(run_dir=str(tmp_path), token="1234"))
     assert "all nodes need the same directory" in said
     (tmp_path / "handshake").write_text("4321")
-    assert _check_directory(Plan(run_dir=str(tmp_path), token="1234")) == said
+    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234")) == said
     (tmp_path / "handshake").write_text("1234")
-    assert _check_directory(Plan(run_dir=str(tmp_path), token="1234")) == ""
+    assert _check_directory(Invitation(run_dir=str(tmp_path), token="1234")) == ""
 
 
 def test_different_programs_are_detected() -> None:
     mine = LaunchConfig(nproc_per_node=1)
-    assert "on node 0" in difference(Plan(versions="fsdpctl 7"), mine)
+    assert "on node 0" in difference(Invitation(versions="fsdpctl 7"), mine)
 
 
 def test_all_nodes_report_why_node_0_does_not_start() -> None:
-    def act(nodes: Nodes) -> object:
-        if nodes.own == 0:
-            nodes.handshake.call_off("model.num_heads=5: must divide")
+    def act(nodes: NodeLauncher) -> object:
+        if nodes.node == 0:
+            nodes.handshake.cancel("model.num_heads=5: must divide")
             return None
         return nodes.handshake.accept(lambda plan: "")
 
@@ -131,16 +131,16 @@ def test_all_nodes_report_why_node_0_does_not_start() -> None:
 
 @pytest.mark.slow
 def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpctl.launch.nodes._SILENCE_SECONDS", 6.0)
+    monkeypatch.setattr("fsdpctl.launch.nodes._UNREACHABLE_SECONDS", 6.0)
     failure = Failure(2, "there", -9, "", 1)
 
-    def act(nodes: Nodes) -> object:
-        if nodes.own == 1:
-            nodes.speaks = False  # its launcher is gone, without a word
+    def act(nodes: NodeLauncher) -> object:
+        if nodes.node == 1:
+            nodes.is_reporter = False  # its launcher is gone, without a word
             return None
-        found = nodes.share(0, Ended((failure,) if nodes.own == 2 else ()))
-        failed = nodes.own == 2 or nodes.has_failed_elsewhere(0)
-        return found.failures, found.silent, failed
+        found = nodes.exchange_outcomes(0, NodeOutcome((failure,) if nodes.node == 2 else ()))
+        failed = nodes.node == 2 or nodes.has_failed_elsewhere(0)
+        return found.failures, found.unreachable_nodes, failed
 
     first, _, third = together(3, act)
     assert first.result() == third.result() == ((failure,), {1: socket.gethostname()}, True)
@@ -148,12 +148,12 @@ def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
-    def act(nodes: Nodes) -> object:
-        if nodes.own == 0:
-            nodes.order(0, RestartRound([0, 2], 1))
+    def act(nodes: NodeLauncher) -> object:
+        if nodes.node == 0:
+            nodes.announce_next_round(0, RestartRound([0, 2], 1))
             return nodes.place()
-        following = nodes.await_order(0)
-        return nodes.place() if nodes.own in following.nodes else None
+        following = nodes.wait_for_next_round(0)
+        return nodes.place() if nodes.node in following.nodes else None
 
     assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
 
@@ -162,7 +162,7 @@ def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr("fsdpctl.launch.handshake._POLL_SECONDS", 0.05)
     store = HashStore()
     _, second, third = (Handshake(store, n, 3, noun="node", patience=20) for n in range(3))
-    second.leave("was stopped before it began")
+    second.withdraw("was stopped before it began")
     with pytest.raises(UsageError, match="node 1: was stopped"):
         third.accept(lambda plan: "")
 
@@ -177,7 +177,7 @@ def test_a_duplicate_node_rank_is_rejected() -> None:
 
 def test_node_0_rejects_an_endpoint_of_another_machine() -> None:
     with pytest.raises(UsageError, match="node 0 cannot listen"):
-        bound_store("192.0.2.1", 29500)
+        create_store("192.0.2.1", 29500)
 
 
 @pytest.mark.parametrize("endpoint", [
@@ -186,7 +186,7 @@ def test_node_0_rejects_an_endpoint_of_another_machine() -> None:
 ])  # fmt: skip
 def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT of node 0"):
-        split_endpoint(endpoint, for_others=True)
+        resolve_endpoint(endpoint, for_others=True)
 
 
 V4, V6 = ("10.0.0.1", 1), ("fd00::1", 1, 0, 0)
@@ -206,25 +206,25 @@ def test_an_endpoint_may_be_of_either_family(monkeypatch, endpoint, known, own, 
     found = [(0, 0, 0, "", place) for place in known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
     monkeypatch.setattr("fsdpctl.launch.addresses._addresses", lambda: own)
-    assert split_endpoint(endpoint, for_others=True) == (expected, 1)
+    assert resolve_endpoint(endpoint, for_others=True) == (expected, 1)
 
 
 @pytest.mark.parametrize("address", [LOOPBACK, "::1"])
 def test_a_store_is_reached_on_the_loopback_address_of_either_family(address: str) -> None:
     if interface_of(address) is None:
         pytest.skip("this machine does not have it")
-    store, port = bound_store(address)
-    assert own_address(address, None)[0] == address
-    connected_store(address, port, 20).set("key", "value")
+    store, port = create_store(address)
+    assert local_address(address, None)[0] == address
+    connect_store(address, port, 20).set("key", "value")
     assert store.get("key") == b"value"
     named = re.escape(endpoint_of(address, port))
     with pytest.raises(UsageError, match=f"={named}: node 0 cannot"):
-        bound_store(address, port)
+        create_store(address, port)
 
 
 def test_an_unknown_interface_is_named() -> None:
     with pytest.raises(UsageError, match=r"launch.interface=eth99: .*expected one of .*lo"):
-        own_address(LOOPBACK, "eth99")
+        local_address(LOOPBACK, "eth99")
 
 
 @pytest.mark.parametrize(("named", "is_alone", "expected"), [
@@ -235,7 +235,7 @@ def test_nccl_gets_an_interface_only_if_the_user_names_one(monkeypatch, named, i
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     launch = LaunchConfig(nproc_per_node=1, interface=named)
     monkeypatch.setattr("fsdpctl.launch.workers.interface_of", lambda address: "eth7")
-    nodes = None if is_alone else cast(Nodes, SimpleNamespace(interface="eth7"))
+    nodes = None if is_alone else cast(NodeLauncher, SimpleNamespace(interface="eth7"))
     with _environment(launch, nodes):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
         assert os.environ.get("NCCL_SOCKET_IFNAME") == expected

@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdpctl.launch.outcome import Ended, Failure, Outcome, failure_of
+from fsdpctl.launch.outcome import Failure, NodeOutcome, RoundOutcome, to_failure
 
 
 def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
@@ -35,16 +35,16 @@ SPOKEN = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
      Failure(2, "late", 2, "data.path=x: damaged", 100)),
 ])  # fmt: skip
 def test_the_failure_that_the_others_follow_from(others, cause):
-    assert Outcome((*others, cause), None).cause == cause
-    assert cause.waited_in_vain == (cause.message == TIMED_OUT)
-    assert cause.cause == (cause.message or "killed by signal 9 (SIGKILL)")
-    assert not any(each.waited_in_vain for each in others)
+    assert RoundOutcome((*others, cause), None).cause == cause
+    assert cause.timed_out_waiting == (cause.message == TIMED_OUT)
+    assert cause.description == (cause.message or "killed by signal 9 (SIGKILL)")
+    assert not any(each.timed_out_waiting for each in others)
 
 
 def test_messages_of_the_agent_are_not_the_ranks_own():
     killed = ProcessFailure(0, 1234, -signal.SIGKILL, "/no/such/file")
-    assert failure_of(0, killed).message == ""
-    assert failure_of(0, killed).cause == "killed by signal 9 (SIGKILL)"
+    assert to_failure(0, killed).message == ""
+    assert to_failure(0, killed).description == "killed by signal 9 (SIGKILL)"
 
 
 ADVICE = "\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this …)"
@@ -91,7 +91,7 @@ def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named
     message = {"message": f"{type(found).__name__}: {found}{ADVICE}", "extraInfo": {}}
     told = ProcessFailure(0, 1234, 1, "/no/such/file")
     vars(told)["message"] = message  # as torch reads it from the file
-    cause = failure_of(0, told).cause
+    cause = to_failure(0, told).description
     assert cause.startswith("torch.compile failed: ")
     assert named in cause
     assert "\n" not in cause
@@ -102,31 +102,34 @@ def test_a_failed_compilation_names_the_innermost_error_in_one_line(error, named
     "message", ["runs/dynamo: could not be written", "model.path=inductor: not found"]
 )
 def test_other_errors_are_not_taken_for_those_of_a_compiler(message):
-    assert failure(0, 1, message).cause == message
+    assert failure(0, 1, message).description == message
 
 
 GLOO = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1. GLHF!"
 
 
 @pytest.mark.parametrize(("ended", "silent", "named"), [
-    (Ended((failure(0, 1, GLOO),)), {1: "b"}, "node 1 on b is unreachable; rank 0 stopped"),
-    (Ended((failure(0, 1, "[gloo] Timed out waiting 10000ms"), failure(1, 1, GLOO))), {1: ""},
+    (NodeOutcome((failure(0, 1, GLOO),)), {1: "b"}, "node 1 on b is unreachable; rank 0 stopped"),
+    (NodeOutcome((failure(0, 1, "[gloo] Timed out waiting 10000ms"), failure(1, 1, GLOO))), {1: ""},
      "node 1 is unreachable; ranks 0, 1 stopped"),
-    (Ended(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
+    (NodeOutcome(tuple(failure(rank, -9) for rank in range(8)), hang="no progress: rank 8"),
      {1: "b"}, "node 1 on b is unreachable; ranks 0, 1, 2, 3, 4 and 3 more stopped"),
-    (Ended(were_ended=True), {1: "b", 2: "c"},
+    (NodeOutcome(were_killed=True), {1: "b", 2: "c"},
      "nodes 1 on b, 2 on c are unreachable; the ranks of this node stopped"),
-    (Ended((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
-    (Ended((failure(0, 1, GLOO), failure(1, -9))), {1: "b"}, "rank 1 on h: killed by signal 9"),
-    (Ended((failure(0, 1, GLOO),)), {}, "rank 0 on h: [/gloo"),
+    (NodeOutcome((failure(0, 1, "data.path=x: damaged"),)), {1: "b"}, "rank 0 on h: data.path=x:"),
+    (NodeOutcome((failure(0, 1, GLOO), failure(1, -9))), {1: "b"},
+     "rank 1 on h: killed by signal 9"),
+    (NodeOutcome((failure(0, 1, GLOO),)), {}, "rank 0 on h: [/gloo"),
 ])  # fmt: skip
 def test_a_lost_node_is_named_unless_a_rank_failed_by_itself(ended, silent, named):
-    outcome = Outcome.of({0: ended}, 0, silent)
-    title = f"{outcome.lost}; {outcome.stopped}" if outcome.lost else outcome.reason
+    outcome = RoundOutcome.combine({0: ended}, 0, silent)
+    title = (
+        f"{outcome.lost_nodes}; {outcome.stopped_ranks}" if outcome.lost_nodes else outcome.reason
+    )
     assert title.startswith(named)
     assert outcome.reason.startswith(named.partition(";")[0])
 
 
 def test_a_node_stopped_before_its_ranks_started_stops_the_others():
-    assert Ended(stopped_early=True).has_failed
-    assert not Ended().has_failed
+    assert NodeOutcome(stopped_early=True).has_failed
+    assert not NodeOutcome().has_failed

@@ -21,8 +21,8 @@ from fsdpctl.comm.rank_status import (
     make_status_file,
 )
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.diagnosis import RankState, culprits, report
-from fsdpctl.launch.outcome import kills_so_far
+from fsdpctl.launch.diagnosis import RankState, blamed_ranks, describe_hang
+from fsdpctl.launch.outcome import count_oom_kills
 from fsdpctl.launch.watchdog import Watchdog
 from tests.distributed import distributed
 
@@ -71,15 +71,17 @@ MUTE = {"waits": False, "answers": False}
     ([{"state": ""}, {}], [0]), ([{"state": "", "waits": False}, {"waits": False}], []),  # finished
 ])  # fmt: skip
 def test_the_ranks_that_the_others_wait_for(states, found):
-    assert culprits([state(rank, **about) for rank, about in enumerate(states)]) == found
+    assert blamed_ranks([state(rank, **about) for rank, about in enumerate(states)]) == found
 
 
 def test_a_report_names_rank_step_place_and_collective():
-    said = report([state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30)
+    said = describe_hang(
+        [state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30
+    )
     assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
     assert "gloo:all_reduce of 4 in world" in said
     assert said.endswith("for 9 s; rank 0 waits for it in reduce blocks.1, step 3")
-    said = report([state(0), state(1, waits=False), state(2)], 32, is_usual=False)
+    said = describe_hang([state(0), state(1, waits=False), state(2)], 32, is_usual=False)
     assert "for more than 32 s before its first step" in said
     assert "; 2 ranks wait for it, rank 0 in" in said
 
@@ -205,7 +207,7 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
     (root / file).parent.mkdir(parents=True)
     (root / file).write_text(f"low 0\noom_kill {count}\n")
     (tmp_path / "own").write_text(line + "\n")
-    assert kills_so_far(root, tmp_path / "own") == count
+    assert count_oom_kills(root, tmp_path / "own") == count
 
 
 @pytest.mark.parametrize(("place", "step", "seconds"), [
@@ -214,5 +216,5 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
     launch = LaunchConfig(nproc_per_node=1, timeout=600)
     watch = Watchdog(make_status_file(1, tmp_path), launch, pids=dict)
-    watch._beats = [RankStatus(1, step, waits=False, place=place)]
+    watch._statuses = [RankStatus(1, step, waits=False, place=place)]
     assert watch._limit_of(0) == seconds

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.training.callbacks.sample import Sampling, generate
+from fsdpctl.training.callbacks.generation import Sampling, generate
 from tests.models.decoders import drawn
 
 VOCABULARY = 60

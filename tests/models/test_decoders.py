@@ -27,7 +27,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention_kernel import check_attention
 from fsdpctl.training.assemble import make_model, make_optimizer
-from fsdpctl.training.callbacks.sample import Sampling, generate
+from fsdpctl.training.callbacks.generation import Sampling, generate
 from tests.distributed import distributed
 from tests.engine.models import one_step
 from tests.engine.test_parity import largest_difference

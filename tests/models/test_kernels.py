@@ -17,7 +17,7 @@ from fsdpctl.models.attention import attend, attention_mask, import_kernels
 from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.row_documents import assumed_documents
-from fsdpctl.training.callbacks.sample import Sampling, generate
+from fsdpctl.training.callbacks.generation import Sampling, generate
 from tests.operators import Operators
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16

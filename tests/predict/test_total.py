@@ -31,7 +31,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, find_peak
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept, settle
-from fsdpctl.training.assemble import make_model, make_optimizer, share_samples
+from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
@@ -86,7 +86,7 @@ def check(config: Settled, rank: int, transport: Transport | None = None) -> tup
     cpu = torch.device("cpu")
     model = make_model(config, cpu, trains=True)
     if transport is None:
-        share_samples(cpu, model.collectives.size, config.train.context_parallel)
+        enable_context_parallel(cpu, model.collectives.size, config.train.context_parallel)
     if transport is Transport.NCCL:  # nobody adds
         model._presence._check = lambda *about: None  # type: ignore[method-assign]
     model.overlap_param_gather = model.host is not None

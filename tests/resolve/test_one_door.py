@@ -247,7 +247,7 @@ def started(module: Model, ranks: int, settings: list[str]) -> Settled:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(mock.patch("fsdpctl.launch.run._tasks", []))
         reached = mock.Mock(return_value=HashStore())
-        stack.enter_context(mock.patch("fsdpctl.launch.addresses.reached_store", reached))
+        stack.enter_context(mock.patch("fsdpctl.launch.addresses.open_store", reached))
         for each in ("handshake.Handshake.invite", "watchdog.watch_as_rank"):
             stack.enter_context(mock.patch(f"fsdpctl.launch.{each}"))
         stack.enter_context(mock.patch("fsdpctl.training.worker.become_rank"))

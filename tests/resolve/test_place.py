@@ -9,7 +9,7 @@ import torch
 from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.launch.run_lines import _dtypes
+from fsdpctl.launch.run_summary import _dtypes
 from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.place import note_on_products, notes_on_cluster, on_this_machine, place
 from fsdpctl.resolve.prepare import Prepared

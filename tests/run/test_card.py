@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.run.card import card_of
+from fsdpctl.run.card import model_card
 from tests.commands.run import invoke
 from tests.hostile import make_checkpoint, reseal
 
@@ -39,16 +39,16 @@ def reader(tmp_path):
 
 
 def test_the_front_matter_has_names_of_the_hub_and_no_license(reader):
-    front = yaml.safe_load(card_of(reader, is_peft=True).decode().split("---")[1])
+    front = yaml.safe_load(model_card(reader, is_peft=True).decode().split("---")[1])
     assert front == {
         "library_name": "peft", "base_model": "Qwen/Qwen3-0.6B", "datasets": ["org/chats"],
         "tags": ["fsdpctl", "lora"],
     }  # fmt: skip
-    assert ModelCard(card_of(reader).decode()).data.to_dict()["library_name"] == "transformers"
+    assert ModelCard(model_card(reader).decode()).data.to_dict()["library_name"] == "transformers"
 
 
 def test_the_card_has_what_the_run_had_until_its_checkpoint(reader):
-    text = card_of(reader).decode()
+    text = model_card(reader).decode()
     for row in (
         "| tokens | 100 |", "| training loss | 2.5000 at step 1 |", "    train.epochs=3",
         "| validation loss | 2.2500 at step 1 |", "| base model | Qwen/Qwen3-0.6B@0123456 |",
@@ -59,7 +59,7 @@ def test_the_card_has_what_the_run_had_until_its_checkpoint(reader):
 
 
 def test_the_card_names_no_directory_of_the_machine_and_no_secret(reader, tmp_path):
-    text = card_of(reader).decode()
+    text = model_card(reader).decode()
     for each in ("/home", "secret dir", "S3CR3T", "bucket", "node17", "run_dir", str(tmp_path)):
         assert each not in text
 

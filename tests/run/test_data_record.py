@@ -11,10 +11,10 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import Talk
 from fsdpctl.io.run_files import CHECKPOINTS, DATA
-from fsdpctl.launch.begin import begin
+from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run import data_record
-from fsdpctl.run.directory import look
+from fsdpctl.run.directory import inspect_run_dir
 from tests.commands.run import TINY, invoke
 from tests.hostile import make_checkpoint, reseal
 from tests.run.runs import write_heartbeat
@@ -32,7 +32,7 @@ def typed(kind, *more):
 
 
 def started(words, resume="auto"):
-    begun = begin(compose_config(words), words, resume, Talk(print, print, print))
+    begun = prepare_run(compose_config(words), words, resume, Talk(print, print, print))
     assert begun is not None
     begun.lock.release()
     return begun
@@ -72,7 +72,7 @@ def test_a_dry_run_and_a_start_name_the_file_that_has_changed_and_the_way_on_wor
     assert started(new, "R").step == 2
     assert started(new).step == 2  # before it has a checkpoint of its own
     data = prepare(compose_config(new)).data
-    assert data_record.known_fingerprint(tmp_path / "NEW") == data.fingerprint
+    assert data_record.recorded_fingerprint(tmp_path / "NEW") == data.fingerprint
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-160])
     with pytest.raises(UsageError, match="train.run_dir=NEW: the data has changed"):
         started(new)
@@ -95,7 +95,7 @@ def test_the_record_stays_small_whatever_the_number_of_files(tmp_path, monkeypat
         (tmp_path / f"{number}.txt").write_text(f"line {number}\n" * 40)
     data = prepare(compose_config([*TINY, f"data.path={tmp_path}"])).data
     monkeypatch.setattr(data_record, "_MOST_FILES", 29)
-    data_record.write_record(tmp_path, data)
+    data_record.write_data_record(tmp_path, data)
     record = json.loads((tmp_path / DATA).read_text())
     assert (record["count"], record["files"]) == (30, {})
 
@@ -122,4 +122,4 @@ def test_the_state_of_another_optimizer_is_refused_before_the_start(run, tmp_pat
     reseal(folder, lambda content: content["tensors"].update(states))
     config = prepare(compose_config([*words[:-1], "train.run_dir=NEW", "optimizer=muon"])).config
     with pytest.raises(UsageError, match=r"expected optimizer=adamw.*model.path=R$"):
-        look(config, "R")
+        inspect_run_dir(config, "R")

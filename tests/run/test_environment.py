@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
-from fsdpctl.launch.restarts import went_on
-from fsdpctl.launch.run_lines import _software
-from fsdpctl.run.directory import Standing
+from fsdpctl.launch.restarts import made_progress
+from fsdpctl.launch.run_summary import _changed_versions
+from fsdpctl.run.directory import ResumeState
 from fsdpctl.run.environment import (
     MAX_STARTS,
     Restart,
     add_start,
     describe_start,
     device_name,
-    read_records,
+    git_commit,
+    read_start_records,
     read_starts,
-    relevant,
-    revision,
-    write_record,
+    relevant_variables,
+    write_start_record,
 )
 
 
@@ -67,33 +67,33 @@ def test_a_run_that_resumes_with_other_versions_reports_them(tmp_path, name, is_
     before, now = {**start, name: "0.0.7"}, start[name]
     add_start(tmp_path, start if is_forked else before)
     source = SimpleNamespace(manifest=SimpleNamespace(versions=before)) if is_forked else None
-    seen: Any = SimpleNamespace(standing=Standing.RESUMES, run_dir=tmp_path, source=source)
-    assert _software(seen) == f"{name} was 0.0.7, is {now}, which may change the losses"
+    seen: Any = SimpleNamespace(resume_state=ResumeState.RESUMES, run_dir=tmp_path, source=source)
+    assert _changed_versions(seen) == f"{name} was 0.0.7, is {now}, which may change the losses"
     add_start(tmp_path, start)
     seen.source = None
-    assert _software(seen) == ""
+    assert _changed_versions(seen) == ""
     (tmp_path / ENVIRONMENT).write_text('{"starts": [{"torch": 7}]}')
-    assert _software(seen) == ""
+    assert _changed_versions(seen) == ""
 
 
 def test_only_variables_that_affect_the_computation_are_recorded():
     kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
     secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
-    assert relevant({**secrets, **kept}) == kept
+    assert relevant_variables({**secrets, **kept}) == kept
 
 
 def test_the_record_is_that_of_the_newest_start(tmp_path):
     for number in range(2):
         add_start(tmp_path, {"started": number})
-        assert not went_on(tmp_path, 1)
-        write_record(tmp_path, {"step": 5 * number, "warnings": ["b"] * number})
-    first, second = read_records(tmp_path)
+        assert not made_progress(tmp_path, 1)
+        write_start_record(tmp_path, {"step": 5 * number, "warnings": ["b"] * number})
+    first, second = read_start_records(tmp_path)
     assert (first.step, first.warnings, second.step, second.warnings) == (0, [], 5, ["b"])
-    write_record(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
-    assert went_on(tmp_path, 1)
-    assert not went_on(tmp_path, 2)
+    write_start_record(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
+    assert made_progress(tmp_path, 1)
+    assert not made_progress(tmp_path, 2)
     add_start(tmp_path, {})  # of another launcher, whose first restart is still to come
-    assert not went_on(tmp_path, 1)
+    assert not made_progress(tmp_path, 1)
 
 
 def test_the_newest_starts_are_kept(tmp_path):
@@ -114,15 +114,15 @@ def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkou
     expected = git(checkout, "rev-parse", "HEAD")
     below = checkout / "a" / "b"
     below.mkdir(parents=True)
-    assert revision(below) == expected
+    assert git_commit(below) == expected
     git(checkout, "pack-refs", "--all")
     assert not (checkout / ".git" / "refs" / "heads" / "main").exists()
-    assert revision(checkout) == expected
+    assert git_commit(checkout) == expected
     git(checkout, "checkout", "--quiet", "--detach")
-    assert revision(checkout) == expected
+    assert git_commit(checkout) == expected
     odd = tmp_path / os.fsdecode("a\nb\u2028c".encode())  # also where names are ASCII
     git(checkout, "worktree", "add", "--quiet", str(odd), "main")
-    assert revision(odd) == expected
+    assert git_commit(odd) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkou
 )
 def test_a_folder_without_a_commit_has_none(checkout, tmp_path, head):
     (checkout / ".git" / "HEAD").write_text(head)
-    assert (revision(checkout), revision(tmp_path)) == (None, None)
+    assert (git_commit(checkout), git_commit(tmp_path)) == (None, None)
 
 
 def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_path):
@@ -143,7 +143,7 @@ def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_pa
         git(checkout, "config", key, shlex.quote(str(program)))
     (checkout / ".gitattributes").write_text("* filter=x diff=x\n")
     (checkout / "file").write_text("two\n")
-    assert revision(checkout) is not None
+    assert git_commit(checkout) is not None
     assert not (tmp_path / "ran").exists()
     git(checkout, "status")
     assert (tmp_path / "ran").exists()
@@ -151,4 +151,4 @@ def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_pa
 
 def test_the_commit_is_unknown_without_git(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert revision(checkout) is None
+    assert git_commit(checkout) is None

@@ -12,7 +12,7 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.callbacks.reporting import Heartbeat
+from fsdpctl.training.callbacks.heartbeat import Heartbeat
 from fsdpctl.training.trainer import Trainer
 from tests.commands.test_interruptions import wait_for
 

@@ -11,7 +11,7 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.run import heartbeat as run_lock
-from fsdpctl.run.heartbeat import RunLock, claimed, lock_run_dir
+from fsdpctl.run.heartbeat import RunLock, lock_run_dir, locked_run_dir
 
 HOLD = (
     "import fcntl, os, sys, time\n"
@@ -91,7 +91,7 @@ def test_a_claim_removes_only_what_it_has_made(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             _interrupted(run_dir, file)
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["c", "kept", "lock", "log"]
-    with claimed(kept, lambda: None) as lock:
+    with locked_run_dir(kept, lambda: None) as lock:
         pass
     with pytest.raises(UsageError, match="in use"):
         lock_run_dir(kept, lambda: None)
@@ -99,7 +99,7 @@ def test_a_claim_removes_only_what_it_has_made(tmp_path):
 
 
 def _interrupted(run_dir, file):
-    with claimed(run_dir, lambda: None):
+    with locked_run_dir(run_dir, lambda: None):
         if file:
             (run_dir / file).touch()
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_own, replace
 from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_own
 from fsdpctl.resolve.settle import as_kept
-from fsdpctl.run.directory import look
+from fsdpctl.run.directory import inspect_run_dir
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import everything_in
 from tests.run.runs import make_run, save
@@ -123,6 +123,6 @@ def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
         shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
         put(tmp_path / "copy" / name, "link", outside)
         with pytest.raises(FsdpctlError, match=name):
-            look(config, "auto")
+            inspect_run_dir(config, "auto")
         shutil.rmtree(tmp_path / "copy")
     assert everything_in(outside) == before

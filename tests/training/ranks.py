@@ -22,12 +22,12 @@ from fsdpctl.io.run_files import METRICS
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import plan_of, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.directory import look, prepare_run_dir
-from fsdpctl.training import loss as losses
-from fsdpctl.training import step
+from fsdpctl.run.directory import inspect_run_dir, prepare_run_dir
+from fsdpctl.training import train_step
+from fsdpctl.training import validation_loss as losses
 from fsdpctl.training.assemble import make_trainer
-from fsdpctl.training.loss import summed_loss
-from fsdpctl.training.step import LaunchContext
+from fsdpctl.training.decoder_loss import summed_loss
+from fsdpctl.training.train_step import LaunchContext
 from fsdpctl.training.trainer import Trainer
 from tests.commands.run import TINY, make_text
 from tests.distributed import distributed
@@ -84,7 +84,7 @@ def made(
     """Return the trainer of this rank, and make the run directory. Collective."""
     opened = prepare(compose_config(typed))
     config = settle(opened.config).config
-    seen = look(config, "auto")
+    seen = inspect_run_dir(config, "auto")
     dist.barrier()
     if dist.get_rank() == 0:
         seen.run_dir.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def plant(trainer: Trainer, plants: Plants) -> AbstractContextManager[object]:
         loss: Tensor = summed_loss(*about)
         return PLANTED[what](loss) if whose == dist.get_rank() else loss
 
-    return mock.patch.object(step, "summed_loss", planted)
+    return mock.patch.object(train_step, "summed_loss", planted)
 
 
 def plant_valley(trainer: Trainer) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.auto_values import total_steps
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.settle import settle
-from fsdpctl.run.directory import look
+from fsdpctl.run.directory import inspect_run_dir
 from tests.chats.families import write_lines, write_tokenizer
 
 USUAL = 16
@@ -127,7 +127,7 @@ def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
     (run_dir / "config.yaml").write_text(config_to_yaml(begun))
     (run_dir / "overrides.txt").write_text(first)
     wanted = made(tmp_path, count, longer, *more, ranks=to)
-    plan = settle(look(prepare(wanted).config, "auto").config)
+    plan = settle(inspect_run_dir(prepare(wanted).config, "auto").config)
     kept = ("train.run_dir", "train.seq_len", "train.global_batch_size",
             "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip
     assert [plan.config.value(key) for key in kept] == [begun.value(key) for key in kept]
@@ -137,4 +137,4 @@ def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
     assert any(fresh.value(key) != begun.value(key) for key in kept)
     (run_dir / "overrides.txt").write_text("\n".join(f"{key}={begun.value(key)}" for key in kept))
     with pytest.raises(UsageError, match="contains a run with a different configuration"):
-        look(prepare(wanted).config, "auto")
+        inspect_run_dir(prepare(wanted).config, "auto")

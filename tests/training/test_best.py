@@ -16,8 +16,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import StoppedError, UsageError
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.run.directory import Standing, look, open_best
-from fsdpctl.run.environment import read_records
+from fsdpctl.run.directory import ResumeState, inspect_run_dir, open_best
+from fsdpctl.run.environment import read_start_records
 from tests.commands.test_interruptions import wait_for
 from tests.distributed import distributed
 from tests.hostile import everything_in
@@ -67,9 +67,15 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         found = read_status(folder / "run")
         why = "no lower validation loss since step 8 (train.patience=3)"
         assert (found.state, found.message) == ("finished", why)
-        assert look(prepare(compose_config(typed)).config, "auto").standing is Standing.FINISHED
+        assert (
+            inspect_run_dir(prepare(compose_config(typed)).config, "auto").resume_state
+            is ResumeState.FINISHED
+        )
         longer = [each.replace("patience=3", "patience=9") for each in typed]
-        assert look(prepare(compose_config(longer)).config, "auto").standing is Standing.RESUMES
+        assert (
+            inspect_run_dir(prepare(compose_config(longer)).config, "auto").resume_state
+            is ResumeState.RESUMES
+        )
         ends[name] = torch.load(folder / "end")
     for key, values in ends["whole"].items():
         assert torch.equal(values, ends["stopped"][key])
@@ -105,7 +111,7 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     assert {name: os.readlink(copy / CHECKPOINTS / name) for name in links} == links
     for source in (copy, copy / CHECKPOINTS, best):
         assert open_best(str(source)).folder == best
-    warnings = [each for record in read_records(copy) for each in record.warnings]
+    warnings = [each for record in read_start_records(copy) for each in record.warnings]
     said = f"{copy / CHECKPOINTS / BEST}: no link to step-00000004 made: Operation not permitted"
     assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [said])
     assert everything_in(run) == before

@@ -63,7 +63,7 @@ def traced_steps(
         profiling.act(run, RequestFlags(profile=step in requested))
         was_traced = run.is_traced
         next_token_loss(model, batch).backward()
-        profiling.launched(run)
+        profiling.after_launch(run)
         if was_traced and not run.is_traced:
             found.append(step)
     profiling.end(run, None)

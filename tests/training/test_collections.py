@@ -9,7 +9,7 @@ import pytest
 
 from fsdpctl.errors import StoppedError
 from fsdpctl.training import trainer as module
-from fsdpctl.training.trainer import Callback, Trainer, joint_collections
+from fsdpctl.training.trainer import Callback, Trainer, synchronized_gc
 from tests.distributed import distributed
 from tests.training.ranks import made, words
 
@@ -28,7 +28,7 @@ class Litter(Callback):
         self.left: list[weakref.ref[Cycle]] = []
         self.most = 0
 
-    def launched(self, run: Trainer) -> None:
+    def after_launch(self, run: Trainer) -> None:
         self.left.append(weakref.ref(Cycle()))
         self.most = max(self.most, sum(each() is not None for each in self.left))
         _ = [[] for _ in range(5000 * run.ranks.rank)]
@@ -52,7 +52,7 @@ def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tm
     (gc.enable if is_enabled else gc.disable)()
     frozen = gc.get_freeze_count()
     gc.callbacks.append(note)
-    with mock.patch.object(module, "_COLLECTED", EVERY), pytest.raises(StoppedError):
+    with mock.patch.object(module, "_STEPS_BETWEEN_GC", EVERY), pytest.raises(StoppedError):
         trainer.run()
     assert gc.isenabled() == is_enabled
     assert gc.get_freeze_count() <= frozen
@@ -66,7 +66,7 @@ def test_all_ranks_collect_after_the_same_steps(rank, world_size, is_enabled, tm
 @pytest.mark.slow
 def test_what_was_alive_is_visited_again_after_the_block():
     gc.unfreeze()
-    with joint_collections():
+    with synchronized_gc():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
     gc.freeze()  # as the suite has it

@@ -13,7 +13,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import settle
-from fsdpctl.training import loss as losses
+from fsdpctl.training.decoder_loss import summed_loss
 from tests.commands.run import TINY, invoke
 from tests.distributed import distributed
 from tests.matrix import fast
@@ -92,11 +92,11 @@ def _mean_of_rank(model: Any, batch: Any, *about: Any) -> Any:
     return found * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
 
 
-_summed = losses.summed_loss
+_summed = summed_loss
 
 
 @distributed(world_size=2, timeout=150)
-@mock.patch("fsdpctl.training.step.summed_loss", _mean_of_rank)
+@mock.patch("fsdpctl.training.train_step.summed_loss", _mean_of_rank)
 def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
     made(typed).run()
 

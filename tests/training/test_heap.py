@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from fsdpctl.comm.world import RECORDED_COLLECTIVES
-from fsdpctl.training.callbacks.profiling import HeapTrim
+from fsdpctl.training.callbacks.memory import HeapTrim
 from tests.commands.run import environment
 from tests.distributed import distributed
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fsdpctl.errors import SelfCheckError
-from fsdpctl.training.loss import describe_validation, validation_loss
+from fsdpctl.training.validation_loss import describe_validation, validation_loss
 from tests.distributed import distributed
 from tests.training.ranks import CPU, lines, made, words
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpctl.training.callbacks.profiling import keep_snapshot, watch_allocations
+from fsdpctl.training.callbacks.memory import watch_allocations, write_snapshot
 
 LACKS = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -23,7 +23,7 @@ def test_an_error_for_want_of_memory_names_its_snapshot(
         Path(path).touch()
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    keep_snapshot(error, tmp_path, 3)
+    write_snapshot(error, tmp_path, 3)
     file = tmp_path / "memory-snapshot-rank-00003.bin"
     assert file.exists() == is_named
     said = f"{LACKS}; memory snapshot: {file} (open it at " if is_named else LACKS
@@ -48,7 +48,7 @@ def test_an_out_of_memory_error_writes_a_snapshot(tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     torch.cuda.memory._record_memory_history(enabled=None)
-    keep_snapshot(caught.value, tmp_path, 0)
+    write_snapshot(caught.value, tmp_path, 0)
     (file,) = tmp_path.iterdir()
     assert str(file) in str(caught.value)
     assert file.stat().st_size > 0

@@ -11,7 +11,7 @@ import pytest
 from msgspec import UNSET
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, validation_at
+from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, validation_loss_at
 from tests.run.runs import REJECTED
 
 
@@ -87,10 +87,10 @@ def test_rejected_steps_are_not_removed(path: Path):
 
 
 def test_a_finite_validation_loss_is_found(path: Path):
-    assert validation_at(path, 20) is None
+    assert validation_loss_at(path, 20) is None
     validated = {"step": 20, "val_loss": 1.5}, {"step": 40, "val_loss": None}
     write(path, validated[0], {"step": 40, "loss": 2.0}, validated[1])
-    assert (validation_at(path, 20), validation_at(path, 40)) == (1.5, None)
+    assert (validation_loss_at(path, 20), validation_loss_at(path, 40)) == (1.5, None)
 
 
 def test_the_last_step_is_the_newest_whatever_follows_it(path: Path):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.run.directory import changes, look
+from fsdpctl.run.directory import changed_settings, inspect_run_dir
 from tests.commands.run import figures
 from tests.distributed import distributed
 from tests.matrix import fast
@@ -146,7 +146,7 @@ def test_a_run_resumes_with_another_dtype_of_moments_and_prints_it(tmp_path, ran
     for number, dtype in enumerate(("float32", "int8", "float32"), start=1):
         more = [f"optimizer.state_dtype={dtype}", f"train.steps={3 * number}"]
         config = resolved(typed_for(tmp_path, ranks, *more))
-        printed = changes(look(config, "auto"), config) if before else []
+        printed = changed_settings(inspect_run_dir(config, "auto"), config) if before else []
         line = f"optimizer.state_dtype was {before}, is {dtype}, which changes the losses"
         assert (line in printed) == bool(before)
         found, before = run(tmp_path, ranks, *more)[0], dtype

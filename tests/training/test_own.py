@@ -33,12 +33,11 @@ from fsdpctl.resolve.launchers import Role
 from fsdpctl.resolve.own import compose_task, make_task
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import plan_of, settle
-from fsdpctl.run.directory import look, prepare_run_dir
-from fsdpctl.run.step_metrics import RESERVED
+from fsdpctl.run.directory import inspect_run_dir, prepare_run_dir
+from fsdpctl.run.step_metrics import RESERVED_NAMES
 from fsdpctl.training.assemble import make_trainer
-from fsdpctl.training.loss import _sent, own_loss
-from fsdpctl.training.named_sums import NamedSums
-from fsdpctl.training.step import LaunchContext
+from fsdpctl.training.script_loss import NamedSums, _to_device, script_loss
+from fsdpctl.training.train_step import LaunchContext
 from tests.distributed import distributed
 from tests.training.ranks import CPU, lines
 
@@ -89,7 +88,7 @@ def trained(
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch = composed.config.launch
     opened = prepare(composed, Role(replace(launch, nproc_per_node=world_size)), task=task)
-    seen = look(opened.config, "auto")
+    seen = inspect_run_dir(opened.config, "auto")
     dist.barrier()
     if rank == 0:
         seen.run_dir.mkdir(exist_ok=True)
@@ -204,7 +203,7 @@ def test_named_sums_are_of_all_ranks_and_micro_batches_and_change_no_bit(
             x: plain[x] for x in ("loss", "val_loss", "grad_norm") if x in plain
         }
         start = "" if "loss" in line else "val_"
-        assert plain.keys() - {"val_loss"} <= RESERVED
+        assert plain.keys() - {"val_loss"} <= RESERVED_NAMES
         assert line[f"{start}same"] == line[f"{start}loss"]
         assert line[f"{start}known"] == 1
         assert line[f"{start}size"] == 2 * line[f"{start}half"]
@@ -331,7 +330,7 @@ def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) 
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
     batch = task.data.train.rows(1).content([0])
     with pytest.raises(UsageError) as found:
-        own_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU, NamedSums())
+        script_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU, NamedSums())
     assert str(found.value).startswith(message)
 
 
@@ -368,14 +367,14 @@ class Moved:
     BatchEncoding({"x": torch.ones(2)}),
 ], ids=lambda batch: type(batch).__name__)  # fmt: skip
 def test_what_holds_the_tensors_of_a_batch_keeps_its_class(batch: Any) -> None:
-    sent = _sent(batch, torch.device("meta"))
+    sent = _to_device(batch, torch.device("meta"))
     assert type(sent) is type(batch)
     assert (sent["x"] if isinstance(sent, OrderedDict) else sent.x).is_meta
 
 
 def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    sent = _sent([packed], torch.device("meta"))[0]
+    sent = _to_device([packed], torch.device("meta"))[0]
     assert sent.data.is_meta
     assert sent.batch_sizes.device == CPU
 

@@ -16,8 +16,8 @@ from fsdpctl.data.streams import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.assemble import make_model
-from fsdpctl.training.loss import summed_loss
-from fsdpctl.training.rejected_steps import LEAST, WINDOW, RejectionRule
+from fsdpctl.training.decoder_loss import summed_loss
+from fsdpctl.training.rejected_steps import MIN_ACCEPTED, WINDOW, RejectionRule
 from tests.commands.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
@@ -161,7 +161,7 @@ def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> Step
 def after(losses: list[float], **about: Any) -> RejectionRule:
     numbers = RejectionRule(TrainConfig(spike_factor=5.0, **about), Progress())
     for step, loss in enumerate(losses, start=1):
-        assert numbers.judge(step, figures(loss), Limits()) is None
+        assert numbers.evaluate(step, figures(loss), Limits()) is None
     return numbers
 
 
@@ -182,8 +182,8 @@ def test_a_fall_is_not_a_spike_and_rejected_steps_do_not_count():
     before = numbers.accepted
     limits = numbers.limits(66)
     assert limits.loss < 3.0
-    assert numbers.judge(65, figures(9.0, was_applied=False), limits) is not None
-    assert (numbers.accepted, numbers.judge(66, figures(0.001), limits)) == (before, None)
+    assert numbers.evaluate(65, figures(9.0, was_applied=False), limits) is not None
+    assert (numbers.accepted, numbers.evaluate(66, figures(0.001), limits)) == (before, None)
     assert numbers.accepted[-1] == AcceptedStep(66, 0.001, 0.0)
 
 
@@ -197,7 +197,7 @@ def test_the_help_and_the_page_tell_the_window():
     page = " ".join(Path("docs/long-runs.md").read_text().split())
     for text in (KEYS["train.spike_factor"].meaning, page):
         assert f"last {WINDOW} applied steps" in text
-    assert f"below {LEAST} steps there is no threshold" in page
+    assert f"below {MIN_ACCEPTED} steps there is no threshold" in page
 
 
 @pytest.mark.slow

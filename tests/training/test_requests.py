@@ -15,15 +15,15 @@ from fsdpctl.io.run_files import RUN_CONFIG, SAVE, STOP
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training import requests
 from fsdpctl.training.assemble import make_model
-from fsdpctl.training.callbacks.sample import Sampling, generate
-from fsdpctl.training.loss import validation_loss
+from fsdpctl.training.callbacks.generation import Sampling, generate
 from fsdpctl.training.requests import (
     RequestCollector,
     RequestFlags,
     RequestSync,
     TimeLimit,
-    early_request,
+    stop_reason_at_start,
 )
+from fsdpctl.training.validation_loss import validation_loss
 from tests.distributed import distributed
 from tests.matrix import fast
 from tests.training.ranks import CPU, resolved, words
@@ -36,7 +36,7 @@ def test_requests_survive_the_exchange_as_flags():
         asked = RequestFlags(**{name: True})
         assert RequestFlags(*asked.flags) == asked
         assert (RequestFlags() | asked, asked | RequestFlags()) == (asked, asked)
-        assert asked.ends == (name not in ("save", "profile"))
+        assert asked.stops == (name not in ("save", "profile"))
 
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -45,17 +45,17 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_the_time_limit_leaves_two_steps_and_three_saves(monkeypatch):
     limit = TimeLimit(100.0, 1000.0, longest_save=3.0)
-    limit.step_took(40.0)  # which compiles
+    limit.add_step(40.0)  # which compiles
     for seconds, is_near in ((76.9, False), (77.0, True)):
         at(monkeypatch, seconds)
         assert limit.is_near(7.0) == is_near
     for seconds in (1.0, 2.0, 1.5):
-        limit.step_took(seconds)
-    limit.save_took(5.0)
+        limit.add_step(seconds)
+    limit.add_save(5.0)
     for seconds, is_near in ((80.9, False), (81.0, True)):
         at(monkeypatch, seconds)
         assert limit.is_near(1.9) == is_near
-    limit.save_took(1.0)
+    limit.add_save(1.0)
     assert limit.is_near()
 
 
@@ -68,12 +68,12 @@ def test_without_a_limit_there_is_no_stop(monkeypatch):
 def test_a_start_stops_at_its_time_limit_or_on_a_new_stop_file(tmp_path, monkeypatch):
     (tmp_path / RUN_CONFIG).touch()
     at(monkeypatch, 50)
-    assert early_request(tmp_path, 51.0, 1000.0) is None
-    assert early_request(tmp_path, 50.0, 1000.0) == "launch.time_limit=50 exceeded"
+    assert stop_reason_at_start(tmp_path, 51.0, 1000.0) is None
+    assert stop_reason_at_start(tmp_path, 50.0, 1000.0) == "launch.time_limit=50 exceeded"
     touch(tmp_path / STOP, -BEFORE)
-    assert early_request(tmp_path, None, 1000.0) is None
+    assert stop_reason_at_start(tmp_path, None, 1000.0) is None
     touch(tmp_path / STOP, BEFORE)
-    assert early_request(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
+    assert stop_reason_at_start(tmp_path, None, 1000.0) == f"requested by {tmp_path / STOP}"
     assert not (tmp_path / STOP).exists()
 
 
@@ -96,7 +96,7 @@ def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path
     monkeypatch.setattr(requests, "_INTERVAL", 0.0)
     for is_main in (True, False):
         own = collector(tmp_path, is_main=is_main, by_signal=True)
-        assert own.look() == RequestFlags(by_signal=True)
+        assert own.poll() == RequestFlags(by_signal=True)
 
     def missing() -> None:
         raise FsdpctlError("deleted")
@@ -104,7 +104,7 @@ def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path
     checked = collector(tmp_path)
     monkeypatch.setattr(checked, "_check", missing)
     with pytest.raises(FsdpctlError, match="deleted"):
-        checked.look()
+        checked.poll()
 
 
 def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypatch):
@@ -112,16 +112,16 @@ def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypa
     monkeypatch.setattr(time, "monotonic", lambda: now)
     found = collector(tmp_path)
     touch(tmp_path / SAVE, BEFORE)
-    assert found.look() == RequestFlags()  # it has just looked
+    assert found.poll() == RequestFlags()  # it has just looked
     now += 1.0
-    assert found.look() == RequestFlags(save=True)
+    assert found.poll() == RequestFlags(save=True)
     now += 1.0
-    assert found.look() == RequestFlags()
-    found.done(SAVE)
+    assert found.poll() == RequestFlags()
+    found.clear(SAVE)
     assert not (tmp_path / SAVE).exists()
     touch(tmp_path / SAVE, BEFORE)
     now += 1.0
-    assert found.look() == RequestFlags(save=True)
+    assert found.poll() == RequestFlags(save=True)
 
 
 def test_a_file_that_cannot_be_removed_is_one_request(tmp_path, monkeypatch):
@@ -130,17 +130,17 @@ def test_a_file_that_cannot_be_removed_is_one_request(tmp_path, monkeypatch):
     found = collector(tmp_path)
     (tmp_path / SAVE).mkdir()
     now += 1.0
-    assert found.look().save
-    found.done(SAVE)
+    assert found.poll().save
+    found.clear(SAVE)
     now += 1.0
-    assert not found.look().save
+    assert not found.poll().save
 
 
 def test_other_ranks_ignore_files(tmp_path, monkeypatch):
     found = collector(tmp_path, is_main=False)
     monkeypatch.setattr(requests, "_INTERVAL", 0.0)
     touch(tmp_path / STOP, -BEFORE)
-    assert found.look() == RequestFlags()
+    assert found.poll() == RequestFlags()
     assert found.remove_unwanted(late=False) == found.remove_unwanted(late=True) == []
     assert (tmp_path / STOP).exists()
 
@@ -177,7 +177,7 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
         def goes_on(number: int) -> bool:
             nonlocal seen
             seen = number
-            return sync.goes_on()  # noqa: B023
+            return sync.should_continue()  # noqa: B023
 
         about: dict[str, Any] = {"at_most": 0, "chunk_tokens": 0}
         loss = validation_loss(model, batches, model.collectives, CPU, **about, goes_on=goes_on)
@@ -199,7 +199,7 @@ def test_a_sample_ends_on_all_ranks_after_the_same_token(rank, world_size, tmp_p
         return RequestFlags(by_file=rank == 0 and drawn == 5)
 
     sync = RequestSync(look, model.collectives, CPU)
-    turns = takewhile(lambda turn: sync.goes_on(), range(20))
+    turns = takewhile(lambda turn: sync.should_continue(), range(20))
     about: dict[str, Any] = {"context": 16, "sampling": Sampling(0), "device": CPU}
     tokens = list(generate(model, [1], turns, **about))
     assert (len(tokens), sync.received) == (4, RequestFlags(by_file=True))

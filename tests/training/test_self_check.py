@@ -17,7 +17,7 @@ from fsdpctl.models.context import to_tokens
 from fsdpctl.models.row_documents import Documents
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.run.environment import read_starts
-from fsdpctl.training import assemble, loss, step
+from fsdpctl.training import assemble, decoder_loss, train_step, validation_loss
 from fsdpctl.training.callbacks import self_check
 from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import make_text
@@ -43,7 +43,7 @@ def _cut_off() -> Any:
     return mock.patch.object(assemble, "make_module", changed)
 
 
-def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
+def _divided(*about: Any, plain: Any = decoder_loss.summed_loss) -> Any:
     return plain(*about) / 2
 
 
@@ -51,7 +51,7 @@ def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
 def _divided_everywhere() -> Iterator[None]:
     """The loss is divided in the function itself."""
     with ExitStack() as stack:
-        for module in (loss, step, self_check):
+        for module in (validation_loss, train_step, self_check):
             stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
         yield
 
@@ -78,7 +78,7 @@ def _first_positions(documents: Documents) -> torch.Tensor:
 
 TEXT: dict[str, tuple[Callable[[], Any], str]] = {
     "cut off": (_cut_off, f"{LAYER}: no parameter has a gradient"),
-    "divided": (lambda: mock.patch.object(step, "summed_loss", _divided), "gradient norm "),
+    "divided": (lambda: mock.patch.object(train_step, "summed_loss", _divided), "gradient norm "),
     "divided everywhere": (_divided_everywhere, "gradient norm "),
 }  # fmt: skip
 SHARED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -140,7 +140,7 @@ def _at_step(number: int, change: Callable[[float], float]) -> Any:
         found = lr_factor(config, at, steps)
         return change(found) if at + 1 == number else found
 
-    return mock.patch.object(step, "lr_factor", factor)
+    return mock.patch.object(train_step, "lr_factor", factor)
 
 
 def _no_step(rank: int | None = None) -> Any:
@@ -151,12 +151,12 @@ def _no_step(rank: int | None = None) -> Any:
 
 
 def _skips_first() -> Any:
-    plain, count = loss.summed_loss, iter(range(1_000))
+    plain, count = decoder_loss.summed_loss, iter(range(1_000))
 
     def planted(*about: Any) -> Any:
         return plain(*about) * (float("nan") if next(count) == 0 else 1)
 
-    return mock.patch.object(step, "summed_loss", planted)
+    return mock.patch.object(train_step, "summed_loss", planted)
 
 
 # Plants, settings, and the steps with a warning.
@@ -208,9 +208,9 @@ def test_documents_that_see_each_other_are_found(rank, world_size, tmp_path):
     ]  # fmt: skip
     trainer = made(typed)
     trainer.samples = 4
-    assert not [*self_check._leaks(trainer)]
-    with mock.patch.object(loss, "_documents", return_value={}):
-        (leak,) = self_check._leaks(trainer)
+    assert not [*self_check._find_leaks(trainer)]
+    with mock.patch.object(decoder_loss, "documents_of", return_value={}):
+        (leak,) = self_check._find_leaks(trainer)
         assert leak == "packed documents see each other; set data.packing=false"
 
 

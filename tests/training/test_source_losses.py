@@ -11,8 +11,8 @@ from fsdpctl.data.packing import IGNORED
 from fsdpctl.models.transformers_decoder import OwnHead
 from fsdpctl.optim.record import Limits
 from fsdpctl.run.step_metrics import StepClock
-from fsdpctl.training.loss import summed_loss
-from fsdpctl.training.step import run_passes
+from fsdpctl.training.decoder_loss import summed_loss
+from fsdpctl.training.train_step import run_passes
 from tests.commands.run import make_text
 from tests.distributed import distributed
 from tests.training.ranks import made, words

@@ -66,8 +66,8 @@ def tools(monkeypatch):
 
 def test_trackers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Trackers(BOTH, tmp_path, 0, pytest.fail)
-    both.line(LINE)
-    both.line({"step": 4, "warning": "odd"})
+    both.log_line(LINE)
+    both.log_line({"step": 4, "warning": "odd"})
     both.close(well=True)
     assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
@@ -84,7 +84,7 @@ def test_values_that_a_tracker_has_stored_before_a_resume_are_not_sent_again(tmp
     tools[0].stored, tools[1].stored = range(3), (1, 3, 4)
     both = Trackers(BOTH, tmp_path, 2, pytest.fail, file.earlier)
     for line in (*lines[2:4], {"step": 4, "val_loss": 1.0}, lines[4], {"step": 6, "loss": 6.0}):
-        both.line(line)
+        both.log_line(line)
     after = [(4, {"val_loss": 1.0}), (5, {"loss": 5.0}), (6, {"loss": 6.0})]
     assert tools[0].heard == [(3, {"loss": 3.0}), (4, {"loss": 4.0}), *after]
     assert tools[1].heard == [(2, {"loss": 2.0}), *after]
@@ -100,8 +100,8 @@ def test_a_failing_tracker_is_reported_once_and_the_other_continues(
         monkeypatch.setitem(trackers._TRACKERS, "wandb", lambda *about: 1 / 0)
     said: list[str] = []
     both = Trackers(BOTH, tmp_path, 0, said.append)
-    both.line(LINE)
-    both.line(LINE)
+    both.log_line(LINE)
+    both.log_line(LINE)
     both.close(well=True)
     assert len(said) == 1
     assert said[0].startswith("log.trackers=wandb: ")
@@ -121,7 +121,7 @@ def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch
 
 
 def test_no_tracker_starts_unless_configured(tmp_path, tools):
-    Trackers(Config(), tmp_path, 0, pytest.fail).line(LINE)
+    Trackers(Config(), tmp_path, 0, pytest.fail).log_line(LINE)
     assert [each.heard for each in tools] == [[], []]
     assert list(tmp_path.iterdir()) == []
 
@@ -171,7 +171,7 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
     for well in (True, False):
         found = Trackers(config, tmp_path, 3, pytest.fail, () if well else written)
         for step, name in ((4, "loss"), (5, "loss"), (4, "checkpoint_seconds")):
-            found.line({"step": step, name: 1.0})
+            found.log_line({"step": step, name: 1.0})
         found.close(well=well)
     first, second = begun
     assert ended == [0, 1]
@@ -204,7 +204,7 @@ def run_twice(folder: Path, name: str) -> None:
             for line in ({"step": step, "loss": float(step)}, {"step": step, "loss/a+b": 0.5}):
                 metrics.write(line)
                 if (step, name) != (19, "mlflow"):
-                    found.line(line)
+                    found.log_line(line)
         found.close(well=ends == 25)
         metrics.close()
 

@@ -58,7 +58,7 @@ ARRIVES = """
 import os, signal, sys
 from fsdpctl.training import worker
 
-worker.tie_to_launcher()
+worker.exit_with_launcher()
 
 def wait_for_all():
     {}

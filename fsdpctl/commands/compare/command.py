@@ -33,8 +33,8 @@ from fsdpctl.commands.compare.vary import (
     share_alike,
     variants,
 )
-from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, check_choice, normalized
-from fsdpctl.commands.console import AsJson, emit, note, say, show_table
+from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, check_choice, normalize
+from fsdpctl.commands.printing import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import has_length, notes_on_price
@@ -75,7 +75,7 @@ def compare(  # noqa: PLR0913  # each is an option
     money = None if budget is None else float(str(_BUDGET.parse(budget)))
     if money is not None and not simulate:
         raise UsageError("--budget: only valid with --simulate")
-    asked = normalized(settings, recipe)
+    asked = normalize(settings, recipe)
     found = _variants(asked, simulates=simulate)
     configs = [each.composed.config for each in found]
     if by == "cost" and not all(x.cluster.price is not None and has_length(x) for x in configs):

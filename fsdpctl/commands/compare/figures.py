@@ -11,7 +11,7 @@ from statistics import median
 
 from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.commands.compare.vary import Variant
-from fsdpctl.commands.console import note
+from fsdpctl.commands.printing import note
 from fsdpctl.config.schema import Origin, Settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.accuracy import SHORT
@@ -21,10 +21,10 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import device_of
 from fsdpctl.estimate.planned_steps import sent_in_step
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import decide
+from fsdpctl.estimate.search import decide, resolve_auto_of_run
+from fsdpctl.estimate.summary import describe_changes
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.launch.begin import change_lines, decide_run
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Dtype
@@ -32,11 +32,11 @@ from fsdpctl.resolve.auto_values import Stage, filled
 from fsdpctl.resolve.place import notes_on_memory
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.directory import Look, look, prepare_run_dir
+from fsdpctl.run.directory import RunDirState, inspect_run_dir, prepare_run_dir
 from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.run.step_metrics import flops_per_token
-from fsdpctl.training.worker import MEASURE
+from fsdpctl.training.worker import MEASURE_ONLY
 
 _WARM_UP = 0.25  # share of the steps that are ignored
 _SHORT_STEPS = (
@@ -47,7 +47,7 @@ _SHORT_STEPS = (
 
 def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: bool) -> None:
     """Run `steps` of every variant below `folder`; results remain if this is interrupted."""
-    estimator, starts = Estimator(), list[tuple[Variant, Look, Mapping[str, bytes]]]()
+    estimator, starts = Estimator(), list[tuple[Variant, RunDirState, Mapping[str, bytes]]]()
     noted = dict[str, None]()
     for number, each in enumerate(variants, start=1):
         run_dir = folder / "runs" / f"{number:02d}"
@@ -70,7 +70,7 @@ def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: b
 
 def _prepare(
     estimator: Estimator, each: Variant, run_dir: Path, steps: int
-) -> tuple[Prepared, Look]:
+) -> tuple[Prepared, RunDirState]:
     """Open a variant and decide what is `auto` as `train` does, and estimate it.
 
     Only then, its length is another: sizes may follow from that of the run.
@@ -78,8 +78,10 @@ def _prepare(
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
-    seen = look(filled(config, Stage.LENGTH), "auto")
-    each.plan, estimate, _ = decide_run(seen, estimator, note)
+    seen = inspect_run_dir(filled(config, Stage.LENGTH), "auto")
+    each.plan, estimate, _ = resolve_auto_of_run(
+        estimator, seen.config, seen.stored_config, seen.stored_config_location, note
+    )
     units, config = divide_module(opened.module, None), each.plan.config
     sent = sent_in_step(config, units, each.plan.batches.num_micro_batches)
     each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
@@ -88,7 +90,7 @@ def _prepare(
     return opened, seen
 
 
-def _run(each: Variant, seen: Look, assets: Mapping[str, bytes]) -> None:
+def _run(each: Variant, seen: RunDirState, assets: Mapping[str, bytes]) -> None:
     assert each.plan is not None
     try:
         failure = run_briefly(seen, each.plan.config, each.row.label, assets)
@@ -130,7 +132,7 @@ def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> flo
 
 
 def run_briefly(
-    seen: Look, config: Settled, settings: str, assets: Mapping[str, bytes]
+    seen: RunDirState, config: Settled, settings: str, assets: Mapping[str, bytes]
 ) -> str | None:
     """Run the steps of a new run, without validation, checkpoints and samples.
 
@@ -141,14 +143,14 @@ def run_briefly(
     lock = lock_run_dir(seen.run_dir, lambda: None)
     try:
         prepare_run_dir(seen, config, [settings], assets)
-        outcome = launch_workers([str(seen.run_dir), MEASURE], config.launch)
+        outcome = launch_workers([str(seen.run_dir), MEASURE_ONLY], config.launch)
     finally:
         lock.release()
     if outcome.stop_signal == signal.SIGINT:
         raise InterruptError("interrupted before all variants had run")
     if outcome.stop_signal is not None:
         raise StoppedError("stopped before all variants had run")
-    return None if outcome.cause is None else outcome.cause.cause
+    return None if outcome.cause is None else outcome.cause.description
 
 
 def _add_memory(row: Row, estimate: RunEstimate) -> None:
@@ -175,7 +177,7 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
     if plans and all(each.row.status != OK for each in variants):
         yield "no variant fits; changes that make the nearest fit:"
         nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
-        yield from change_lines(advice(estimator, nearest))
+        yield from describe_changes(advice(estimator, nearest))
     if any((each.row.step_seconds or SHORT) < SHORT for each in variants):
         yield _SHORT_STEPS
 

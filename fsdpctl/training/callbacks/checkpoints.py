@@ -36,11 +36,11 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
-_TOLD_SECONDS = 2.0  # that a save may wait for the base without a line
-_REPORTED = 5.0  # seconds; a faster save is not worth a line
+_SILENT_WAIT_SECONDS = 2.0  # that a save may wait for the base without a line
+_REPORTED_SECONDS = 5.0  # seconds; a faster save is not worth a line
 _POLL_SECONDS = 0.5
-_OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
-_LEAVING_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
+_SLOWEST_RANK_SECONDS = 1800.0  # that other ranks may take longer to write than this one
+_STALLED_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
 _REPORT_INTERVAL = 10.0  # seconds
 
 
@@ -104,14 +104,14 @@ class Uploads:
     def _work(self, remote: RemoteCheckpoints, folder: Path, step: int) -> None:
         with self._deleting:
             self.busy = folder
-        self._newest = self._uploaded(remote, folder, step)
+        self._newest = self._upload(remote, folder, step)
         self._report(self._newest)
         with self._deleting:
             self.busy = None
         with suppress(OSError):
             self.remove_old()
 
-    def _uploaded(self, remote: RemoteCheckpoints, folder: Path, step: int) -> UploadOutcome:
+    def _upload(self, remote: RemoteCheckpoints, folder: Path, step: int) -> UploadOutcome:
         every, began = self._keep.keep_every, time.monotonic()
         is_kept = not self._keep.keep_last or (every and step % every == 0)
         is_kept = is_kept or folder.name == self.best
@@ -166,7 +166,7 @@ class Checkpoints(Callback):
     waits until the previous one is complete.
     """
 
-    saves = True
+    saves_state = True
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Checkpoints(Callback):
             self._journal.warn(done.message, done.step)
 
     @property
-    def share_written(self) -> float | None:
+    def fraction_written(self) -> float | None:
         """The fraction written of this rank's part of the checkpoint in progress, if any."""
         current = self._current
         if current is None:
@@ -241,9 +241,9 @@ class Checkpoints(Callback):
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Save if due or requested; before the run ends, wait until the checkpoint is complete."""
-        if requested.ends or requested.save or run.is_due(self) or run.is_over():
+        if requested.stops or requested.save or run.is_due(self) or run.is_over():
             self.save(run, was_requested=requested.save)
-        if requested.ends or run.is_over():
+        if requested.stops or run.is_over():
             self.finish(run)
         return requested
 
@@ -305,18 +305,18 @@ class Checkpoints(Callback):
 
     def _wait(self, save: Save) -> None:
         reading = self._reading
-        if reading is not None and wait([reading.done], _TOLD_SECONDS).not_done:
+        if reading is not None and wait([reading.done], _SILENT_WAIT_SECONDS).not_done:
             what = f"waiting for the checksum of base model {self._bases[-1].info.path}"
             self._journal.remark(f"step {save.step}: {what}")
         since, shown, moved = time.perf_counter(), 0.0, self._moved
         with doing("waiting for the checkpoint", "%") as advance:
             while not wait([save.done], _POLL_SECONDS).done:
-                share, before, moved = self.share_written or 0.0, moved, self._moved
+                share, before, moved = self.fraction_written or 0.0, moved, self._moved
                 # A rank that has done its part may wait for others; without progress it hangs.
                 if moved != before:
                     since = time.perf_counter()
                 is_over = share == 1 or (reading is not None and not reading.done.done())
-                waits = is_over and time.perf_counter() - since < _OTHERS_SECONDS
+                waits = is_over and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
                 if waits or moved != before:
                     RANK_STATUS.at("saving")
                 advance(int(100 * share) - int(100 * shown))
@@ -344,15 +344,15 @@ class Checkpoints(Callback):
                 self._journal.check_in_place()  # a missing run directory is the cause
                 raise
             # A run that stops waits for the upload, too.
-            run.requests.limit.save_took(saved.seconds + self._uploads.seconds)
-            self._journal.saved(saved.to_line(), saved.seconds)
+            run.requests.limit.add_save(saved.seconds + self._uploads.seconds)
+            self._journal.record_save(saved.to_line(), saved.seconds)
             if saved.note:
                 self._journal.warn(f"saved, but {saved.note}", saved.step)
-            if saved.seconds > _REPORTED:
+            if saved.seconds > _REPORTED_SECONDS:
                 self._journal.remark(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
         if self._is_awaited and self._current is None:
             self._is_awaited = False
-            run.requests.done(SAVE)
+            run.requests.clear(SAVE)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         """Wait for uploads, on ranks that end together, and check them."""
@@ -363,13 +363,13 @@ class Checkpoints(Callback):
             if error is None:  # else it is the more important one; a warning was printed
                 self._uploads.check()
 
-    def leave(self) -> None:
+    def finish_pending(self) -> None:
         """After a failure, let the checkpoint in progress complete as long as it advances."""
         current = self._current
         if current is None:
             return
         moved, since = self._moved, time.perf_counter()
-        while time.perf_counter() - since < _LEAVING_SECONDS:
+        while time.perf_counter() - since < _STALLED_SECONDS:
             if wait([current.done], _POLL_SECONDS).done:
                 return
             if self._moved != moved:

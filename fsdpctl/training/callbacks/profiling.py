@@ -1,31 +1,20 @@
-"""Traces, memory after an out-of-memory error, the heap of CPU ranks, limits of torch.compile.
+"""Traces of steps, in which units and collectives have names."""
 
-In traces, units and collectives have names. A snapshot is for https://pytorch.org/memory_viz; the
-allocations cost nothing to record. The Python lines that made them are recorded only on request,
-since that slows down every allocation.
-"""
-
-import ctypes
-import logging
 import warnings
 from pathlib import Path
 
-import torch
 from torch.profiler import profile, schedule
 
 from fsdpctl.io.run_files import PROFILE, PROFILES
-from fsdpctl.io.texts import one_line
-from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
-from fsdpctl.training.step import TrainedModel
+from fsdpctl.training.train_step import TrainedModel
 from fsdpctl.training.trainer import Callback, Trainer
 
-_TRACED = 3  # steps
-_SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
-_SKIPPED_LATER = 1
-_TRIMMED = 20  # steps between two trims
-_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
+_TRACED_STEPS = 3  # steps
+_SKIPPED_STEPS_AT_START = (
+    2  # at a start: the first creates optimizer states, the second starts the tracer
+)
+_SKIPPED_STEPS = 1
 
 
 class Profiling(Callback):
@@ -45,9 +34,9 @@ class Profiling(Callback):
 
     def begin(self, run: Trainer) -> None:
         if self._at_start:
-            self._start(run, _SKIPPED)
+            self._start(run, _SKIPPED_STEPS_AT_START)
 
-    def launched(self, run: Trainer) -> None:
+    def after_launch(self, run: Trainer) -> None:
         """Count a step of the trace; once it is written, end it on all ranks."""
         if self._profile is None:
             return
@@ -55,11 +44,11 @@ class Profiling(Callback):
         if self._is_written:
             self.end(run, None)
             run.ranks.barrier()  # the files of the other ranks are complete too
-            run.requests.done(PROFILE)
+            run.requests.clear(PROFILE)
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         if requested.profile and not run.is_traced and run.step < run.total_steps:
-            self._start(run, _SKIPPED_LATER)
+            self._start(run, _SKIPPED_STEPS)
         return requested
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
@@ -81,73 +70,10 @@ class Profiling(Callback):
             self._is_written = True
 
         steps = run.total_steps - run.step
-        first = skipped if steps >= skipped + _TRACED else 0
+        first = skipped if steps >= skipped + _TRACED_STEPS else 0
         with warnings.catch_warnings(action="ignore"):  # of a trace that begins at once
-            active = min(_TRACED, steps - first)
+            active = min(_TRACED_STEPS, steps - first)
             rule = schedule(wait=max(first - 1, 0), warmup=min(first, 1), active=active, repeat=1)
         self._profile = profile(schedule=rule, on_trace_ready=write)
         self._profile.start()
         run.is_traced = True
-
-
-class HeapTrim(Callback):
-    """Returns the free pages of glibc's heap to the system every few steps.
-
-    Note: why the heap grows. Tensors of a step live for different times, so that the next one finds
-    the holes that it needs only sometimes: the bytes in use stay, and the heap grows with every
-    step. Other allocators keep pages free too, and a fixed threshold for mmap costs a page fault
-    for every page of every tensor.
-    """
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
-
-    def step(self, run: Trainer, done: StepMetrics) -> None:
-        if self._trim is not None and done.step % _TRIMMED == 0:
-            self._trim(0)
-
-
-class CompilerReport(Callback, logging.Handler):
-    """Warns once if torch.compile gives up on a function, which then runs uncompiled.
-
-    Dynamo only logs that, and the log of a rank is removed when the run succeeds.
-    """
-
-    _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
-
-    def __init__(self, journal: Journal) -> None:
-        logging.Handler.__init__(self, logging.WARNING)
-        self._journal: Journal | None = journal
-
-    def begin(self, run: Trainer) -> None:
-        self._LOGGER.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Warn with the reason that Dynamo logs, without its advice."""
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            reason, *_ = record.getMessage().partition("\nTo ")
-            line = one_line(" ".join(reason.split()))
-            journal.warn(f"train.compile=true: a function runs uncompiled from here: {line}")
-
-    def end(self, run: Trainer, error: BaseException | None) -> None:
-        self._LOGGER.removeHandler(self)
-
-
-def watch_allocations(device: torch.device) -> None:
-    """Record the Python lines that allocate tensors from now on."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)
-
-
-def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
-    """Write a snapshot, if possible, of an out-of-memory `error`, and name its file there."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return
-    path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"
-    try:
-        path.unlink(missing_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-    except Exception:
-        return
-    error.args = (f"{error}; memory snapshot: {path} (open it at https://pytorch.org/memory_viz)",)

@@ -1,10 +1,7 @@
-"""The reports of a run: metrics, its heartbeat, the cost of a restart, and its first steps."""
+"""The reports of a run: metrics, the cost of a restart, the estimate, uncompiled functions."""
 
-import contextlib
-import json
+import logging
 import os
-import socket
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,13 +11,9 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.data.mixture import MixedRows
-from fsdpctl.io import files
-from fsdpctl.io.run_files import HEARTBEAT
-from fsdpctl.io.texts import format_bytes
+from fsdpctl.io.texts import format_bytes, one_line
 from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
-from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
 from fsdpctl.training.journal import Journal
@@ -29,7 +22,6 @@ from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
 _STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
 RESTART = "FSDPCTL_RESTART"  # in the environment
-_LONGEST = 2000  # characters of a message
 
 
 class EstimateReport(Callback):
@@ -133,7 +125,7 @@ class RunReporter(Callback):
             self._journal.record({"restart": asdict(restart)})
             text = f"first completed step, {seconds:.1f} s after the failure"
             self._journal.say(f"step {done.step}: {text}")
-        share = None if self._checkpoints is None else self._checkpoints.share_written
+        share = None if self._checkpoints is None else self._checkpoints.fraction_written
         self._journal.progress.step(done, share)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
@@ -141,56 +133,28 @@ class RunReporter(Callback):
         self._journal.end(well=is_joint(error))
 
 
-class Heartbeat(Callback):
-    """A thread of rank 0 that writes heartbeat.json until the process ends, whatever training does.
+class CompilerReport(Callback, logging.Handler):
+    """Warns once if torch.compile gives up on a function, which then runs uncompiled.
 
-    A failure to write is ignored: readers then see the age of the last heartbeat.
+    Dynamo only logs that, and the log of a rank is removed when the run succeeds.
     """
 
-    def __init__(
-        self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
-    ) -> None:
-        """Write the first heartbeat and start the thread, if this rank `is_on`."""
-        self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
-        self._facts: dict[str, Any] = {"namespace": pid_namespace()}
-        self._first: tuple[int, float] | None = None  # the first step, and when it was completed
-        self._has_ended = threading.Event()
-        self._writing = threading.Lock()
-        if is_on:
-            self._write()
-            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+    _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
-        step, now = done.step, time.monotonic()
-        is_first = self._first is None
-        if self._first is None:
-            self._first = step, now
-        first, began = self._first
-        each = (now - began) / (step - first) if step > first else None
-        self._facts = {**self._facts, "step": step, "seconds_per_step": each}
-        if is_first:  # readers shall see at once that the run is no longer starting
-            self._write()
+    def __init__(self, journal: Journal) -> None:
+        logging.Handler.__init__(self, logging.WARNING)
+        self._journal: Journal | None = journal
+
+    def begin(self, run: Trainer) -> None:
+        self._LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Warn with the reason that Dynamo logs, without its advice."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            reason, *_ = record.getMessage().partition("\nTo ")
+            line = one_line(" ".join(reason.split()))
+            journal.warn(f"train.compile=true: a function runs uncompiled from here: {line}")
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
-        if is_joint(error):
-            self._ranks.gather_objects(0)
-            state, message = ENDED if error is None else STOPPED, str(error or "")
-        else:
-            state, message = FAILED, f"{type(error).__name__}: {error}"
-        self._has_ended.set()
-        self._facts = {**self._facts, "state": state, "message": message[:_LONGEST]}
-        self._write()
-
-    def _run(self) -> None:
-        while not self._has_ended.wait(self._every):
-            self._write(is_periodic=True)
-
-    def _write(self, *, is_periodic: bool = False) -> None:
-        if self._is_on:
-            with self._writing, contextlib.suppress(OSError):
-                if is_periodic and self._has_ended.is_set():
-                    return  # it waited while the last one was written
-                host, now = socket.gethostname(), time.time()
-                record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
-                files.replace(self._path, json.dumps(asdict(record)) + "\n")
+        self._LOGGER.removeHandler(self)

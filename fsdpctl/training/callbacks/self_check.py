@@ -27,14 +27,14 @@ from fsdpctl.models.transformers_decoder import evaluating
 from fsdpctl.plan.batch_plan import plan_batches, tokens_per_rank
 from fsdpctl.plan.recomputation import BLOCKS, one_of_each
 from fsdpctl.run.step_metrics import StepClock, StepMetrics
-from fsdpctl.training.loss import summed_loss
+from fsdpctl.training.decoder_loss import summed_loss
 from fsdpctl.training.requests import RequestFlags
-from fsdpctl.training.step import TrainedModel, TrainingParts, run_passes
+from fsdpctl.training.train_step import TrainedModel, TrainingParts, run_passes
 from fsdpctl.training.trainer import Callback, Trainer
 
-_LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
-_APART = 1024  # changes of many weights may cancel out in one sum, but not in all of these
-_NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
+_LEAK_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
+_NUM_SUMS = 1024  # changes of many weights may cancel out in one sum, but not in all of these
+_NORM_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative
 _LENGTH = 16
 _MOST_PASSES = 2
 _ROWS_AT_ONCE = 64
@@ -56,9 +56,9 @@ class SelfCheck(Callback):
         self._before: list[Tensor] = []  # sums of the weights before the newest step
         self._lr = 0.0  # of the newest step, if it was applied
 
-    def has_gradients(self, run: Trainer) -> None:
+    def inspect_gradients(self, run: Trainer) -> None:
         if self._awaits_change:
-            self._before = _sums(run.parts.model)
+            self._before = _bit_sums(run.parts.model)
         if self._norms or run.step + 1 != self._at:
             return
         for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
@@ -105,7 +105,7 @@ class SelfCheck(Callback):
         if not self._awaits_change or self._lr <= 0:
             return
         self._awaits_change = False
-        pairs = zip(self._before, _sums(run.parts.model), strict=True)
+        pairs = zip(self._before, _bit_sums(run.parts.model), strict=True)
         changed = any(not torch.equal(before, after) for before, after in pairs)
         if not any(run.ranks.gather_objects(changed)):
             yield (
@@ -127,29 +127,32 @@ class SelfCheck(Callback):
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
         if run.parts.device.type == "cuda":  # its kernels mask documents by themselves
-            yield from _leaks(run)
+            yield from _find_leaks(run)
         if isinstance(model, ShardedModel):
             norm, expected = compare_gradients(run.parts, self._sharding)
-            if not abs(norm - expected) <= _NORM[str(config.precision.param_dtype)] * expected:
+            if (
+                not abs(norm - expected)
+                <= _NORM_TOLERANCE[str(config.precision.param_dtype)] * expected
+            ):
                 yield (
                     f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} "
                     f"ranks; expected {expected:.6g}, that of one process"
                 )
 
 
-def _sums(model: TrainedModel) -> list[Tensor]:
-    """Return sums of the bits of each trained shard: those of every `_APART`th element."""
+def _bit_sums(model: TrainedModel) -> list[Tensor]:
+    """Return sums of the bits of each trained shard: those of every `_NUM_SUMS`th element."""
     shards = [shard for shard in model.flat_shards() if shard.trainable]
     parts = [each for shard in shards for each in (shard.master, shard.remainder)]
     found = []
     for bits in (as_integers(each) for each in parts if each is not None):
-        end = len(bits) // _APART * _APART
-        found += [bits[:end].view(-1, _APART).sum(0, dtype=torch.int64), bits[end:].clone()]
+        end = len(bits) // _NUM_SUMS * _NUM_SUMS
+        found += [bits[:end].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64), bits[end:].clone()]
     return found
 
 
 @torch.no_grad()
-def _leaks(run: Trainer) -> Iterator[str]:
+def _find_leaks(run: Trainer) -> Iterator[str]:
     """Yield whether a packed document sees another one in its sequence. Collective."""
     parts = run.parts
     if parts.config.data.packing is False:  # a sequence has one document, and padding after it
@@ -172,7 +175,7 @@ def _leaks(run: Trainer) -> Iterator[str]:
         changed = replace(batch, tokens=tokens, targets=targets)
         with evaluating(parts.model):
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
-    limit = _LEAK[str(parts.config.precision.param_dtype)] * abs(losses[0])
+    limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
     if any(run.ranks.gather_objects(leaks)):
         yield "packed documents see each other; set data.packing=false"
@@ -202,7 +205,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
     figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).figures()
     model.drop_gradients()
-    return figures.grad_norm, _alone(config, stream, parts.device)
+    return figures.grad_norm, _single_process_norm(config, stream, parts.device)
 
 
 def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
@@ -211,16 +214,22 @@ def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
         return set()
     used: dict[str, bool] = {}  # of the copy's parameters, by name without the numbers of blocks
     for name, grad in _gradients(parts).items():
-        used[_kind(name)] = used.get(_kind(name), False) or bool(grad.any())
+        used[_without_block_numbers(name)] = used.get(_without_block_numbers(name), False) or bool(
+            grad.any()
+        )
 
     def is_unused(unit: str) -> bool:
-        found = [each for name, each in used.items() if name.startswith(f"{_kind(unit)}.")]
+        found = [
+            each
+            for name, each in used.items()
+            if name.startswith(f"{_without_block_numbers(unit)}.")
+        ]
         return bool(found) and not any(found)
 
     return set(filter(is_unused, units))
 
 
-def _kind(name: str) -> str:
+def _without_block_numbers(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
@@ -251,7 +260,7 @@ def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
     return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in found}
 
 
-def _alone(config: Config, stream: TokenStream, device: torch.device) -> float:
+def _single_process_norm(config: Config, stream: TokenStream, device: torch.device) -> float:
     """Return the gradient norm of the mean loss over all targets.
 
     The loss is torch's, of all logits at once: with the functions of a run, a mistake in these

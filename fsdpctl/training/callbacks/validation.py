@@ -5,10 +5,10 @@ import gc
 from fsdpctl.config.schema import Config
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.run.metrics import validation_at
-from fsdpctl.training.loss import describe_validation, validation_loss
+from fsdpctl.run.metrics import validation_loss_at
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.trainer import Callback, Trainer
+from fsdpctl.training.validation_loss import describe_validation, validation_loss
 
 
 class Validation(Callback):
@@ -18,17 +18,17 @@ class Validation(Callback):
         assert config.train.steps is not None
         self._every, self._last = config.train.eval_every, config.train.steps
         self._has_data = has_data
-        self._is_owed = False  # an earlier start stopped before this step's validation
+        self._is_pending = False  # an earlier start stopped before this step's validation
 
     def begin(self, run: Trainer) -> None:
         """Determine whether an earlier start owes a validation that no start has done since."""
         if run.owes_validation:
             metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
-            loss = validation_at(metrics, run.step) if is_main else None
+            loss = validation_loss_at(metrics, run.step) if is_main else None
             (loss, *_) = run.ranks.gather_objects(loss)
             if loss is not None:
-                run.validated(loss)
-            self._is_owed = run.owes_validation and self._has_data
+                run.record_validation(loss)
+            self._is_pending = run.owes_validation and self._has_data
 
     def is_due(self, step: int) -> bool:
         every = self._every > 0 and step % self._every == 0
@@ -36,11 +36,11 @@ class Validation(Callback):
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Validate, unless a stop was requested or is requested in the meantime."""
-        if not (self._is_owed or run.is_due(self)):
+        if not (self._is_pending or run.is_due(self)):
             return requested
         run.handle_requests()
-        self._is_owed, run.owes_validation = False, True
-        if requested.ends:
+        self._is_pending, run.owes_validation = False, True
+        if requested.stops:
             run.journal.say(f"step {run.step}: validation skipped (stop requested)")
             return requested
         return requested | self._validate(run)
@@ -56,7 +56,7 @@ class Validation(Callback):
             nonlocal done
             done = number
             advance(1)
-            continues = sync.goes_on()
+            continues = sync.should_continue()
             if sync.received.save:
                 run.save(was_requested=True)
             run.idle()
@@ -78,13 +78,13 @@ class Validation(Callback):
         else:
             run.journal.write({"step": run.step, **loss.to_line()})
             run.journal.say(f"step {run.step}: {describe_validation(loss, parts.data)}")
-            self._done(run, loss.mean)
+            self._record(run, loss.mean)
         gc.collect()
         return sync.complete()
 
-    def _done(self, run: Trainer, loss: float) -> None:
+    def _record(self, run: Trainer, loss: float) -> None:
         """Save the best checkpoint; say why the run is over if it is before its last step."""
-        if run.validated(loss) and run.parts.config.checkpoint.keep_best:
+        if run.record_validation(loss) and run.parts.config.checkpoint.keep_best:
             run.save()
         if run.is_over() and run.step < self._last:
             assert run.best is not None

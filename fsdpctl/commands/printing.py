@@ -32,7 +32,7 @@ def say(*lines: str) -> None:
         _print(out, printable(line))
 
 
-def plan(line: str, show: Callable[[str], None] = say) -> None:
+def info(line: str, show: Callable[[str], None] = say) -> None:
     """Print a line about what follows, unless quiet."""
     if not os.environ.get(QUIET):
         show(line)
@@ -59,7 +59,7 @@ def note(*lines: str) -> None:
         _print(err, one_line(line))
 
 
-def fail(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error to standard error in one line."""
     text = f"fsdpctl: {printable(' '.join(message.split())[:_LONGEST])}"
     shown = Text(wrapped(text, err.width) if err.is_terminal else text)

@@ -9,7 +9,7 @@ import typer
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.commands.console import say
+from fsdpctl.commands.printing import say
 from fsdpctl.config.model import NO_DECODER
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
@@ -19,7 +19,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, METRICS, RUNS
 from fsdpctl.plan.batch_plan import context_groups
-from fsdpctl.run.data_record import check_same_data, known_fingerprint
+from fsdpctl.run.data_record import check_same_data, recorded_fingerprint
 from fsdpctl.run.metrics import RejectedRecord, read_metrics
 
 
@@ -100,7 +100,7 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         raise UsageError(f"{where}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
-    bad, after = _found(run_dir / METRICS, step)
+    bad, after = _find_step(run_dir / METRICS, step)
     if bad is not None:
         whose: tuple[int, ...] = () if bad.rank is None else (bad.rank,)
         ranks, numbers = dict.fromkeys(bad.rank_samples, whose), bad.samples
@@ -119,10 +119,10 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         }
     texts = zip(numbers, _texts(data, config.train.seq_len, numbers), strict=True)
     samples = [StepSample(n, ranks.get(n, ()), text) for n, text in texts]
-    return samples, "" if bad is None else _in_words(bad)
+    return samples, "" if bad is None else _describe_rejection(bad)
 
 
-def _found(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
+def _find_step(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
     bad, after, last = None, 0, 0
     for line in read_metrics(metrics):
         last = max(last, line.step)
@@ -133,7 +133,7 @@ def _found(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
     return bad, after
 
 
-def _in_words(bad: RejectedRecord) -> str:
+def _describe_rejection(bad: RejectedRecord) -> str:
     rank = "" if bad.rank is None else f", on rank {bad.rank}"
     threshold = "" if bad.threshold is None else f", threshold {bad.threshold:.6g}"
     figures = f"loss {bad.loss}, gradient norm {bad.grad_norm}"
@@ -145,7 +145,7 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
     if newest is None:
         return
     known = CheckpointReader(newest).manifest.progress.data_fingerprint
-    check_same_data(run_dir, data, known_fingerprint(run_dir, known), f"--run {run_dir}")
+    check_same_data(run_dir, data, recorded_fingerprint(run_dir, known), f"--run {run_dir}")
 
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:

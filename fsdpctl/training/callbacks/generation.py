@@ -20,7 +20,7 @@ class Sampling:
     seed: int
     temperature: float = 0.8  # 0: greedy
     top_p: float = 1.0  # probability mass of the likeliest tokens to sample from
-    ends: tuple[int, ...] = ()  # tokens that end the text; they are returned too
+    end_tokens: tuple[int, ...] = ()  # tokens that end the text; they are returned too
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def generate(
                 logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
         yield tokens[-1]
-        if tokens[-1] in sampling.ends:
+        if tokens[-1] in sampling.end_tokens:
             return
 
 
@@ -90,7 +90,7 @@ class SampleText(Callback):
             for _ in range(count):
                 # All ranks end together, even if rounding lets them draw different tokens.
                 ended = raised(run.ranks, [has_ended], run.parts.device)
-                if not sync.goes_on() or ended.tolist()[0]:
+                if not sync.should_continue() or ended.tolist()[0]:
                     return
                 yield
 
@@ -117,6 +117,6 @@ class SampleText(Callback):
         with run.journal.progress.stream() as write:
             for piece in data.tokenizer.pieces(until_ended()):
                 write(piece)
-        run.is_ending = sync.received.ends
+        run.is_ending = sync.received.stops
         if run.is_ending:
             run.journal.say(f"sample stopped after {number} of {count} tokens (stop requested)")

@@ -38,7 +38,7 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
     try:
         _check_data(config.data)
     except UsageError as error:
-        raise UsageError(f"{error}{_way_to_get(recipe, str(config.data.path))}") from None
+        raise UsageError(f"{error}{_download_hint(recipe, str(config.data.path))}") from None
 
 
 def _check_data(config: DataConfig, kind: str = "") -> None:
@@ -53,7 +53,7 @@ def _check_data(config: DataConfig, kind: str = "") -> None:
                 find_data(source.path, key, config.name)
 
 
-def _way_to_get(recipe: str | None, path: str) -> str:
+def _download_hint(recipe: str | None, path: str) -> str:
     if recipe not in recipe_names() or Path(path).exists():
         return ""
     url = re.search(r"https://\S+", first_comment(find_recipe(recipe)))

@@ -24,7 +24,7 @@ from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.place import note_on_products, shares_memory, strategy_that_runs
 from fsdpctl.resolve.prepare import Prepared
 from fsdpctl.resolve.settle import RunPlan
-from fsdpctl.run.directory import Look, Standing, changes
+from fsdpctl.run.directory import ResumeState, RunDirState, changed_settings
 from fsdpctl.run.environment import newest_versions
 from fsdpctl.training.learning_rate import warmup_steps
 
@@ -39,7 +39,7 @@ def _count(number: float) -> str:
 
 
 def describe_run(
-    opened: Prepared, plan: RunPlan, seen: Look, estimate: RunEstimate | None
+    opened: Prepared, plan: RunPlan, state: RunDirState, estimate: RunEstimate | None
 ) -> Iterator[str]:
     """Yield the first lines of a run: every setting that matters, marked if it was not set.
 
@@ -52,14 +52,14 @@ def describe_run(
         ("batch", _batch(opened, plan)),
         ("length", _length(opened)),
         ("memory", _memory(estimate)),
-        ("run", _run(seen)),
+        ("run", _run_directory(state)),
         ("experts", "" if estimate is None else _experts(opened)),
         ("note", "" if estimate is None else _in_float32(opened)),
         ("note", note_on_products(opened.config)),
         ("blocks", _blocks(plan.config)),
-        *(("note", text) for text in (*opened.notes, *seen.notes)),
-        *(("changed", text) for text in changes(seen, plan.config)),
-        ("changed", _software(seen)),
+        *(("note", text) for text in (*opened.notes, *state.notes)),
+        *(("changed", text) for text in changed_settings(state, plan.config)),
+        ("changed", _changed_versions(state)),
     ]
     yield from (by_name(f"{name:<8}{text}") for name, text in rows if text)
 
@@ -240,10 +240,10 @@ def _blocks(config: Config) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _software(seen: Look) -> str:
-    if seen.standing is not Standing.RESUMES:
+def _changed_versions(state: RunDirState) -> str:
+    if state.resume_state is not ResumeState.RESUMES:
         return ""
-    before = seen.source.manifest.versions if seen.source else newest_versions(seen.run_dir)
+    before = state.source.manifest.versions if state.source else newest_versions(state.run_dir)
     parts = [
         f"{name} was {before[name]}, is {now}"
         for name, now in versions().items()
@@ -252,11 +252,11 @@ def _software(seen: Look) -> str:
     return f"{'; '.join(parts)}, which may change the losses" if parts else ""
 
 
-def _run(seen: Look) -> str:
-    remote = remote_of(seen.config)
+def _run_directory(state: RunDirState) -> str:
+    remote = remote_of(state.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
-    source = f" of {seen.source}" if seen.source else ""
-    stands = {Standing.NEW: "new", Standing.FINISHED: f"finished at step {seen.step}"}.get(
-        seen.standing, f"resumes at step {seen.step}{source}"
+    source = f" of {state.source}" if state.source else ""
+    stands = {ResumeState.NEW: "new", ResumeState.FINISHED: f"finished at step {state.step}"}.get(
+        state.resume_state, f"resumes at step {state.step}{source}"
     )
-    return f"{seen.run_dir} ({stands}){uploads}"
+    return f"{state.run_dir} ({stands}){uploads}"

@@ -1,11 +1,14 @@
 """The objects of a run, and one optimizer step that does not wait for the device."""
 
 import contextlib
+import hashlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +22,9 @@ from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
+from fsdpctl.training.decoder_loss import SourceLosses, summed_loss
 from fsdpctl.training.learning_rate import lr_factor
-from fsdpctl.training.loss import SourceLosses, own_loss, reseed, summed_loss
-from fsdpctl.training.named_sums import NamedSums
+from fsdpctl.training.script_loss import NamedSums, script_loss
 
 if TYPE_CHECKING:
     from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
@@ -53,7 +56,7 @@ class TrainingParts:
     train_batches: Batches
     val_batches: Batches | None
     device: torch.device
-    named: NamedSums = field(default_factory=NamedSums)  # of a script's loss
+    named_sums: NamedSums = field(default_factory=NamedSums)  # of a script's loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class LaunchedStep:
     limits: Limits  # above which the step is not applied
     lr: float
     clock: StepClock
-    named: tuple[str, ...]  # sums of a script's loss besides its own
+    named_sums: tuple[str, ...]  # sums of a script's loss besides its own
 
 
 def launch_step(
@@ -76,7 +79,7 @@ def launch_step(
     samples: int,
     *,
     limits: Limits,
-    own: Callable[[], LocalStepStats],
+    local_stats: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
     """Launch the step that follows `step` steps and `samples` samples. Collective.
@@ -87,7 +90,7 @@ def launch_step(
     """
     config = parts.config
     clock = StepClock(parts.device, parts.model.take_waits)
-    record = run_passes(parts, step, samples, clock, limits=limits, own=own)
+    record = run_passes(parts, step, samples, clock, limits=limits, local_stats=local_stats)
     assert config.optimizer.lr is not None
     assert config.train.steps is not None
     lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, config.train.steps)
@@ -103,7 +106,7 @@ def launch_step(
         model.prefetch_forward_params()  # overlaps with what is between the steps
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
-    named = parts.named.names or ()
+    named = parts.named_sums.names or ()
     return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock, named)
 
 
@@ -114,15 +117,15 @@ def run_passes(
     clock: StepClock,
     *,
     limits: Limits = Limits(),
-    own: Callable[[], LocalStepStats] = LocalStepStats,
+    local_stats: Callable[[], LocalStepStats] = LocalStepStats,
 ) -> StepRecord:
     """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
     loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
-    if parts.named.names is not None:
-        sums = parts.named.take(parts.model.collectives, parts.device)
+    if parts.named_sums.names is not None:
+        sums = parts.named_sums.take(parts.model.collectives, parts.device)
         by_source = torch.stack([sums, tokens.double().expand_as(sums)])
-    added = own()
+    added = local_stats()
     return record_step(
         parts.model,
         loss_sum=loss_sum,
@@ -139,7 +142,7 @@ def finish_step(
 ) -> StepMetrics:
     """Return the metrics of a launched step; may wait for the device."""
     figures, times = launched.record.figures(), launched.clock.times()
-    named = dict(zip(launched.named, figures.source_losses, strict=False))
+    named = dict(zip(launched.named_sums, figures.source_losses, strict=False))
     return StepMetrics(
         launched.step, launched.samples, launched.tokens, figures, launched.lr, times,
         peak_memory(device), flops, num_ranks, named,
@@ -169,9 +172,11 @@ def _run_micro_steps(
         holds = config.accumulation.name == "last" and not is_last
         with parts.model.no_sync() if holds else contextlib.nullcontext():
             chunk = config.train.loss_chunk_tokens or 0
-            sources.begin()
+            sources.start_forward()
             if batch.content is not None:
-                loss, count = own_loss(parts.model, batch.content, parts.device, parts.named)
+                loss, count = script_loss(
+                    parts.model, batch.content, parts.device, parts.named_sums
+                )
             else:
                 loss = summed_loss(parts.model, batch, parts.device, chunk)
                 count = int((batch.targets >= 0).sum())
@@ -181,3 +186,11 @@ def _run_micro_steps(
         tokens = tokens + count
         clock.lap("compute")
     return loss_sum, tokens, nominal, sources.sums()
+
+
+def reseed(*place: int) -> None:
+    """Seed the generators from the position in the run: Datasets of scripts use all of them."""
+    seed = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
+    torch.manual_seed(seed >> 1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

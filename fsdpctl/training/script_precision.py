@@ -24,21 +24,21 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.texts import one_line
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-_OF_DTYPES = re.compile(r"dtype|scalar type|BFloat16|primitive descriptor")  # in torch's messages
+_DTYPE_ERROR = re.compile(r"dtype|scalar type|BFloat16|primitive descriptor")  # in torch's messages
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def use_wide_parameters(module: nn.Module) -> None:
+def widen_parameters(module: nn.Module) -> None:
     """Let normalizations, and modules with buffers, compute with parameters like their buffers."""
     for each in module.modules():
         buffers = (buffer for buffer in each._buffers.values() if buffer is not None)
         dtypes = [buffer.dtype for buffer in buffers if buffer.is_floating_point()]
         if each._parameters and (dtypes or isinstance(each, _NORMS)):
             dtype = dtypes[0] if dtypes else torch.float32
-            each.forward = partial(_with_wide_parameters, each, each.forward, dtype)
+            each.forward = partial(_forward_widened, each, each.forward, dtype)
 
 
-def _with_wide_parameters(
+def _forward_widened(
     module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
     own = module._parameters
@@ -54,12 +54,12 @@ def _with_wide_parameters(
 
 
 @contextmanager
-def refusing_dtypes(config: Config) -> Iterator[None]:
+def dtype_errors_as_usage(config: Config) -> Iterator[None]:
     """Raise a UsageError if torch refuses to compute with the dtypes of a script's module."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not (config.model.is_own and _OF_DTYPES.search(str(error))):
+        if not (config.model.is_own and _DTYPE_ERROR.search(str(error))):
             raise
         dtype, frames = config.precision.param_dtype, traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if not each.filename.startswith(_LIBRARIES)]

@@ -1,0 +1,75 @@
+"""The lines that describe a ranking of `auto`, and changes of settings that make a run fit."""
+
+from collections.abc import Iterator, Sequence
+
+from fsdpctl.estimate.accuracy import TIE
+from fsdpctl.estimate.candidates import Candidate, Ranking
+from fsdpctl.estimate.changes import Change
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.texts import format_bytes
+from fsdpctl.resolve.place import LOCAL
+
+
+def describe_ranking(ranking: Ranking) -> Iterator[str]:
+    """Yield the selection, its reason, and the runner-up; or what is missing if nothing fits."""
+    yield f"{'auto':<8}{ranking.summary}"
+    if not ranking.ranked:
+        return
+    yield f"{'reason':<8}{_reason(ranking)}"
+    if len(ranking.ranked) > 1 or ranking.defaults is None:
+        yield f"{'next':<8}{_runner_up(ranking)}"
+
+
+def _reason(ranking: Ranking) -> str:
+    first = ranking.ranked[0]
+    fastest = min(ranking.ranked, key=lambda each: each.seconds)
+    ranks = first.estimate.config.num_ranks
+    among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
+    reason = f"fastest {among} that fits"
+    if fastest.seconds < first.seconds:
+        alike = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
+        least = min(each.estimate.peak_reserved for each in alike)
+        is_least = first.estimate.peak_reserved <= least
+        what = "least memory" if is_least else "least recomputation"
+        reason = f"{what} among the fastest {among} that fit"
+    band = ranking.band_of(first)
+    sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
+    seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""
+    return f"{reason}{seconds} ({sources}), {_memory_of(first)}"
+
+
+def _runner_up(ranking: Ranking) -> str:
+    if len(ranking.ranked) == 1:
+        return "nothing else fits"
+    first, second = ranking.ranked[:2]
+    time = f"{second.seconds:.3g} s/step predicted ({second.seconds / first.seconds - 1:+.1%}), "
+    text = f"{second.selection.text(ranking.names)}: {time if ranking.predicts else ''}"
+    return f"{text}{_memory_of(second)}"
+
+
+def _memory_of(candidate: Candidate) -> str:
+    estimate = candidate.estimate
+    needed, available = (
+        format_bytes(estimate.peak_reserved),
+        format_bytes(max(0, estimate.available)),
+    )
+    return f"{needed} of {available} per rank"
+
+
+def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:
+    """Note that an estimate is for this machine's CPU, if it is and no cluster was set."""
+    if (estimate.config.cluster.name, estimate.config.launch.device) != (LOCAL, "cpu"):
+        return ()
+    sizes = "`fsdpctl estimate-memory … cluster=8xh100` for GPUs (`fsdpctl list cluster`)"
+    return (f"{'cluster':<8}sized for this machine's CPU; {sizes}",)
+
+
+def describe_changes(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
+    """Return a line for each change of settings with which a run fits into memory."""
+    if not changes:
+        return ["to fit  no change found that makes it fit"]
+    return [
+        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(change.words)}: "
+        f"{format_bytes(estimate.peak_reserved)}, {change.figures}".rstrip(", ")
+        for number, (change, estimate) in enumerate(changes, start=1)
+    ]

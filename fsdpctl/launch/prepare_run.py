@@ -1,0 +1,166 @@
+"""Begin a run: open it, lock its directory, decide what is `auto`, and write what workers read."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpctl.checkpoint.base import checked_weights
+from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.schema import Settled
+from fsdpctl.errors import DoesNotFitError
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.estimator import Estimator, write_estimate
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import resolve_auto_of_run
+from fsdpctl.estimate.summary import describe_changes, note_on_local_cpu
+from fsdpctl.io.activity import Talk, doing
+from fsdpctl.io.run_files import CHECKPOINTS
+from fsdpctl.launch.run_summary import describe_run
+from fsdpctl.resolve.launchers import Role
+from fsdpctl.resolve.own import Task
+from fsdpctl.resolve.prepare import Prepared, prepare
+from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.data_record import check_same_data, write_data_record
+from fsdpctl.run.directory import ResumeState, RunDirState, inspect_run_dir, prepare_run_dir
+from fsdpctl.run.heartbeat import RunLock, check_not_running, locked_run_dir
+
+_MOST_VERIFIED = 16 << 30  # bytes of a checkpoint in a dry run
+
+
+@dataclass(slots=True)
+class PreparedRun:
+    """A run whose directory is locked and prepared. It holds no data: it may live for days."""
+
+    run_dir: Path
+    lock: RunLock
+    first_plan: RunPlan  # of the first round
+    config: Settled  # settled for the ranks of the current round
+    step: int  # of the checkpoint that the current round starts from
+
+    @property
+    def launch(self) -> LaunchConfig:
+        return self.config.launch
+
+
+def prepare_run(
+    composed: Composed,
+    settings: Sequence[str],
+    resume: str,
+    talk: Talk,
+    role: Role | None = None,
+    *,
+    task: Task | None = None,
+) -> PreparedRun | None:
+    """Lock and prepare the run directory; return None if the run is finished.
+
+    `settings` are recorded; `resume` is the value of `--resume`. `task` is that of a script, which
+    has no estimate. UsageError if the run is invalid; nothing remains of a directory that was
+    created here. DoesNotFitError if its memory does not suffice; likewise.
+    """
+    opened = prepare(composed, role, task=task, resume=resume)
+    state = inspect_run_dir(opened.config, resume)
+    may_lack = state.source is None and remote_of(state.config) is not None
+    if not may_lack and is_finished(state, talk.say):
+        return None
+    waiting = f"waiting for the workers of the last start of {state.run_dir}"
+    with locked_run_dir(state.run_dir, lambda: talk.say(waiting)) as lock:
+        state = inspect_run_dir(
+            opened.config, resume, state.run_dir
+        )  # the run may have moved on, or finished
+        if state.resume_state is ResumeState.FINISHED:
+            _upload_remaining(state)
+        if is_finished(state, talk.say):
+            lock.release()
+            return None
+        assets = check_start(opened, state)
+        estimator = Estimator()
+        estimate, lines = None, tuple[str, ...]()
+        if task is None:
+            plan, estimate, lines = resolve_auto_of_run(
+                estimator,
+                state.config,
+                state.stored_config,
+                state.stored_config_location,
+                talk.note,
+            )
+        else:
+            plan = settle(state.config)
+        described = describe_run(opened, plan, state, estimate)
+        for line in (*lines, *described):
+            (talk.say if line.startswith("note ") else talk.plan)(line)
+        if estimate is not None:
+            check_fits(estimate, estimator, talk.say)
+        write_data_record(state.run_dir, opened.data)
+        if lacks_link := prepare_run_dir(state, plan.config, settings, assets):
+            talk.say(f"note    {lacks_link}")
+        if estimate is not None:
+            write_estimate(state.run_dir, plan, estimate, estimator)
+    return PreparedRun(state.run_dir, lock, plan, plan.config, state.step)
+
+
+def check_start(opened: Prepared, state: RunDirState) -> dict[str, bytes]:
+    """Check what a start needs besides memory; return the files next to its weights."""
+    check_same_data(state.run_dir, opened.data, state.data_fingerprint)
+    if (remote := remote_of(state.config)) is not None:
+        remote.check_writable()
+    return collect_assets(state.config, opened.data)
+
+
+def check_dry_run(opened: Prepared, state: RunDirState) -> str:
+    """Check what a start and its ranks check before the first step; return what it left out."""
+    check_start(opened, state)
+    check_not_running(state.run_dir)
+    newest = newest_checkpoint(state.run_dir / CHECKPOINTS) if state.source is None else None
+    reader = state.source if newest is None else CheckpointReader(newest)
+    if reader is not None and reader.num_bytes > _MOST_VERIFIED:
+        return f"`fsdpctl verify-checkpoint {reader}` verifies the state; "
+    if reader is not None:
+        with doing(f"verifying {reader}"):
+            deque(reader.verify(), 0)
+            checked_weights(reader, Collectives())
+    return ""
+
+
+def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
+    """Return whether there is nothing to do, and print that."""
+    if state.resume_state is not ResumeState.FINISHED:
+        return False
+    say(f"{state.source or state.run_dir}: finished at step {state.step}; nothing to do")
+    train = state.config.train
+    lengths = {"train.epochs": train.epochs, "train.tokens": train.tokens}
+    key = next((each for each, value in lengths.items() if value is not None), "train.steps")
+    if train.steps is not None and state.step < train.steps:
+        key = "train.patience"
+    new = "set another train.run_dir" if state.config.model.is_own else "pass --resume never"
+    say(f"set a larger {key} to continue, or {new} to start a new run")
+    return True
+
+
+def _upload_remaining(state: RunDirState) -> None:
+    remote = remote_of(state.config)
+    if remote is None or state.source is not None:  # newer ones are there
+        return
+    for folder in complete_checkpoints(state.run_dir / CHECKPOINTS):
+        with doing(f"uploading {folder}"):
+            remote.upload(folder)
+            remote.remove_old(state.config.checkpoint, folder)
+
+
+def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
+    """Print what makes a run fit if it doesn't; DoesNotFitError with `train.require_fit`."""
+    if not (shortages := estimate.shortages):
+        return
+    say(f"{'memory':<8}does not suffice; searching for changes that fit")
+    changes = advice(estimator, estimate.plan, more_ranks=False)
+    for line in (*describe_changes(changes), *(() if changes else note_on_local_cpu(estimate))):
+        say(line)
+    if estimate.config.train.require_fit:
+        way = "change the settings, or set train.require_fit=false to start nevertheless"
+        raise DoesNotFitError(f"{'; '.join(shortages)}; {way}")

@@ -1,0 +1,75 @@
+"""The thread of rank 0 that writes heartbeat.json."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.comm.mesh import ObjectExchange
+from fsdpctl.io import files
+from fsdpctl.io.run_files import HEARTBEAT
+from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
+from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.training.trainer import Callback, Trainer, is_joint
+
+_LONGEST_MESSAGE = 2000  # characters
+
+
+class Heartbeat(Callback):
+    """A thread of rank 0 that writes heartbeat.json until the process ends, whatever training does.
+
+    A failure to write is ignored: readers then see the age of the last heartbeat.
+    """
+
+    def __init__(
+        self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
+    ) -> None:
+        """Write the first heartbeat and start the thread, if this rank `is_on`."""
+        self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
+        self._facts: dict[str, Any] = {"namespace": pid_namespace()}
+        self._first: tuple[int, float] | None = None  # the first step, and when it was completed
+        self._has_ended = threading.Event()
+        self._writing = threading.Lock()
+        if is_on:
+            self._write()
+            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def step(self, run: Trainer, done: StepMetrics) -> None:
+        step, now = done.step, time.monotonic()
+        is_first = self._first is None
+        if self._first is None:
+            self._first = step, now
+        first, began = self._first
+        each = (now - began) / (step - first) if step > first else None
+        self._facts = {**self._facts, "step": step, "seconds_per_step": each}
+        if is_first:  # readers shall see at once that the run is no longer starting
+            self._write()
+
+    def end(self, run: Trainer, error: BaseException | None) -> None:
+        """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
+        if is_joint(error):
+            self._ranks.gather_objects(0)
+            state, message = ENDED if error is None else STOPPED, str(error or "")
+        else:
+            state, message = FAILED, f"{type(error).__name__}: {error}"
+        self._has_ended.set()
+        self._facts = {**self._facts, "state": state, "message": message[:_LONGEST_MESSAGE]}
+        self._write()
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(self._every):
+            self._write(is_periodic=True)
+
+    def _write(self, *, is_periodic: bool = False) -> None:
+        if self._is_on:
+            with self._writing, contextlib.suppress(OSError):
+                if is_periodic and self._has_ended.is_set():
+                    return  # it waited while the last one was written
+                host, now = socket.gethostname(), time.time()
+                record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
+                files.replace(self._path, json.dumps(asdict(record)) + "\n")

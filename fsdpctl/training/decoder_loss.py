@@ -1,0 +1,73 @@
+"""The loss of a decoder's micro-batch, and of each source of a mixture."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.data.batches import Batches, MicroBatch
+from fsdpctl.data.mixture import MixedRows
+from fsdpctl.models.row_documents import Documents, make_documents, send
+from fsdpctl.models.transformers_decoder import OwnHead
+
+
+def summed_loss(
+    model: Callable[..., Tensor], batch: MicroBatch, device: torch.device, chunk_tokens: int
+) -> Tensor:
+    """Return the cross entropy in nats, in float32, summed over targets that are not masked.
+
+    Logits are computed for `chunk_tokens` tokens at a time; 0: for all at once.
+    """
+    tokens, targets = send(batch.tokens, device), send(batch.targets, device)
+    loss: Tensor = model(tokens, targets, chunk_tokens or None, **documents_of(batch, device))
+    return loss
+
+
+def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
+    if not batch.lengths:
+        return {}
+    are_rows = not batch.holds_documents
+    documents = make_documents(
+        batch.lengths, device, context=batch.context, are_rows=are_rows, ends=batch.ends
+    )
+    return {"documents": documents}
+
+
+class SourceLosses:
+    """The losses of a step on this rank, by source."""
+
+    def __init__(self, module: nn.Module, batches: Batches, device: torch.device) -> None:
+        """Begin a step. There are none without a mixture, or a head that computes losses."""
+        self._device = device
+        self._head: OwnHead | None = None
+        if isinstance(batches.rows, MixedRows):
+            self._head = next((m for m in module.modules() if isinstance(m, OwnHead)), None)
+            self._count = len(batches.rows.parts)
+            self._losses = torch.zeros(self._count, dtype=torch.float64, device=device)
+            self._tokens = torch.zeros(self._count, dtype=torch.float64)
+
+    def start_forward(self) -> None:
+        """Keep the losses of the tokens of the next forward pass."""
+        if self._head is not None:
+            self._head.token_losses = []
+
+    def add(self, batch: MicroBatch) -> None:
+        """Add the losses of a forward pass, before its backward pass."""
+        if self._head is None:
+            return
+        assert self._head.token_losses is not None
+        losses = torch.cat(self._head.token_losses).view(batch.targets.shape)
+        self._head.token_losses.clear()
+        is_of = torch.zeros(self._count, len(losses), dtype=torch.bool)
+        is_of[list(batch.sources), range(len(batch.sources))] = True
+        self._tokens += is_of.double() @ (batch.targets >= 0).sum(1).double()
+        # Not a product: a loss that is not finite is that of its source only.
+        rows = losses.sum(1, dtype=torch.float64)
+        self._losses += torch.where(send(is_of, self._device), rows, 0.0).sum(1)
+
+    def sums(self) -> Tensor | None:
+        """Return the losses and target tokens of each source, (2, sources) in float64."""
+        if self._head is None:
+            return None
+        self._head.token_losses = None
+        return torch.stack([self._losses, send(self._tokens, self._device)])

@@ -1,0 +1,150 @@
+"""The loss of a script's micro-batch, and the sums by name that its function returns besides it."""
+
+import re
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.collectives import Collectives
+from fsdpctl.data.own import OwnBatch
+from fsdpctl.errors import UsageError
+from fsdpctl.models.describe import dtype_name
+from fsdpctl.models.row_documents import send
+from fsdpctl.run.step_metrics import RESERVED_NAMES
+
+_NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
+
+
+def script_loss(
+    model: Any, own: OwnBatch, device: torch.device, named: "NamedSums"
+) -> tuple[Tensor, int | Tensor]:
+    """Return the sum and the count of a script's loss function, and add its other sums to `named`.
+
+    `model` is a ShardedModel.
+    """
+    dtype = model.compute_dtype
+    with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+        total, count, *others = _check_result(own.of.loss(model, _to_device(own.value, device)))
+    sums = check_sums(others[0]) if others else {}
+    named.add(sums if own.is_counted else dict.fromkeys(sums, 0.0))
+    return (total, count) if own.is_counted else (0 * total, 0)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Send the tensors of a batch to the device; what holds them keeps its class."""
+    if isinstance(value, Tensor):
+        is_plain = not value.is_cuda and value.layout is torch.strided
+        return send(value, device) if is_plain else value.to(device)
+    if callable(getattr(value, "to", None)):  # such as BatchEncoding, PackedSequence
+        sent = value.to(device)
+        return value if sent is None else sent
+    if isinstance(value, tuple):
+        each = [_to_device(each, device) for each in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    if is_dataclass(value) and not isinstance(value, type):
+        made: Any = copy(value)
+        for name in (each.name for each in fields(value) if hasattr(value, each.name)):
+            object.__setattr__(made, name, _to_device(getattr(value, name), device))
+        return made
+    if isinstance(value, list | MutableMapping):
+        items = value.items() if isinstance(value, MutableMapping) else enumerate(value)
+        made = copy(value)
+        for key, each in items:
+            made[key] = _to_device(each, device)
+        return made
+    if isinstance(value, Mapping):
+        return {name: _to_device(each, device) for name, each in value.items()}
+    return value
+
+
+def _check_result(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        got = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+        raise UsageError(f"loss: expected a tuple (sum, count) or (sum, count, dict), got {got}")
+    total, count, *others = found
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise UsageError(f"loss: expected a sum, a tensor with one element, got {what}")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise UsageError("loss: the sum depends on no trained parameter; was it detached?")
+    if isinstance(count, Tensor):
+        is_whole = count.numel() == 1 and not (count.is_floating_point() or count.is_complex())
+        count = count.detach().reshape(()) if is_whole else count
+    else:
+        is_whole = isinstance(count, int | np.integer) and int(count) >= 0
+    if not is_whole:
+        raise UsageError(f"loss: expected a whole number as the count, got {count!r:.60}")
+    return total.reshape(()), count, *others
+
+
+class NamedSums:
+    """Sums of the passes on this rank, with the names of the first pass, which all ranks share."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] | None = None  # None: no pass has run
+        self._are_shared = False
+        self._sums: dict[str, float | Tensor] = {}
+
+    def add(self, sums: Mapping[str, float | Tensor]) -> None:
+        """Add the sums of a pass, without waiting for the device."""
+        names = tuple(sorted(sums))
+        self.names = names if self.names is None else self.names
+        if names != self.names:
+            expected = f"{_listed(self.names)}, as in its first call"
+            raise UsageError(f"loss: expected sums named {expected}, got {_listed(names)}")
+        self._sums = {name: self._sums.get(name, 0.0) + each for name, each in sums.items()}
+
+    def take(self, ranks: Collectives, device: torch.device) -> Tensor:
+        """Return the sums of this rank in the order of their names, and reset them.
+
+        Collective the first time after a pass: UsageError if the names of another rank differ.
+        """
+        if self.names is not None and not self._are_shared:
+            for rank, names in enumerate(ranks.gather_objects(self.names)):
+                if names != self.names:
+                    both = f"{_listed(self.names)}, rank {rank} {_listed(names)}"
+                    raise UsageError(f"loss: rank {ranks.rank} has sums named {both}")
+            self._are_shared = True
+        found = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
+        for index, name in enumerate(self.names or ()):
+            found[index] += self._sums.pop(name)
+        return found
+
+
+def check_sums(found: Any) -> dict[str, float | Tensor]:
+    """Return the sums that a loss function has returned, without gradients."""
+    if not isinstance(found, Mapping) or len(found) > _MOST:
+        got = len(found) if isinstance(found, Mapping) else type(found).__name__
+        raise UsageError(f"loss: expected a dict of at most {_MOST} named sums, got {got}")
+    return {_check_name(name): _to_number(name, each) for name, each in found.items()}
+
+
+def _check_name(name: Any) -> str:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        expected = "letters, digits and ._/- after a letter, at most 64, not val_*"
+        raise UsageError(f"loss: {name!r:.80}: expected as the name of a sum {expected}")
+    if name in RESERVED_NAMES:
+        raise UsageError(f"loss: {name}: metrics.jsonl has another value of this name; rename it")
+    return name
+
+
+def _to_number(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()).double()
+    if isinstance(value, int | float | np.integer | np.floating):
+        with suppress(OverflowError):
+            return float(value)
+    got = f"{value!r:.60}"
+    if isinstance(value, Tensor):
+        got = f"shape {[*value.shape]} of {dtype_name(value.dtype)}"
+    raise UsageError(f"loss: {name}: expected a number, or a tensor with one element, got {got}")
+
+
+def _listed(names: tuple[str, ...] | None) -> str:
+    return ", ".join(names or ()) or "nothing"
