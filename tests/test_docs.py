@@ -152,11 +152,11 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 
 
 def anchors_of(page: Path) -> set[str]:
+    """Return the targets of links to a page, of which GitHub makes one for each heading."""
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {x.lower().replace(" ", "-") for x in headings} | set(
-        re.findall('<a id="([^"]+)"', text)
-    )
+    made = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+    return made | set(re.findall('<a id="([^"]+)"', text))
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
