@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, write_report
-from fsdpctl.estimate.accuracy import ACCURACY, kind_of
-from fsdpctl.estimate.hardware import card_of
+from fsdpctl.estimate.accuracy import ACCURACY, error_kind
+from fsdpctl.estimate.cluster_specs import gpu_of
 from tests.predict.published import PUBLISHED
 from tests.predict.test_published_time import PREDICTOR, planned, predicted
 
@@ -34,14 +34,14 @@ def main() -> None:
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
         plan = planned(each.words)
-        kind = kind_of(PREDICTOR.estimate(plan), found.seconds)
+        kind = error_kind(PREDICTOR.estimate(plan), found.seconds)
         speed = found.tokens / found.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
         results.append(
             {
                 "name": each.name,
                 "kind": kind,
-                "card": card_of(plan.config),
+                "card": gpu_of(plan.config),
                 "source": each.source,
                 "words": each.words,
                 "published_tokens_per_second": each.tokens_per_second,

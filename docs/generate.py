@@ -19,18 +19,18 @@ from docs.rooms import rooms_picture
 from docs.savings import savings_of_activations, savings_of_states
 from docs.settings import settings_tables
 from fsdpctl.commands.app import app
-from fsdpctl.commands.compare.figures import predict
-from fsdpctl.commands.compare.report import draw_rows, ordered
-from fsdpctl.commands.compare.vary import variants
+from fsdpctl.commands.compare.report import draw_rows, sorted_rows
+from fsdpctl.commands.compare.results import predict
+from fsdpctl.commands.compare.variants import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.planned_steps import plan_run, sent_in_step
+from fsdpctl.estimate.planned_steps import plan_run, sent_per_step
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.predict.engine_bytes import estimate, timeline
-from fsdpctl.predict.recorder import Category
+from fsdpctl.predict.engine_bytes import engine_peak, timeline
+from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -109,7 +109,7 @@ def memory_table() -> str:
     )
     rows = []
     for name in STRATEGIES:
-        found = estimate(planned(name))
+        found = engine_peak(planned(name))
         largest = found.largest
         sizes = [largest[each] for each in COLORS] + [found.peak_bytes]
         rows.append(" | ".join([f"`{name}`", *(f"{size / GIB:.1f}" for size in sizes)]))
@@ -128,9 +128,9 @@ def replicas_table() -> str:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
         found = estimator.estimate(settle(prepare(composed, CLUSTER).config))
         placed = found.config
-        sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
+        sent = sent_per_step(placed, divide_module(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
-        gib = (found.peak_reserved / GIB, sent.within / GIB, sent.between / GIB)
+        gib = (found.peak_reserved / GIB, sent.intra_replica / GIB, sent.inter_replica / GIB)
         reserved, within, between = (f"{each:.1f} GiB" for each in gib)
         rows.append(
             f"`{placed.strategy.name}` | {count} | {reserved} | {VERDICTS[found.verdict]} | "
@@ -241,7 +241,7 @@ def draw_simulation(file: Path) -> None:
     found = variants(SIMULATED, None, simulates=True)
     list(predict(found))
     title = "Llama 3 8B on 10 billion tokens, predicted with the error band"
-    figure = draw_rows(ordered([each.row for each in found]), title, "time")
+    figure = draw_rows(sorted_rows([each.row for each in found]), title, "time")
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -68,7 +68,7 @@ def draw_how_it_works(file: Path) -> None:
     config = settle(prepare(compose_config(SETTINGS), CLUSTER).config).config
     plan = plan_run(config, divide_module(build_model(config.model), None), 1)
     buffers = (K.ALLOCATE, K.FREE)
-    events = [e for e in planned_step(plan.step, plan.reduces) if e.kind not in buffers]
+    events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]
     units = [*plan.step.order.forward, plan.step.order.root]
     canvas = _Canvas()
     _draw_timeline(canvas, events, units)

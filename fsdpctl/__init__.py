@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdpctl.engine.build import Sharding
     from fsdpctl.engine.shard_model import shard_model
     from fsdpctl.engine.sharded_model import GradAccumulator, ShardedModel
-    from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
+    from fsdpctl.estimate.user_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.muon import ShardedMuon
     from fsdpctl.optim.record import clip_grad_norm_
@@ -32,12 +32,12 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Assumed": "estimate.own_module", "GradAccumulator": "engine.sharded_model",
-    "MemoryEstimate": "estimate.own_module", "OwnerMap": "plan.owner_map",
+    "Assumed": "estimate.user_module", "GradAccumulator": "engine.sharded_model",
+    "MemoryEstimate": "estimate.user_module", "OwnerMap": "plan.owner_map",
     "Precision": "plan.precision", "Prefetch": "plan.step_plan", "ShardedAdamW": "optim.adamw",
     "ShardedModel": "engine.sharded_model", "ShardedMuon": "optim.muon", "ShardedSGD": "optim.sgd",
     "Sharding": "engine.build", "Strategy": "plan.strategy", "clip_grad_norm_": "optim.record",
-    "estimate_memory": "estimate.own_module", "load_checkpoint": "checkpoint.api",
+    "estimate_memory": "estimate.user_module", "load_checkpoint": "checkpoint.api",
     "save_checkpoint": "checkpoint.api", "shard_model": "engine.shard_model",
     "train": "commands.script",
 }  # fmt: skip

@@ -46,7 +46,7 @@ TOOLS_WITHOUT_TORCH = [
 # Commands import torch after what they refuse without it, but for these modules.
 COMMANDS_WITH_TORCH = tuple(
     f"fsdpctl.commands.{name}"
-    for name in ("compare.", "drawing", "estimate_text", "evaluate", "sample")
+    for name in ("compare.", "charts", "estimate_report", "estimate_work", "evaluate", "sample")
 )
 SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 # The agent's protocol for a worker's error message is part of how it is launched.

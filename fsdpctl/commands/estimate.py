@@ -19,9 +19,9 @@ from fsdpctl.commands.printing import AsJson
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.importers.recipe import is_launch, read_others
-from fsdpctl.predict.memory_recorder import without_gc
+from fsdpctl.io.resources import without_gc
 
-_FITTED = ("micro_batch", "seq_len", "model")
+_FIT_CHOICES = ("micro_batch", "seq_len", "model")
 
 
 @without_gc()  # a quarter of a large estimate's time, for a hundredth of the memory
@@ -34,7 +34,7 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     fit: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(_FITTED),
+            metavar="|".join(_FIT_CHOICES),
             help="Find the largest micro-batch, sequence length or number of blocks that fits.",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     Takes the settings of `train`, for hardware that need not exist: `cluster=h100 launch.nnodes=4`.
     `auto` is resolved for `cluster`. `cluster.memory=80GiB` sets the memory of a rank.
     """
-    check_choice("--fit", fit, _FITTED)
+    check_choice("--fit", fit, _FIT_CHOICES)
     if print_config and (source or all_strategies or plot or as_json):
         why = "conflicts with --from, --all-strategies, --plot and --json"
         raise UsageError(f"--print-config: {why}; `fsdpctl convert` writes the recipe of a file")
@@ -77,25 +77,27 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     words = cli_settings(runs[0][0], asked) if runs else []
     if not is_single:
         compose_config(words)
-        from fsdpctl.commands.estimate_text import show_verdicts
+        from fsdpctl.commands.estimate_work import show_verdicts
 
         raise typer.Exit(show_verdicts(runs, words, require_fit=require_fit))
     if runs:
         translation = read_others(*runs[0])
-        from fsdpctl.estimate.from_others import completed  # imports torch, as the work below
+        from fsdpctl.estimate.imported_config import (
+            import_config,
+        )  # imports torch, as the work below
 
-        others = completed(translation, words)
+        others = import_config(translation, words)
         composed = others.composed
     else:
         others, composed = None, compose_config(asked.settings, asked.recipe)
         if not as_json and not print_config:
             note_changes(composed)
-    from fsdpctl.commands import estimate_text
+    from fsdpctl.commands import estimate_work
 
     if print_config:
-        fits = estimate_text.print_recipe(composed, fit)
+        fits = estimate_work.print_recipe(composed, fit)
     else:
-        fits = estimate_text.show_estimates(
+        fits = estimate_work.show_estimates(
             composed, others, every=all_strategies, fit=fit, plot=plot, as_json=as_json
         )
     if require_fit and not fits:

@@ -289,9 +289,9 @@ def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
 
 def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     """Return the estimate and the available memory; if that was too little, changes that fit."""
-    from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.estimate.summary import describe_changes
+    from fsdpctl.estimate.suggestions import suggest
+    from fsdpctl.estimate.summary import describe_suggestions
     from fsdpctl.resolve.settle import plan_of
     from fsdpctl.run.directory import read_config
 
@@ -301,11 +301,13 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or not found.fits
-    changes = describe_changes(advice(estimator, found.plan, more_ranks=False)) if lacks else []
+    changes = (
+        describe_suggestions(suggest(estimator, found.plan, more_ranks=False)) if lacks else []
+    )
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"reserved; {format_bytes(found.memory_bytes)} available per rank",
-        f"peak   {found.step.peak.when}",
+        f"peak   {found.step.peak.phase}",
         *changes,
     ]
 

@@ -13,8 +13,8 @@ from fsdpctl.config.auto import (
     left_open,
 )
 from fsdpctl.config.schema import Config, Filled, PrefetchConfig
-from fsdpctl.estimate.accuracy import Band, band_of
-from fsdpctl.estimate.hardware import ASSUMED
+from fsdpctl.estimate.accuracy import ErrorBand, band_of
+from fsdpctl.estimate.cluster_specs import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, chain
@@ -26,7 +26,7 @@ from fsdpctl.resolve.settle import RunPlan, settle
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
 
-class SearchPoint(NamedTuple):
+class Point(NamedTuple):
     """One value per setting."""
 
     strategy: str
@@ -36,30 +36,32 @@ class SearchPoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class SearchSpace:
     """The values of each setting; a setting that is not `auto` has one."""
 
-    placed: Filled
+    config: Filled
     names: tuple[str, ...]  # of the settings that are `auto`
     strategies: tuple[str, ...]
     recomputations: tuple[Recomputation, ...]  # the least first
     sizes: tuple[int | None, ...]  # the smallest first
 
     @staticmethod
-    def of(placed: Filled, num_blocks: int) -> "Axes":
+    def of(config: Filled, num_blocks: int) -> "SearchSpace":
         """Return the combinations for a placed configuration of a model with `num_blocks`.
 
         UsageError if its settings conflict.
         """
-        names = left_open(placed)
-        return Axes(
-            placed,
+        names = left_open(config)
+        return SearchSpace(
+            config,
             names,
-            _strategies(placed) if STRATEGY in names else (placed.strategy.name,),
-            _recomputations(placed, num_blocks)
+            _strategies(config) if STRATEGY in names else (config.strategy.name,),
+            _recomputations(config, num_blocks)
             if RECOMPUTATION in names
-            else (Selection.of(placed).recomputation,),
-            _sizes(placed) if MICRO_BATCH in names else (placed.train.micro_batch_size,),
+            else (Selection.of(config).recomputation,),
+            _micro_batch_sizes(config)
+            if MICRO_BATCH in names
+            else (config.train.micro_batch_size,),
         )
 
     @property
@@ -74,35 +76,35 @@ class Axes:
         alike = (index for index, each in enumerate(self.recomputations) if each.blocks is None)
         return sorted({*alike, last})
 
-    def lighter(self, point: SearchPoint) -> SearchPoint | None:
+    def lighter(self, point: Point) -> Point | None:
         """Return the point with the mode that recomputes less."""
         below = [each for each in self.modes if each < point.recomputation]
         return point._replace(recomputation=below[-1]) if below else None
 
-    def point(self, strategy: str, recomputation: int, place: int, *, most: bool) -> SearchPoint:
+    def point(self, strategy: str, recomputation: int, place: int, *, most: bool) -> Point:
         """Return a point with the size at index `place`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
-        return SearchPoint(strategy, recomputation, self.sizes[place], last if most else 0)
+        return Point(strategy, recomputation, self.sizes[place], last if most else 0)
 
-    def less_prefetch(self, point: SearchPoint) -> SearchPoint | None:
+    def less_prefetch(self, point: Point) -> Point | None:
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
 
-    def selection(self, point: SearchPoint) -> Selection:
+    def selection(self, point: Point) -> Selection:
         prefetch = self._prefetches(point.strategy)[point.prefetch]
         recomputation = self.recomputations[point.recomputation]
         return Selection(point.strategy, recomputation, prefetch, point.size)
 
-    def plan(self, point: SearchPoint) -> RunPlan:
+    def plan(self, point: Point) -> RunPlan:
         """Return the plan of a point; UsageError if its settings conflict."""
-        return settle(self.placed, self.selection(point))
+        return settle(self.config, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
         """Return the prefetch settings that differ under a strategy, the least first."""
         if PREFETCH not in self.names:
-            return (self.placed.prefetch,)
-        if self.placed.engine.name != "fsdpctl":
+            return (self.config.prefetch,)
+        if self.config.engine.name != "fsdpctl":
             return PREFETCHES[-1:]  # other engines ignore it
-        row, _ = _effective(self.placed, strategy)
+        row, _ = _effective(self.config, strategy)
         if not row.shards_params:
             return PREFETCHES[:1]
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
@@ -118,7 +120,7 @@ def _recomputations(placed: Filled, num_blocks: int) -> tuple[Recomputation, ...
     return chain(num_blocks, LEVELS if sends else MODES)
 
 
-def differs_here(config: Config, name: str) -> bool:
+def is_distinct_on_cluster(config: Config, name: str) -> bool:
     """Return whether a strategy without replicas does not do the same.
 
     Replicas make sense on several nodes, or if `strategy.dp_shard_size` is set.
@@ -133,7 +135,7 @@ def _strategies(placed: Filled) -> tuple[str, ...]:
     # Of equivalent ones, the one that runs.
     named = sorted(supported_strategies(placed), key=lambda n: _effective(placed, n)[0].name != n)
     for name in named:
-        if differs_here(placed, name):
+        if is_distinct_on_cluster(placed, name):
             found.setdefault(_effective(placed, name), name)
     return tuple(found.values())
 
@@ -145,7 +147,7 @@ def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
     return strategy_that_runs(under, row, ranks_per_replica(row, placed.num_ranks, size))
 
 
-def _sizes(placed: Filled) -> tuple[int, ...]:
+def _micro_batch_sizes(placed: Filled) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
     groups, asked = placed.num_groups, placed.accumulation.steps
     samples = placed.train.global_batch_size
@@ -180,7 +182,7 @@ class Ranking:
     names: tuple[str, ...]  # the settings that are selected
     ranked: tuple[Candidate, ...]  # the best that fit; they differ in more than prefetch
     count: int  # of combinations
-    whose: str  # the source of the hardware specs
+    spec_source: str  # the source of the hardware specs
     closest: RunEstimate | None = None  # of the combination that lacks least, if none fits
     defaults: RunEstimate | None = None  # of those settings that are not set; they do not fit
 
@@ -213,9 +215,9 @@ class Ranking:
         """Whether the seconds of candidates are predictions, and do not only rank them."""
         return self.estimate.config.launch.device != "cpu"
 
-    def band_of(self, candidate: Candidate) -> Band | None:
+    def band_of(self, candidate: Candidate) -> ErrorBand | None:
         """Return the error band of a candidate's time; None if the hardware specs are assumed."""
-        if self.whose.startswith(ASSUMED):
+        if self.spec_source.startswith(ASSUMED):
             return None
         return band_of(candidate.estimate, candidate.seconds)
 
@@ -223,7 +225,7 @@ class Ranking:
         return {
             "names": list(self.names),
             "combinations": self.count,
-            "prediction_source": self.whose,
+            "prediction_source": self.spec_source,
             "ranked": [
                 {
                     "settings": each.selection.text(self.names),

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from fsdpctl.config.recipe import price_source
 from fsdpctl.config.schema import LENGTHS, Config, Settled
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import Band, band_of
+from fsdpctl.estimate.accuracy import ErrorBand, band_of
+from fsdpctl.estimate.cluster_specs import ASSUMED, with_specs
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
-from fsdpctl.estimate.hardware import ASSUMED, with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import figure
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
@@ -26,13 +26,19 @@ class RunLength(NamedTuple):
 
     steps: int | None = None
     unknown: str = ""  # why the length that is set is unknown
-    spread: float | None = None  # the standard error of estimated data, of one; None: counted
+    standard_error: float | None = (
+        None  # the standard error of estimated data, of one; None: counted
+    )
 
     @property
     def error(self) -> str:
         """Two standard errors of estimated data; empty if its tokens are counted."""
-        known = self.spread is None
-        return "" if known else f"±{2 * (self.spread or 0):.1%}: tokens of the data are estimated"
+        known = self.standard_error is None
+        return (
+            ""
+            if known
+            else f"±{2 * (self.standard_error or 0):.1%}: tokens of the data are estimated"
+        )
 
     def line(self, tokens: int) -> str:
         """Return a line about steps of `tokens` each; empty if no length is set."""
@@ -52,8 +58,8 @@ class RunTime:
     num_ranks: int
     length: RunLength = RunLength()
     price: float | None = None  # of a GPU hour
-    band: Band | None = None  # None: the specs of the hardware are assumed
-    source: str = ""  # of these specs
+    band: ErrorBand | None = None  # None: the specs of the hardware are assumed
+    spec_source: str = ""  # of these specs
     notes: tuple[str, ...] = ()  # what is assumed, a line each
 
     @property
@@ -61,7 +67,7 @@ class RunTime:
         return self.tokens / self.step_seconds
 
     @property
-    def of_run(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
         """The figures of the whole run, None if its length or the price is not set."""
         steps = self.length.steps
         hours = None if steps is None else steps * self.step_seconds / _HOUR
@@ -74,15 +80,15 @@ class RunTime:
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "error_band": self.band and asdict(self.band),
-            "prediction_source": self.source,
+            "prediction_source": self.spec_source,
             "steps": self.length.steps,
-            **self.of_run,
+            **self.totals,
             "notes": self.notes,
         }
 
-    def texts(self, *names: str, band: Band | None = None) -> list[str]:
+    def texts(self, *names: str, band: ErrorBand | None = None) -> list[str]:
         """Return figures of the run that are known, with the range of `band`."""
-        found = ((name, self.of_run[name]) for name in names)
+        found = ((name, self.totals[name]) for name in names)
         known = [(_TEXTS[name], amount) for name, amount in found if amount is not None]
         if band is None:
             return [text.format(figure(amount)) for text, amount in known]
@@ -93,7 +99,7 @@ class RunTime:
 
     def lines(self) -> Iterator[str]:
         """Yield a line about a step, and one about the run, with the range of each figure."""
-        about = self.source if self.band is None else f"{self.source}; {self.band}"
+        about = self.spec_source if self.band is None else f"{self.spec_source}; {self.band}"
         seconds, speed = figure(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
         yield f"time    {seconds} s/step predicted, {speed} ({about})"
         if line := self.length.line(self.tokens):
@@ -112,7 +118,7 @@ def run_time(
 
     UsageError if the device is a CPU, or its specs are incomplete.
     """
-    config, source = with_speed(estimate.config)
+    config, source = with_specs(estimate.config)
     if config.launch.device == "cpu":
         raise UsageError("launch.device=cpu: times are predicted for GPUs only; set cluster")
     step = step or estimator.predict(replace(estimate.plan, config=config))
@@ -156,7 +162,7 @@ def run_length(config: Settled, tokens: int, estimator: Estimator) -> RunLength:
         return RunLength(steps or -(-(train.tokens or 0) // tokens))
     try:
         data = estimator.data_of(config)
-        return RunLength(total_steps(config, data), spread=data.spread)
+        return RunLength(total_steps(config, data), standard_error=data.spread)
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"
         return RunLength(unknown=f"{text} ({error})")

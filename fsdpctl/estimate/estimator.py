@@ -12,22 +12,23 @@ from fsdpctl.config.schema import Config, Filled, Settled
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.hardware import device_of, host_of, network_of, with_speed
+from fsdpctl.estimate.cluster_specs import device_of, host_of, network_of, with_specs
 from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.traced import TracedModel
+from fsdpctl.estimate.traced_model import TracedModel
 from fsdpctl.io import files
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.plan.step_plan import RankPlace
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
-from fsdpctl.predict.compute import Program
-from fsdpctl.predict.hardware import Group
+from fsdpctl.predict.hardware import GroupShape
 from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.model_pass import ModelPass
 from fsdpctl.predict.peak import StepEstimate, UnevenStepError, estimate_steps
-from fsdpctl.predict.recorder import Machine, RankGroup, Steps, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
+from fsdpctl.predict.step_recorder import RankGroup, Steps
+from fsdpctl.predict.task_recorder import Machine, TaskRecorder
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.data import estimated_data
 from fsdpctl.resolve.launchers import CLUSTER
@@ -36,9 +37,9 @@ from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.rules import check_trained
 from fsdpctl.resolve.settle import RunPlan
 
-_MOST_TRACED = 64  # models that are kept
-_SIMULATED = 3  # passes: another one takes as long as the second to last
-_traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
+_MAX_TRACED_MODELS = 64  # models that are kept
+_SIMULATED_PASSES = 3  # passes: another one takes as long as the second to last
+_traced_models: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,11 @@ class Estimator:
         """Prepare a configuration for its cluster, as `prepare`; opens data once."""
         found = prepare(composed, CLUSTER, read=self._read, every=every)
         if found.opened is not None:
-            self._data[_source(found.config)] = found.opened
+            self._data[_data_key(found.config)] = found.opened
         return found
 
     def _read(self, config: Config) -> DataSet:
-        if (source := _source(config)) not in self._data:
+        if (source := _data_key(config)) not in self._data:
             try:
                 self._data[source] = estimated_data(config)
             except UsageError as error:
@@ -87,7 +88,7 @@ class Estimator:
 
     def data_of(self, config: Config) -> DataSet:
         """Return the data of a prepared configuration; UsageError if it could not be read."""
-        found = self._data.get(_source(config), UsageError("not read"))
+        found = self._data.get(_data_key(config), UsageError("not read"))
         if isinstance(found, UsageError):
             raise found
         return found
@@ -107,7 +108,7 @@ class Estimator:
             raise found
         return found
 
-    def fitting(self, plan: RunPlan) -> RunEstimate | None:
+    def estimate_if_fits(self, plan: RunPlan) -> RunEstimate | None:
         """Return the estimate of a run that is supported and fits, else None."""
         with suppress(UsageError):
             if (found := self.estimate(plan)).fits:
@@ -118,12 +119,12 @@ class Estimator:
         plan = replace(plan, config=on_cluster(plan.config))
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         check_trained(config, traced.units)
-        program, last = _program(plan, traced), traced.units[-1]
+        model_pass, last = _model_pass(plan, traced), traced.units[-1]
         training = plan_run(config, traced.units, batches.num_micro_batches)
-        recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
+        recorder = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
         training = fullest_rank(config.engine.name, training)
         steps = planned_steps(config, traced.units, training, recorder)
-        step = _replayed(config, recorder, steps)
+        step = _replay(config, recorder, steps)
         frozen = sum(
             param.numel * training.step.dtypes_of(layout).compute.itemsize
             for of_unit in training.step.layouts.values()
@@ -135,7 +136,7 @@ class Estimator:
         params = (param for unit in traced.units for param in unit.params if param.trainable)
         itemsize = training.dtypes.master.itemsize
         saved = sum(training.states.saved(param, itemsize) for param in params)
-        on_host = training.host_states_bytes + host_inputs_bytes(program.sent.values())
+        on_host = training.host_states_bytes + host_inputs_bytes(model_pass.offloaded.values())
         rank, shared = training.step.place.rank, training.step.shared_bytes
         return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
@@ -145,11 +146,11 @@ class Estimator:
         UsageError if its hardware specs are incomplete.
         """
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
-        program, passes = _program(plan, traced), batches.num_micro_batches
-        shown = _simulate(config, traced, program, min(passes, _SIMULATED))
-        if passes > _SIMULATED:
-            before = _simulate(config, traced, program, _SIMULATED - 1)
-            shown = shown.extended(before, passes - _SIMULATED)
+        model_pass, passes = _model_pass(plan, traced), batches.num_micro_batches
+        shown = _simulate(config, traced, model_pass, min(passes, _SIMULATED_PASSES))
+        if passes > _SIMULATED_PASSES:
+            before = _simulate(config, traced, model_pass, _SIMULATED_PASSES - 1)
+            shown = shown.extended(before, passes - _SIMULATED_PASSES)
         return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
 
     def traced_model(self, config: Filled) -> TracedModel:
@@ -164,19 +165,19 @@ class Estimator:
             config.engine.facts,
             kernel_of(config),
         )
-        if alike not in _traced:
+        if alike not in _traced_models:
             with doing("tracing the model"):
-                _traced[alike] = TracedModel(config)
-            if len(_traced) > _MOST_TRACED:
-                _traced.popitem(last=False)
-        return _traced[alike]
+                _traced_models[alike] = TracedModel(config)
+            if len(_traced_models) > _MAX_TRACED_MODELS:
+                _traced_models.popitem(last=False)
+        return _traced_models[alike]
 
 
-def _source(config: Config) -> object:
+def _data_key(config: Config) -> object:
     return config.data, config.model.path, config.train.seed
 
 
-def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
+def _replay(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
     try:
         return estimate_steps(
             recorder,
@@ -190,18 +191,18 @@ def _replayed(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEs
         raise UsageError(f"model: {family_of(config.model)}: {reason}") from error
 
 
-def _program(plan: RunPlan, traced: TracedModel) -> Program:
+def _model_pass(plan: RunPlan, traced: TracedModel) -> ModelPass:
     micro, train = plan.batches.micro_batch_size, plan.config.train
     length = tokens_per_rank(train.seq_len, train.context_parallel)
     checkpointing = plan.config.activation_checkpointing
-    return traced.program(micro, length, train.loss_chunk_tokens or 0, checkpointing)
+    return traced.model_pass(micro, length, train.loss_chunk_tokens or 0, checkpointing)
 
 
 def _simulate(
-    config: Settled, traced: TracedModel, program: Program, passes: int
+    config: Settled, traced: TracedModel, model_pass: ModelPass, passes: int
 ) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(program, _machine(config, plan.step.place))
+    recorder = TaskRecorder(model_pass, _machine(config, plan.step.place))
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
@@ -211,7 +212,10 @@ def _simulate(
         trained = sum(each.trainable for unit in traced.units for each in unit.params)
         step.seconds += config.engine.facts.seconds_per_tensor * trained
     return StepPrediction(
-        seconds=step.seconds, exposed_communication=step.exposed, simulated=step, tokens=0
+        seconds=step.seconds,
+        exposed_communication=step.exposed_communication,
+        simulated=step,
+        tokens=0,
     )
 
 
@@ -221,10 +225,10 @@ def _machine(config: Settled, place: RankPlace) -> Machine:
     size, on_node = place.size, ranks // nodes
     replicas = place.num_replicas
     groups = {
-        RankGroup.SHARD: Group(size, -(-size // on_node)),
-        RankGroup.REPLICAS: Group(replicas, replicas if size >= on_node else nodes),
-        RankGroup.WORLD: Group(ranks, nodes),
-        RankGroup.CONTEXT: Group(context, -(-context // on_node)),
+        RankGroup.SHARD: GroupShape(size, -(-size // on_node)),
+        RankGroup.REPLICAS: GroupShape(replicas, replicas if size >= on_node else nodes),
+        RankGroup.WORLD: GroupShape(ranks, nodes),
+        RankGroup.CONTEXT: GroupShape(context, -(-context // on_node)),
     }
     return Machine(device_of(config), network_of(config), host_of(config), groups)
 
@@ -238,7 +242,7 @@ def write_estimate(run_dir: Path, plan: RunPlan, found: RunEstimate, estimator: 
 def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:
     if plan.config.launch.device == "cpu":
         return {}
-    config, source = with_speed(plan.config)
+    config, source = with_specs(plan.config)
     try:
         seconds = estimator.predict(replace(plan, config=config)).seconds
     except UsageError:

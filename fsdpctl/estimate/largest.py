@@ -9,16 +9,16 @@ from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Filled
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import largest_true, roomiest
+from fsdpctl.estimate.search import largest_true, least_memory
 from fsdpctl.resolve.settle import RunPlan
 
-FITTED = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
-_MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
-_LENGTHS = 256  # tokens: lengths are multiples of it
+FIT_KEYS = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
+_MAX_VALUES = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
+_LENGTH_MULTIPLE = 256  # tokens: lengths are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LargestFit:
     """The largest value of a key with which a run fits."""
 
     key: str
@@ -53,9 +53,9 @@ class Fit:
         }
 
 
-def _valued(plan: RunPlan, what: str, value: int) -> Filled:
+def _with_value(plan: RunPlan, what: str, value: int) -> Filled:
     """Return the settings of `plan` with another size, and the global batch of all ranks then."""
-    values = {FITTED[what]: value}
+    values = {FIT_KEYS[what]: value}
     if what == "micro_batch":
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.num_groups
@@ -65,28 +65,28 @@ def _valued(plan: RunPlan, what: str, value: int) -> Filled:
 
 def largest_that_fits(
     estimator: Estimator, plan: RunPlan, what: str, names: Collection[str] = ()
-) -> Fit:
+) -> LargestFit:
     """Find the largest micro-batch, length or number of blocks of a run.
 
     The settings of `names` have their defaults if these fit, else values that fit.
     """
-    key, config = FITTED[what], plan.config
-    most, first = _MOST.get(what, config.model.max_seq_len), config.value(key)
+    key, config = FIT_KEYS[what], plan.config
+    most, first = _MAX_VALUES.get(what, config.model.max_seq_len), config.value(key)
     names = tuple(each for each in names if each != key)
 
-    def largest(most: int, multiple: int) -> Fit:
+    def largest(most: int, multiple: int) -> LargestFit:
         seen: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            seen[count] = roomiest(estimator, _valued(plan, what, count * multiple), names)
+            seen[count] = least_memory(estimator, _with_value(plan, what, count * multiple), names)
             return seen[count].leaves_reserve
 
         most //= multiple
         count = largest_true(fits, 0, most, min(max(first // multiple, 1), most))
         found, over = seen.get(count), seen.get(count + 1)
-        return Fit(key, count * multiple, multiple, found, over, names)
+        return LargestFit(key, count * multiple, multiple, found, over, names)
 
-    found = Fit(key, 0, 1, None, None)
-    if what == "seq_len" and most >= _LENGTHS:
-        found, most = largest(most, _LENGTHS), _LENGTHS - 1
+    found = LargestFit(key, 0, 1, None, None)
+    if what == "seq_len" and most >= _LENGTH_MULTIPLE:
+        found, most = largest(most, _LENGTH_MULTIPLE), _LENGTH_MULTIPLE - 1
     return found if found.value else largest(most, 1)

@@ -7,15 +7,15 @@ from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tile
 from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
-from fsdpctl.predict.engine_bytes import estimate, fullest_ranks
+from fsdpctl.predict.engine_bytes import engine_peak, fullest_ranks
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
+from fsdpctl.predict.step_recorder import RankGroup, StepRecorder, Steps, TrafficRecorder
 from fsdpctl.predict.torch_steps import DdpSteps, Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.place import owner_map_of, shares_memory
 
-REPEATING = 3  # micro-steps; another one needs no more memory
-_REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
+MOST_PLANNED_PASSES = 3  # micro-steps; another one needs no more memory
+_MAX_REPLAYED_RANKS = 16  # ranks, up to which each is replayed to find the fullest
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -31,7 +31,7 @@ def kept_states(config: Settled) -> KeptStates:
     return KeptStates(row.moments * has_moments, row.counter, muon, dtype)
 
 
-def first_place(
+def first_rank(
     division: Division, num_ranks: int, device: str, *, shares_memory: bool = False
 ) -> RankPlace:
     size, transport = division.ranks_per_replica, Transport.GLOO
@@ -54,19 +54,19 @@ def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: in
         shares_memory=shares,
         offloads_params=Offload.PARAMS in given.on_host,
     )
-    place = first_place(division, ranks, device, shares_memory=shares)
+    place = first_rank(division, ranks, device, shares_memory=shares)
     about = config.precision.planned, config.prefetch.planned, config.strategy.on_host
     step = StepPlan(division, place, *about)
-    shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
+    shown, every = min(num_micro_batches, MOST_PLANNED_PASSES), config.accumulation.name == "every"
     return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
 
 
-def steps_of(
+def engine_steps(
     engine: str,
     strategy: Strategy,
     units: tuple[UnitSpec, ...],
     plan: TrainingPlan,
-    recorder: Recorder,
+    recorder: StepRecorder,
     *,
     fused: bool = True,
     regathers: bool = False,
@@ -85,14 +85,14 @@ def steps_of(
 
 
 def planned_steps(
-    config: Settled, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: Recorder
+    config: Settled, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: StepRecorder
 ) -> Steps:
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
     fused = engine.facts.steps_at_once or config.optimizer.name != ADAMW
     again = engine.facts.regathers and config.activation_checkpointing.name == "full"
     about = (engine.name, strategy, units, plan, recorder)
-    return steps_of(*about, fused=fused, regathers=again)
+    return engine_steps(*about, fused=fused, regathers=again)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
@@ -106,8 +106,8 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
         return plan
     if is_even:
         return fullest_ranks(plan)[0]
-    if plan.step.place.size <= _REPLAYED:
-        return plan.at(estimate(plan).rank)
+    if plan.step.place.size <= _MAX_REPLAYED_RANKS:
+        return plan.at(engine_peak(plan).rank)
     owned = [
         sum(part.numel for part in parts) for parts in zip(*(x.parts for x in layouts), strict=True)
     ]
@@ -118,15 +118,17 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
 class SentBytes:
     """The bytes of parameters and gradients that a rank sends in a step."""
 
-    within: float  # to the ranks that share its replica
-    between: float  # to the ranks that hold the same part of other replicas
+    intra_replica: float  # to the ranks that share its replica
+    inter_replica: float  # to the ranks that hold the same part of other replicas
 
     @property
     def total(self) -> int:
-        return round(self.within + self.between)
+        return round(self.intra_replica + self.inter_replica)
 
 
-def sent_in_step(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
+def sent_per_step(
+    config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int
+) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     plan = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"

@@ -15,14 +15,14 @@ from fsdpctl.resolve.settle import RunPlan
 
 _GIB = 1 << 30
 MEMORY_ACCURACY = "memory_accuracy.json"  # which `benchmarks/estimates.py` writes
-_LEAST_RESERVE = 0.05  # share of the memory of a GPU
-_FEWEST = 5  # published measurements of a kind, else the errors of all kinds count
-_LONG = 1 << 16  # tokens of a sample
-_SMALL = 1_000_000_000  # parameters
+_MIN_RESERVE = 0.05  # share of the memory of a GPU
+_MIN_MEASUREMENTS = 5  # published measurements of a kind, else the errors of all kinds count
+_LONG_TOKENS = 1 << 16  # tokens of a sample
+_SMALL_PARAMS = 1_000_000_000  # parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ByteRange:
     """Bytes that are only known approximately."""
 
     low: int
@@ -30,12 +30,12 @@ class Range:
 
 
 # Assumed, not computed: a process that uses the device, and each communicator.
-_CONTEXT = {
-    "cuda": Range(int(0.4 * _GIB), int(0.7 * _GIB)),
-    "cpu": Range(int(0.25 * _GIB), int(0.5 * _GIB)),
+_CONTEXT_BYTES = {
+    "cuda": ByteRange(int(0.4 * _GIB), int(0.7 * _GIB)),
+    "cpu": ByteRange(int(0.25 * _GIB), int(0.5 * _GIB)),
 }
-_COMMUNICATOR = Range(int(0.05 * _GIB), int(0.6 * _GIB))
-_HOST = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
+_COMMUNICATOR_BYTES = ByteRange(int(0.05 * _GIB), int(0.6 * _GIB))
+_WORKER_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
 
 
 @cache
@@ -57,8 +57,10 @@ class RunEstimate:
     rank: int
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
-    packages: tuple[str, ...] = ()  # whose kernels are assumed
-    shared: int = 0  # bytes that the ranks of the machine share, of which each counts its share
+    assumed_packages: tuple[str, ...] = ()  # whose kernels are assumed
+    shared_bytes: int = (
+        0  # bytes that the ranks of the machine share, of which each counts its share
+    )
 
     @property
     def config(self) -> Settled:
@@ -82,21 +84,22 @@ class RunEstimate:
         return int(self.config.cluster.memory * _GIB)
 
     @property
-    def outside(self) -> Range:
+    def outside_allocator(self) -> ByteRange:
         """The bytes outside the allocator: the device's context, and communicators."""
-        context = _CONTEXT[str(self.config.launch.device)]
+        context = _CONTEXT_BYTES[str(self.config.launch.device)]
         count = 0
         if self.config.launch.device == "cuda" and self.config.num_ranks > 1:
             size = self.config.strategy.dp_shard_size
             count = 2 if size in (None, 1, self.config.num_ranks) else 4
-        return Range(
-            context.low + count * _COMMUNICATOR.low, context.high + count * _COMMUNICATOR.high
+        return ByteRange(
+            context.low + count * _COMMUNICATOR_BYTES.low,
+            context.high + count * _COMMUNICATOR_BYTES.high,
         )
 
     @property
     def available(self) -> int:
         """The bytes that are left for the allocator in any case."""
-        return self.memory_bytes - self.outside.high
+        return self.memory_bytes - self.outside_allocator.high
 
     @property
     def margin(self) -> int:
@@ -116,9 +119,9 @@ class RunEstimate:
             return "experts"
         if model.lora.rank is not None:
             return "LoRA" if model.base_dtype in (None, "float32") else "QLoRA"
-        if config.train.seq_len >= _LONG or config.train.context_parallel > 1:
+        if config.train.seq_len >= _LONG_TOKENS or config.train.context_parallel > 1:
             return "long"
-        return "small" if self.num_params < _SMALL else "dense"
+        return "small" if self.num_params < _SMALL_PARAMS else "dense"
 
     @property
     def reserve_share(self) -> float:
@@ -130,8 +133,8 @@ class RunEstimate:
             return 0
         published = memory_errors()
         of_kind = published.get(self.kind, [])
-        errors = of_kind if len(of_kind) >= _FEWEST else chain(*published.values())
-        return max(_LEAST_RESERVE, -min(errors))
+        errors = of_kind if len(of_kind) >= _MIN_MEASUREMENTS else chain(*published.values())
+        return max(_MIN_RESERVE, -min(errors))
 
     @property
     def reserve(self) -> int:
@@ -170,7 +173,9 @@ class RunEstimate:
     def _lacking(self) -> list[tuple[str, str, str]]:
         found = []
         if self.step.verdict(self.available) != "fits":
-            found.append(("memory", self.peak_reserved + self.outside.high, self.memory_bytes))
+            found.append(
+                ("memory", self.peak_reserved + self.outside_allocator.high, self.memory_bytes)
+            )
         if self.host_limit is not None and self.lacks_host_memory:
             found.append(("host memory", self.node_bytes, self.host_limit))
         return [(what, format_bytes(needed), format_bytes(limit)) for what, needed, limit in found]
@@ -192,7 +197,7 @@ class RunEstimate:
     @property
     def host_bytes(self) -> int:
         """The approximate host memory of a worker, with the copy that a checkpoint is made of."""
-        base = _HOST[str(self.config.launch.device)] + self.host_states
+        base = _WORKER_BYTES[str(self.config.launch.device)] + self.host_states
         if self.config.checkpoint.mode != "async":
             return base
         return base + self.checkpoint_bytes // self.config.num_ranks
@@ -224,7 +229,7 @@ class RunEstimate:
         return self.host_limit is not None and self.node_bytes > self.host_limit
 
     def to_dict(self) -> dict[str, Any]:
-        config, outside = self.config, self.outside
+        config, outside = self.config, self.outside_allocator
         return {
             "strategy": config.strategy.name,
             "engine": config.engine.name,
@@ -248,9 +253,9 @@ class RunEstimate:
             "node_host_bytes": self.node_bytes,
             **({} if self.host_limit is None else {"node_host_memory_bytes": self.host_limit}),
             **({"host_states_bytes": self.host_states} if self.host_states else {}),
-            **({"shared_bytes": self.shared} if self.shared else {}),
+            **({"shared_bytes": self.shared_bytes} if self.shared_bytes else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
-            **({"assumed_packages": [*self.packages]} if self.packages else {}),
+            **({"assumed_packages": [*self.assumed_packages]} if self.assumed_packages else {}),
             **self.step.to_dict(),
         }
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.candidates import Candidate, Ranking
-from fsdpctl.estimate.changes import Change
+from fsdpctl.estimate.memory_savings import Suggestion
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.resolve.place import LOCAL
@@ -33,7 +33,7 @@ def _reason(ranking: Ranking) -> str:
         what = "least memory" if is_least else "least recomputation"
         reason = f"{what} among the fastest {among} that fit"
     band = ranking.band_of(first)
-    sources = ranking.whose if band is None else f"{ranking.whose}; {band}"
+    sources = ranking.spec_source if band is None else f"{ranking.spec_source}; {band}"
     seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""
     return f"{reason}{seconds} ({sources}), {_memory_of(first)}"
 
@@ -64,12 +64,12 @@ def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:
     return (f"{'cluster':<8}sized for this machine's CPU; {sizes}",)
 
 
-def describe_changes(changes: Sequence[tuple[Change, RunEstimate]]) -> list[str]:
+def describe_suggestions(changes: Sequence[tuple[Suggestion, RunEstimate]]) -> list[str]:
     """Return a line for each change of settings with which a run fits into memory."""
     if not changes:
         return ["to fit  no change found that makes it fit"]
     return [
-        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(change.words)}: "
+        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(change.settings)}: "
         f"{format_bytes(estimate.peak_reserved)}, {change.figures}".rstrip(", ")
         for number, (change, estimate) in enumerate(changes, start=1)
     ]

@@ -14,11 +14,11 @@ from fsdpctl.config.compose import Composed
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Settled
 from fsdpctl.errors import DoesNotFitError
-from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, write_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import resolve_auto_of_run
-from fsdpctl.estimate.summary import describe_changes, note_on_local_cpu
+from fsdpctl.estimate.suggestions import suggest
+from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.activity import Talk, doing
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.launch.run_summary import describe_run
@@ -158,8 +158,8 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     if not (shortages := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")
-    changes = advice(estimator, estimate.plan, more_ranks=False)
-    for line in (*describe_changes(changes), *(() if changes else note_on_local_cpu(estimate))):
+    changes = suggest(estimator, estimate.plan, more_ranks=False)
+    for line in (*describe_suggestions(changes), *(() if changes else note_on_local_cpu(estimate))):
         say(line)
     if estimate.config.train.require_fit:
         way = "change the settings, or set train.require_fit=false to start nevertheless"

@@ -12,7 +12,7 @@ from fsdpctl.config.schema import LENGTHS, Config, Origin
 from fsdpctl.config.training import usual_length
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.own import OwnData
-from fsdpctl.estimate.recurrences import MODULES
+from fsdpctl.estimate.library_kernels import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.packages import versions
 from fsdpctl.io.resources import num_cores, threads_of_rank
@@ -223,10 +223,10 @@ def _memory(estimate: RunEstimate | None) -> str:
     if estimate is None:
         return ""
     text = f"{format_bytes(estimate.peak_reserved)} per rank, estimated"
-    if missing := [each for each in estimate.packages if find_spec(MODULES[each]) is None]:
+    if missing := [each for each in estimate.assumed_packages if find_spec(MODULES[each]) is None]:
         text += f"; without {' and '.join(missing)}, which is not installed, far more"
     if estimate.peak_reserved > estimate.available:
-        needed = format_bytes(estimate.peak_reserved + estimate.outside.high)
+        needed = format_bytes(estimate.peak_reserved + estimate.outside_allocator.high)
         text += f"; with the process {needed}, {format_bytes(estimate.memory_bytes)} available"
     return text
 

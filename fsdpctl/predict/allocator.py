@@ -4,7 +4,7 @@ After torch's c10/cuda/CUDACachingAllocator.cpp with its default settings. Reque
 larger ones have pools of their own; each takes the smallest free block that is large enough and
 splits it if enough is left. Segments are 2 MiB, 20 MiB or multiples of 2 MiB; an expandable segment
 grows by 2 MiB (small requests) or 20 MiB instead. If the device has no more, all free segments
-are returned before it is asked again.
+are returned prev it is asked again.
 """
 
 from bisect import bisect_left, insort
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from itertools import chain
 
 _MIB = 1 << 20
-_ROUNDING = 512
-_SMALL = _MIB  # requests up to it are small
-_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
-_MIN_LARGE = 10 * _MIB  # requests from it get segments of their size
-_FAR = 1 << 50  # between the addresses of two segments
+_MIN_BLOCK_SIZE = 512
+_SMALL_SIZE = _MIB  # requests up to it are small
+_SMALL_BUFFER, _LARGE_BUFFER = 2 * _MIB, 20 * _MIB
+_MIN_LARGE_ALLOC = 10 * _MIB  # requests from it get segments of their size
+_SEGMENT_STRIDE = 1 << 50  # between the addresses of two segments
 
 
 class DeviceFullError(Exception):
@@ -24,25 +24,25 @@ class DeviceFullError(Exception):
 
 
 class _Block:
-    __slots__ = ("after", "before", "is_free", "missing", "pool", "size", "start")
+    __slots__ = ("is_free", "next", "prev", "unmapped", "pool", "size", "start")
 
     def __init__(self, start: int, size: int, pool: "_Pool") -> None:
         self.start = start
         self.size = size
         self.pool = pool
         self.is_free = True
-        self.before: _Block | None = None  # its neighbors in the segment
-        self.after: _Block | None = None
-        self.missing = 0  # bytes of an expandable segment that were returned to the device
+        self.prev: _Block | None = None  # its neighbors in the segment
+        self.next: _Block | None = None
+        self.unmapped = 0  # bytes of an expandable segment that were returned to the device
 
 
 class _Pool:
-    __slots__ = ("free", "grain", "last", "least_rest")
+    __slots__ = ("free", "page_size", "last", "min_remainder")
 
-    def __init__(self, grain: int, least_rest: int) -> None:
+    def __init__(self, page_size: int, min_remainder: int) -> None:
         self.free: list[tuple[int, int, _Block]] = []  # by size, then address
-        self.grain = grain  # bytes by which an expandable segment grows
-        self.least_rest = least_rest  # smallest remainder of a block that is split
+        self.page_size = page_size  # bytes by which an expandable segment grows
+        self.min_remainder = min_remainder  # smallest remainder of a block that is split
         self.last: _Block | None = None  # the end of the expandable segment
 
 
@@ -62,7 +62,7 @@ class CachingAllocator:
         """
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self.retries = 0  # how often the cache was emptied because memory ran out
+        self.num_alloc_retries = 0  # how often the cache was emptied because memory ran out
         self._expandable = expandable
         self._capacity = capacity
         self._segments = 0
@@ -73,20 +73,20 @@ class CachingAllocator:
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Take at least `nbytes`, to be freed as `key`."""
-        size = -(-nbytes // _ROUNDING) * _ROUNDING or _ROUNDING
+        size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE or _MIN_BLOCK_SIZE
         if key in self._streams:
-            pool = self._pools_of(self._streams[key])[size > _SMALL]
+            pool = self._pools_of(self._streams[key])[size > _SMALL_SIZE]
         else:
-            pool = self._small if size <= _SMALL else self._large
+            pool = self._small if size <= _SMALL_SIZE else self._large
         free = pool.free
         place = bisect_left(free, (size, 0))
         block = self._best_fit(pool, place) if place < len(free) else None
         if block is None:
             block = self._new_block(pool, size)
-        elif block.missing:
-            self._map_again(block, size)
+        elif block.unmapped:
+            self._remap(block, size)
         rest = block.size - size
-        if rest >= pool.least_rest:
+        if rest >= pool.min_remainder:
             self._split(pool, block, size)
         block.is_free = False
         self._live[key] = block
@@ -99,29 +99,29 @@ class CachingAllocator:
         self.allocated -= block.size
         block.is_free = True
         pool = block.pool
-        before, after = block.before, block.after
-        if before is not None and before.is_free:
-            self._take_out(before)
-            block.start, block.size = before.start, before.size + block.size
-            block.missing += before.missing
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and after.is_free:
-            self._take_out(after)
-            block.size += after.size
-            block.missing += after.missing
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-            if pool.last is after:
+        prev, next_block = block.prev, block.next
+        if prev is not None and prev.is_free:
+            self._remove_free(prev)
+            block.start, block.size = prev.start, prev.size + block.size
+            block.unmapped += prev.unmapped
+            block.prev = prev.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if next_block is not None and next_block.is_free:
+            self._remove_free(next_block)
+            block.size += next_block.size
+            block.unmapped += next_block.unmapped
+            block.next = next_block.next
+            if block.next is not None:
+                block.next.prev = block
+            if pool.last is next_block:
                 pool.last = block
         insort(pool.free, (block.size, block.start, block))
 
-    def pass_through(self, key: int, nbytes: int) -> None:
-        pool = self._small if nbytes <= _SMALL else self._large
-        size = -(-nbytes // _ROUNDING) * _ROUNDING
-        if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].missing:
+    def allocate_temporary(self, key: int, nbytes: int) -> None:
+        pool = self._small if nbytes <= _SMALL_SIZE else self._large
+        size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE
+        if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].unmapped:
             self.peak_allocated = max(self.peak_allocated, self.allocated + size)
             return
         self.allocate(key, nbytes)
@@ -133,14 +133,14 @@ class CachingAllocator:
             if self._expandable:
                 for _, start, block in pool.free:
                     # Only pages that are wholly in the block.
-                    first = -(-start // pool.grain) * pool.grain
-                    whole = max(0, (start + block.size) // pool.grain * pool.grain - first)
-                    self.reserved -= max(0, whole - block.missing)
-                    block.missing = max(block.missing, whole)
+                    first = -(-start // pool.page_size) * pool.page_size
+                    whole = max(0, (start + block.size) // pool.page_size * pool.page_size - first)
+                    self.reserved -= max(0, whole - block.unmapped)
+                    block.unmapped = max(block.unmapped, whole)
                 continue
             kept = []
             for entry in pool.free:
-                if entry[2].before is None and entry[2].after is None:
+                if entry[2].prev is None and entry[2].next is None:
                     self.reserved -= entry[0]
                 else:
                     kept.append(entry)
@@ -149,8 +149,8 @@ class CachingAllocator:
     def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
         if stream not in self._pools:
             # A block of a segment that cannot grow is only split if more than a small one is left.
-            least = _ROUNDING if self._expandable else _SMALL + 1
-            self._pools[stream] = _Pool(_SMALL_SEGMENT, _ROUNDING), _Pool(_LARGE_SEGMENT, least)
+            least = _MIN_BLOCK_SIZE if self._expandable else _SMALL_SIZE + 1
+            self._pools[stream] = _Pool(_SMALL_BUFFER, _MIN_BLOCK_SIZE), _Pool(_LARGE_BUFFER, least)
         return self._pools[stream]
 
     def _best_fit(self, pool: _Pool, place: int) -> _Block:
@@ -165,53 +165,53 @@ class CachingAllocator:
     def _new_block(self, pool: _Pool, size: int) -> _Block:
         if self._expandable:
             return self._grow(pool, size)
-        if size <= _SMALL:
-            wanted = _SMALL_SEGMENT
-        elif size < _MIN_LARGE:
-            wanted = _LARGE_SEGMENT
+        if size <= _SMALL_SIZE:
+            wanted = _SMALL_BUFFER
+        elif size < _MIN_LARGE_ALLOC:
+            wanted = _LARGE_BUFFER
         else:
-            wanted = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            wanted = -(-size // _SMALL_BUFFER) * _SMALL_BUFFER
         self._reserve(wanted)
         self._segments += 1
-        return _Block(self._segments * _FAR, wanted, pool)
+        return _Block(self._segments * _SEGMENT_STRIDE, wanted, pool)
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
         last = pool.last
         if last is None or not last.is_free:
-            grown = -(-size // pool.grain) * pool.grain
+            grown = -(-size // pool.page_size) * pool.page_size
             self._reserve(grown)
             start = last.start + last.size if last is not None else 0
             block = _Block(start, grown, pool)
-            block.before = last
+            block.prev = last
             if last is not None:
-                last.after = block
+                last.next = block
         else:
-            grown = -(-(size - last.size) // pool.grain) * pool.grain
-            self._take_out(last)  # its memory must not be returned
+            grown = -(-(size - last.size) // pool.page_size) * pool.page_size
+            self._remove_free(last)  # its memory must not be returned
             try:
-                self._reserve(grown + last.missing)
+                self._reserve(grown + last.unmapped)
             except DeviceFullError:
                 insort(pool.free, (last.size, last.start, last))
                 raise
             last.size += grown
-            last.missing = 0
+            last.unmapped = 0
             block = last
         pool.last = block
         return block
 
-    def _map_again(self, block: _Block, size: int) -> None:
-        needed = min(block.missing, -(-size // block.pool.grain) * block.pool.grain)
+    def _remap(self, block: _Block, size: int) -> None:
+        needed = min(block.unmapped, -(-size // block.pool.page_size) * block.pool.page_size)
         try:
             self._reserve(needed)
         except DeviceFullError:
             insort(block.pool.free, (block.size, block.start, block))
             raise
-        block.missing -= needed
+        block.unmapped -= needed
 
     def _reserve(self, nbytes: int) -> None:
         capacity = self._capacity
         if capacity is not None and self.reserved + nbytes > capacity:
-            self.retries += 1
+            self.num_alloc_retries += 1
             self.empty_cache()
             if self.reserved + nbytes > capacity:
                 raise DeviceFullError
@@ -220,16 +220,16 @@ class CachingAllocator:
 
     def _split(self, pool: _Pool, block: _Block, size: int) -> None:
         rest = _Block(block.start + size, block.size - size, pool)
-        rest.before, rest.after = block, block.after
-        rest.missing, block.missing = block.missing, 0
-        if block.after is not None:
-            block.after.before = rest
-        block.after = rest
+        rest.prev, rest.next = block, block.next
+        rest.unmapped, block.unmapped = block.unmapped, 0
+        if block.next is not None:
+            block.next.prev = rest
+        block.next = rest
         block.size = size
         if pool.last is block:
             pool.last = rest
         insort(pool.free, (rest.size, rest.start, rest))
 
-    def _take_out(self, block: _Block) -> None:
+    def _remove_free(self, block: _Block) -> None:
         free = block.pool.free
         del free[bisect_left(free, (block.size, block.start))]

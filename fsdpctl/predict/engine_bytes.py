@@ -12,7 +12,7 @@ from itertools import pairwise
 from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.optimizers import KeptStates, is_compressible
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.recorder import Category, Recorder
+from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
 CATEGORIES = (
@@ -21,12 +21,12 @@ CATEGORIES = (
 )  # fmt: skip
 
 
-class EngineBytes(Recorder):
+class EngineBytes(StepRecorder):
     """Adds up what the engine has allocated, by category."""
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(CATEGORIES, 0)
-        self.moments: list[dict[Category, int]] = []  # after each change
+        self.history: list[dict[Category, int]] = []  # after each change
         self._sizes: list[tuple[Category, int]] = []  # by key
 
     def allocate(
@@ -41,7 +41,7 @@ class EngineBytes(Recorder):
             category, nbytes = self._sizes[key]
             self._change(category, -nbytes)
 
-    def become(self, key: int, category: Category, what: str) -> None:
+    def recategorize(self, key: int, category: Category, what: str) -> None:
         before, nbytes = self._sizes[key]
         self._sizes[key] = category, nbytes
         self.held[before] -= nbytes
@@ -50,11 +50,11 @@ class EngineBytes(Recorder):
     def _change(self, category: Category, nbytes: int) -> None:
         if category in self.held:
             self.held[category] += nbytes
-            self.moments.append(dict(self.held))
+            self.history.append(dict(self.held))
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EnginePeak:
     """The memory of the fullest rank."""
 
     rank: int  # among those that share a replica
@@ -67,16 +67,16 @@ class Estimate:
         return sum(self.breakdown.values())
 
 
-def estimate(plan: TrainingPlan) -> Estimate:
+def engine_peak(plan: TrainingPlan) -> EnginePeak:
     """Return the peak of the rank that needs the most memory; that of `plan` is ignored."""
-    return max(map(_estimate_rank, fullest_ranks(plan)), key=lambda each: each.peak_bytes)
+    return max(map(_peak_of_rank, fullest_ranks(plan)), key=lambda each: each.peak_bytes)
 
 
-def _estimate_rank(plan: TrainingPlan) -> Estimate:
+def _peak_of_rank(plan: TrainingPlan) -> EnginePeak:
     moments, place = timeline(plan), plan.step.place
     peak = max(moments, key=lambda held: sum(held.values()))
     largest = {each: max(held[each] for held in moments) for each in CATEGORIES}
-    return Estimate(place.rank, place.replica, peak, largest)
+    return EnginePeak(place.rank, place.replica, peak, largest)
 
 
 def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
@@ -85,9 +85,9 @@ def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
     steps = FsdpctlSteps(plan, recorder)
     steps.setup(draws=False)
     steps.step()
-    recorder.moments = [dict(recorder.held)]
+    recorder.history = [dict(recorder.held)]
     steps.step()
-    return recorder.moments
+    return recorder.history
 
 
 def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:

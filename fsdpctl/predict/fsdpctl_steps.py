@@ -9,22 +9,22 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.step_plan import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict import fsdpctl_update
-from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
-from fsdpctl.predict.recorder import (
+from fsdpctl.predict.model_pass import PassPart
+from fsdpctl.predict.step_recorder import (
     CATEGORY_OF,
-    COPIES,
     GATHERS,
     REDUCTIONS,
+    REPLICA_SUMS,
     Category,
     RankGroup,
-    Recorder,
+    StepRecorder,
 )
 from fsdpctl.predict.training_plan import TrainingPlan
 
 K = EventKind
 C = CollectiveKind
-_DOING = {Buffer.PARAMS: "gathering", Buffer.WHOLE_GRADS: "collecting the gradients of"}
+_ACTIVITIES = {Buffer.PARAMS: "gathering", Buffer.WHOLE_GRADS: "collecting the gradients of"}
 
 
 class _EngineBuffers:
@@ -34,11 +34,11 @@ class _EngineBuffers:
     rank needs for a moment while it adds.
     """
 
-    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+    def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
         self._plan, self._recorder = plan, recorder
         self._keys: dict[tuple[Buffer, str, int], int] = {}
-        self._on_host: set[str] = set()  # units whose gradients went there
-        self._leaving: dict[str, int] = {}  # bytes of new gradients, by unit
+        self._offloaded: set[str] = set()  # units whose gradients went there
+        self._gradient_bytes: dict[str, int] = {}  # bytes of new gradients, by unit
         self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
 
     def begin_pass(self) -> None:
@@ -59,19 +59,19 @@ class _EngineBuffers:
         else:
             buffer, index = event.into
             self._keys[buffer, event.unit, index] = key
-            self._recorder.become(key, CATEGORY_OF[buffer], buffer.value)
+            self._recorder.recategorize(key, CATEGORY_OF[buffer], buffer.value)
 
     def drop_gradients(self, unit: str) -> None:
         for layout in self._plan.step.trained[unit]:
             self._drop(layout)
 
-    def leave(self, unit: str) -> None:
+    def offload_gradients(self, unit: str) -> None:
         """Let the reduced gradients of a unit leave, if they do; what the host has is added."""
-        nbytes = self._leaving.pop(unit, None)
+        nbytes = self._gradient_bytes.pop(unit, None)
         if nbytes is not None:
-            if unit in self._on_host:
-                self._recorder.pass_through(nbytes)
-            self._on_host.add(unit)
+            if unit in self._offloaded:
+                self._recorder.allocate_temporary(nbytes)
+            self._offloaded.add(unit)
 
     def take_gradients(self) -> dict[str, list[int]]:
         """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
@@ -81,7 +81,7 @@ class _EngineBuffers:
         return taken
 
     def end_step(self) -> None:
-        self._on_host.clear()
+        self._offloaded.clear()
         left = [each for each in self._keys if each[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]
         self._recorder.free(*map(self._keys.pop, left))
 
@@ -91,9 +91,9 @@ class _EngineBuffers:
         if buffer is not Buffer.PARAMS:
             piece, number = divmod(event.index, len(self._plan.step.trained[unit]))
         collected = event.is_last and not piece  # at once: autograd's gradients are not needed
-        recorder.at(_DOING.get(buffer, "reducing"), unit)
+        recorder.begin_phase(_ACTIVITIES.get(buffer, "reducing"), unit)
         if buffer is Buffer.GRADS and Offload.GRADIENTS in self._plan.step.offload:
-            self._leaving[unit] = event.nbytes
+            self._gradient_bytes[unit] = event.nbytes
         if buffer is Buffer.WORKSPACE and collected:
             self._drop(self._plan.step.trained[unit][number])  # held gradients include them
         own, of = (buffer, unit, event.index), CATEGORY_OF[buffer]
@@ -110,13 +110,13 @@ class _EngineBuffers:
         if place.size > 1 and place.transport is not Transport.NCCL:  # one kernel adds its sums
             own = layout.parts[place.rank].numel
             itemsize = max(dtypes.reduce.itemsize, dtypes.gradient.itemsize)
-            self._recorder.pass_through(min(own, ADDED_AT_A_TIME) * itemsize)
+            self._recorder.allocate_temporary(min(own, ADDED_AT_A_TIME) * itemsize)
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the same for the sums over replicas, which are in a workspace."""
         replicas, itemsize = self._plan.step.place.num_replicas, self._plan.dtypes.gradient.itemsize
         own = workspace // (replicas - 1)
-        self._recorder.pass_through(min(own, ADDED_AT_A_TIME * itemsize))
+        self._recorder.allocate_temporary(min(own, ADDED_AT_A_TIME * itemsize))
 
     def _drop(self, layout: FlatLayout) -> None:
         for param in layout.params:
@@ -129,19 +129,19 @@ class _EngineBuffers:
 class FsdpctlSteps:
     """The steps of one rank; the optimizer's gathers are waited for in the next step."""
 
-    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+    def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
         self._plan, self._step, self._place = plan, plan.step, plan.step.place
         self._recorder = recorder
-        self._events = planned_step(plan.step, plan.reduces)
+        self._events = planned_step(plan.step, plan.reduces_gradients)
         self._update = planned_update(plan.step)
         self._buffers = _EngineBuffers(plan, recorder)
         self._gathers: dict[str, int] = {}
-        self._renewing: dict[str, int] = {}
-        self._reducing: dict[str, deque[tuple[int | None, int]]] = defaultdict(deque)  # and bytes
-        self._combining: dict[str, deque[int]] = defaultdict(deque)
+        self._updated_gathers: dict[str, int] = {}
+        self._reductions: dict[str, deque[tuple[int | None, int]]] = defaultdict(deque)  # and bytes
+        self._replica_reductions: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int | None] = {}
         self._has_states = plan.step.steps_on_host  # they are on the host
-        self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
+        self._gradient_bytes: dict[str, list[int]] = {}  # gradients that the host steps with
         self._host = fsdpctl_update.HostSchedule(plan, recorder)
 
     def setup(self, *, draws: bool) -> None:
@@ -149,19 +149,19 @@ class FsdpctlSteps:
 
     def step(self) -> None:
         recorder, root = self._recorder, self._step.order.root
-        recorder.compute(Part.BEFORE)
-        passes = len(self._plan.reduces)
+        recorder.compute(PassPart.BEFORE)
+        passes = len(self._plan.reduces_gradients)
         for event in self._events:
             if event.buffer is Buffer.LEAVING:
-                recorder.free(*self._leaving.pop(event.unit, ()))
+                recorder.free(*self._gradient_bytes.pop(event.unit, ()))
             elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
-                self._host.finish()
-                recorder.compute(Part.END)
+                self._host.wait_for_copy()
+                recorder.compute(PassPart.END)
                 passes -= 1
                 if passes:
-                    recorder.compute(Part.BEFORE)
+                    recorder.compute(PassPart.BEFORE)
             else:
                 self._do(event)
         self._optimize()
@@ -172,14 +172,14 @@ class FsdpctlSteps:
             case K.FORWARD:
                 self._forward(unit)
             case K.LEAVE:
-                recorder.compute(Part.AROUND, unit)
+                recorder.compute(PassPart.BETWEEN, unit)
                 if unit == self._step.order.forward[-1]:
-                    recorder.compute(Part.LOSS)
+                    recorder.compute(PassPart.LOSS)
             case K.BACKWARD:
-                recorder.compute(Part.BACKWARD, unit)
+                recorder.compute(PassPart.BACKWARD, unit)
             case K.SYNC:
                 self._host.wait(unit)
-                self._renew(event)
+                self._gather_updated(event)
             case K.GATHER:
                 self._gather(unit, event.nbytes)
             case K.READY:
@@ -191,39 +191,39 @@ class FsdpctlSteps:
                     self._buffers.drop_gradients(unit)
                 self._reduce(unit, event.nbytes)
             case K.REDUCED:
-                key, nbytes = self._reducing[unit].popleft()
+                key, nbytes = self._reductions[unit].popleft()
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
                 self._last_reduced[unit] = key
-                self._leave(unit, is_last=event.is_last and not self._step.combines)
+                self._offload_gradients(unit, is_last=event.is_last and not self._step.combines)
             case K.COMBINE:
-                self._combine(unit, event.nbytes)
+                self._reduce_over_replicas(unit, event.nbytes)
             case K.COMBINED:
-                recorder.wait(self._combining[unit].popleft())
-                self._leave(unit, is_last=event.is_last)
+                recorder.wait(self._replica_reductions[unit].popleft())
+                self._offload_gradients(unit, is_last=event.is_last)
 
-    def _leave(self, unit: str, *, is_last: bool) -> None:
+    def _offload_gradients(self, unit: str, *, is_last: bool) -> None:
         """Let a unit's gradients leave for the host, unless more of them have to arrive."""
-        self._buffers.leave(unit)
+        self._buffers.offload_gradients(unit)
         if is_last:
-            self._host.leave(unit)
+            self._host.offload_gradients(unit)
 
     def _forward(self, unit: str) -> None:
         recorder, order = self._recorder, self._step.order
         self._host.wait(unit)
-        recorder.wait(self._renewing.pop(unit, None))
+        recorder.wait(self._updated_gathers.pop(unit, None))
         if unit != order.root:
-            recorder.compute(Part.FORWARD, unit)
+            recorder.compute(PassPart.FORWARD, unit)
             return
         self._buffers.begin_pass()
-        recorder.compute(Part.START)
+        recorder.compute(PassPart.START)
         if not order.forward:
-            recorder.compute(Part.LOSS)
+            recorder.compute(PassPart.LOSS)
 
     def _gather(self, unit: str, nbytes: int) -> None:
         recorder, dtypes = self._recorder, self._plan.dtypes
         self._host.wait(unit)
-        recorder.wait(self._renewing.pop(unit, None))
+        recorder.wait(self._updated_gathers.pop(unit, None))
         from_host = sum(
             rest.part.numel * rest.dtypes.compute.itemsize
             for rest in map(self._step.rest, self._step.layouts[unit])
@@ -235,8 +235,8 @@ class FsdpctlSteps:
             recorder.copy(widened * (nbytes / self._place.size - from_host), f"cast {unit}")
         arrives: tuple[int, ...] = ()
         if from_host:
-            arrives = (recorder.on_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
-        self._gathers[unit] = recorder.start(
+            arrives = (recorder.start_on_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
+        self._gathers[unit] = recorder.start_collective(
             C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS, after=arrives
         )
 
@@ -248,10 +248,10 @@ class FsdpctlSteps:
             others = nbytes - nbytes / self._place.size
             recorder.copy(2 * others, f"copy gradients of {unit}")
         else:
-            key = recorder.start(
+            key = recorder.start_collective(
                 self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
             )
-        self._reducing[unit].append((key, nbytes))
+        self._reductions[unit].append((key, nbytes))
         self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
@@ -266,28 +266,28 @@ class FsdpctlSteps:
         if ranks > 1:
             self._recorder.copy(passes * own, f"sum of {unit}")
 
-    def _combine(self, unit: str, nbytes: int) -> None:
+    def _reduce_over_replicas(self, unit: str, nbytes: int) -> None:
         strategy = self._step.strategy
         kind = C.REDUCE_SCATTER if strategy.shards_over_replicas else C.ALL_REDUCE
-        group, queue = RankGroup.REPLICAS, COPIES
+        group, queue = RankGroup.REPLICAS, REPLICA_SUMS
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
         before = self._last_reduced[unit]
         after = (before,) if strategy.replicates and before is not None else ()
         label = f"sum over replicas of {unit}"
-        key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
-        self._combining[unit].append(key)
+        key = self._recorder.start_collective(kind, nbytes, group, label, queue=queue, after=after)
+        self._replica_reductions[unit].append(key)
 
     def _optimize(self) -> None:
         plan, step, recorder = self._plan, self._step, self._recorder
-        recorder.at("the optimizer's step")
+        recorder.begin_phase("the optimizer's step")
         if not self._has_states:
             self._has_states = True
             fsdpctl_update.allocate_states(plan, recorder)
         by_muon = fsdpctl_update.step_matrices(plan, recorder)
         fsdpctl_update.step_in_tiles(plan, recorder)
         if step.fetches_gradients:
-            self._leaving = self._buffers.take_gradients()
+            self._gradient_bytes = self._buffers.take_gradients()
         self._buffers.end_step()
         if step.steps_on_host:
             self._host.step()
@@ -295,23 +295,23 @@ class FsdpctlSteps:
             held = sum(step.held(layout).numel for layout in step.all_trained())
             numel, moments = held - by_muon, plan.states.moments
             stored = fsdpctl_update.tiled_traffic(plan, numel)
-            recorder.optimize(numel, plan.dtypes.master.itemsize, moments, stored)
+            recorder.optimizer_step(numel, plan.dtypes.master.itemsize, moments, stored)
         for event in self._update:
-            self._renew(event)
+            self._gather_updated(event)
         recorder.end_step()
 
-    def _renew(self, event: Event) -> None:
+    def _gather_updated(self, event: Event) -> None:
         if self._place.transport is Transport.SHARED:
             return  # ranks read what their owner has written
         over_replicas = self._step.strategy.shards_over_replicas
         group = RankGroup.REPLICAS if over_replicas else RankGroup.SHARD
-        self._renewing[event.unit] = self._recorder.start(
+        self._updated_gathers[event.unit] = self._recorder.start_collective(
             C.GATHER, event.nbytes, group, f"renew {event.unit}", queue=GATHERS
         )
 
 
-def _allocate_model(step: StepPlan, recorder: Recorder, *, draws: bool) -> None:
-    recorder.at("building the model")
+def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> None:
+    recorder.begin_phase("building the model")
     scratch: dict[str, int] = {}  # by dtype
     slots = {name: slot for slot in step.slots for name in slot.units}
     made: set[str] = set()

@@ -8,17 +8,17 @@ from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.optimizers import Muon, Shape, is_muons, matrices_of, muon_flops, tile_bytes
 from fsdpctl.plan.step_plan import StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
-from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.hardware import HostQueue
-from fsdpctl.predict.recorder import Category, Recorder
+from fsdpctl.predict.model_pass import Work, WorkKind
+from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
 # Bytes per element that are moved in the time of a step in tiles, by benchmarks/update_time.py: six
 # times those of a step in float32.
-_IN_TILES = 6 * 32
+_TILE_STEP_BYTES = 6 * 32
 # Of Muon's elementwise operators: passes over weights, gradient and mean, and bytes in bfloat16.
 _MASTER_PASSES, _BYTES = 11, 10
-_WITHOUT = -1  # the group of parameters that get no gradient
+_NO_GROUP = -1  # the group of parameters that get no gradient
 
 
 class HostSchedule:
@@ -28,7 +28,7 @@ class HostSchedule:
     waits for its own result only.
     """
 
-    def __init__(self, plan: TrainingPlan, recorder: Recorder) -> None:
+    def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
         self._plan, self._recorder = plan, recorder
         step = plan.step
         owned = {
@@ -36,48 +36,56 @@ class HostSchedule:
             for unit in (step.order.root, *step.order.forward)
         }
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
-        self._left: dict[str, int] = {}  # copies of gradients to the host
-        self._leaving: int | None = None  # the last of them, whose gradient is not freed yet
+        self._gradient_copies: dict[str, int] = {}  # copies of gradients to the host
+        self._last_copy: int | None = None  # the last of them, whose gradient is not freed yet
         self._results: dict[str, int] = {}  # copies to the device, or steps if none are needed
 
-    def leave(self, unit: str) -> None:
+    def offload_gradients(self, unit: str) -> None:
         """Send a unit's complete gradients to the host, added to those that it has."""
         if Offload.GRADIENTS not in self._plan.step.offload or unit not in self._owned:
             return
-        self.finish()
+        self.wait_for_copy()
         recorder, nbytes = self._recorder, self._owned[unit] * self._plan.dtypes.gradient.itemsize
-        if unit in self._left:
-            after = (self._left[unit],)
+        if unit in self._gradient_copies:
+            after = (self._gradient_copies[unit],)
             label = f"earlier gradients of {unit}"
-            recorder.wait(recorder.on_host(HostQueue.UP, nbytes, label, after=after))
+            recorder.wait(recorder.start_on_host(HostQueue.UP, nbytes, label, after=after))
             recorder.copy(3 * nbytes, f"sum of {unit}")
         recorder.copy(nbytes, f"norm of {unit}")
-        self._leaving = recorder.on_host(HostQueue.DOWN, nbytes, f"gradients of {unit}")
-        self._left[unit] = self._leaving
+        self._last_copy = recorder.start_on_host(HostQueue.DOWN, nbytes, f"gradients of {unit}")
+        self._gradient_copies[unit] = self._last_copy
 
-    def finish(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the gradients that were sent last can be freed."""
-        self._recorder.wait(self._leaving)
-        self._leaving = None
+        self._recorder.wait(self._last_copy)
+        self._last_copy = None
 
     def step(self) -> None:
         """Let the host step all units. Two buffers for each direction limit how far it is ahead."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         fetches = self._plan.step.fetches_gradients
-        recorder.norm(sum(self._owned.values()) * dtypes.gradient.itemsize if fetches else 0)
+        recorder.gradient_norm(
+            sum(self._owned.values()) * dtypes.gradient.itemsize if fetches else 0
+        )
         steps: list[int] = []
         results: list[int] = []
         for unit, numel in self._owned.items():
             if fetches:
                 label, nbytes = f"gradients of {unit}", numel * dtypes.gradient.itemsize
-                down = recorder.on_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
+                down = recorder.start_on_host(
+                    HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1])
+                )
             else:
-                down = self._left.pop(unit)
+                down = self._gradient_copies.pop(unit)
             after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
-            steps.append(recorder.on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
+            steps.append(
+                recorder.start_on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after)
+            )
             if Offload.PARAMS not in self._plan.step.offload:
                 label, nbytes = f"parameters of {unit}", numel * dtypes.compute.itemsize
-                results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
+                results.append(
+                    recorder.start_on_host(HostQueue.UP, nbytes, label, after=(steps[-1],))
+                )
             self._results[unit] = (results or steps)[-1]
 
     def wait(self, unit: str) -> None:
@@ -95,33 +103,33 @@ def _step_traffic(plan: TrainingPlan) -> int:
     dtypes = plan.dtypes
     stepped = 2 * (dtypes.gradient.itemsize + (1 + plan.states.moments) * dtypes.master.itemsize)
     if plan.states.dtype is not None:
-        stepped = _IN_TILES
+        stepped = _TILE_STEP_BYTES
     cast = dtypes.compute.itemsize if dtypes.compute.itemsize != dtypes.master.itemsize else 0
     fetched = dtypes.gradient.itemsize if plan.step.fetches_gradients else 0
     read = 0 if Offload.PARAMS in plan.step.offload else dtypes.compute.itemsize
     return stepped + cast + read + fetched
 
 
-def allocate_states(plan: TrainingPlan, recorder: Recorder) -> None:
+def allocate_states(plan: TrainingPlan, recorder: StepRecorder) -> None:
     """Allocate the optimizer states of the parameters that have gradients, group by group."""
     step, kept = plan.step, plan.states
 
     def group_of(param: ParamSpec) -> int:
-        return kept.key(param) if recorder.has_gradient(param) else _WITHOUT
+        return kept.key(param) if recorder.has_gradient(param) else _NO_GROUP
 
     runs = [
         (run, unit)
         for unit, layouts in step.trained.items()
         for layout in layouts
         for run in optimizer_runs(layout, step.held(layout), group_of, kept.is_alone)
-        if run.group != _WITHOUT
+        if run.group != _NO_GROUP
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
         for size in kept.of_run(run, plan.dtypes.master.itemsize):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
 
 
-def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
+def step_in_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
     """Use the memory of a step in tiles, if it is one."""
     step = plan.step
     if plan.states.dtype is None or step.steps_on_host:
@@ -129,7 +137,7 @@ def step_in_tiles(plan: TrainingPlan, recorder: Recorder) -> None:
     key, layouts = plan.states.key, step.all_trained()
     runs = (run.span.numel for x in layouts for run in optimizer_runs(x, step.held(x), key))
     device = "cuda" if step.place.transport is Transport.NCCL else "cpu"
-    recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
+    recorder.allocate_temporary(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 
 
 def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
@@ -141,7 +149,7 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
     return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes
 
 
-def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
+def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
     """Update the matrices of a rank by Muon, if it does; return their elements.
 
     Takes the time of the rank with the most work. Matrices of one shape use the same memory.
@@ -149,7 +157,7 @@ def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
     muon, itemsize = plan.states.muon, plan.dtypes.master.itemsize
     if muon is None:
         return 0
-    recorder.at("the optimizer's step")
+    recorder.begin_phase("the optimizer's step")
     owned = list(_matrices(plan.step))
     for shape in sorted(set(map(matrices_of, owned))):
         keys: dict[str, int] = {}
@@ -159,7 +167,7 @@ def step_matrices(plan: TrainingPlan, recorder: Recorder) -> int:
             else:
                 recorder.free(keys.pop(what))
     works = [_works(muon, matrices_of(param), itemsize) for param in _most_matrices(plan.step)]
-    recorder.update([work for of_shape in works for work in of_shape], "Muon")
+    recorder.optimizer_operators([work for of_shape in works for work in of_shape], "Muon")
     return sum(param.numel for param in owned)
 
 

@@ -8,28 +8,29 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from fsdpctl.io.resources import without_gc
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
-from fsdpctl.predict.compute import Operation
-from fsdpctl.predict.memory_recorder import Item, MemoryRecorder, When, without_gc
-from fsdpctl.predict.recorder import Category, Steps
+from fsdpctl.predict.memory_recorder import AllocationPurpose, MemoryRecorder, StepPhase
+from fsdpctl.predict.model_pass import Operation
+from fsdpctl.predict.step_recorder import Category, Steps
 
 ALLOCATORS = ("expandable", "native")
-_MOST_STEPS = 5  # after which an allocator may still grow
-_USUAL = 2  # the number of a step like all later ones
-_LARGEST = 8  # kinds of tensors that are listed
+_MAX_REPLAYED_STEPS = 5  # after which an allocator may still grow
+_STEADY_STEP = 2  # the number of a step like all later ones
+_MOST_LISTED = 8  # kinds of tensors that are listed
 _ROUNDING = 512  # of CUDA's allocator
 
 
 # Workspaces of cuBLAS, one for each of the two threads that call it, and their size on Hopper.
-_CUBLAS, _CUBLAS_BYTES = 2, 32 << 20
+_CUBLAS_WORKSPACES, _CUBLAS_BYTES = 2, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestTensors:
     """The tensors of one kind that exist at the peak."""
 
     category: Category
-    what: str
+    description: str
     count: int
     nbytes: int  # in total
 
@@ -38,12 +39,12 @@ class Largest:
 class Peak:
     """The moment at which a rank holds most."""
 
-    when: When
+    phase: StepPhase
     breakdown: dict[Category, int]
-    largest: tuple[Largest, ...]
+    largest: tuple[LargestTensors, ...]
 
 
-class Script:
+class AllocationTrace:
     """All that a rank allocates: building the model, then steps."""
 
     def __init__(
@@ -53,36 +54,38 @@ class Script:
         self._recorder, self._steps = recorder, steps
         recorder.begin()
         steps.setup(draws=draws)
-        for _ in range(_CUBLAS if on_cuda else 0):
+        for _ in range(_CUBLAS_WORKSPACES if on_cuda else 0):
             recorder.allocate(Category.WORKSPACES, "", "cuBLAS workspace", _CUBLAS_BYTES)
-        for kept in recorder.program.kept:
-            recorder.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
-        self._recorded = [(recorder.operations, recorder.moments)]
+        for kept in recorder.model_pass.cached:
+            recorder.allocate(
+                Category.ACTIVATIONS, kept.position.unit, kept.description, kept.nbytes
+            )
+        self._recorded = [(recorder.operations, recorder.phases)]
 
     def operations(self, number: int) -> Sequence[Operation]:
         """Return the operations of a step; 0: of building the model."""
         while len(self._recorded) <= number:
             self._recorder.begin()
             self._steps.step()
-            self._recorded.append((self._recorder.operations, self._recorder.moments))
+            self._recorded.append((self._recorder.operations, self._recorder.phases))
         return self._recorded[number][0]
 
-    def when(self, number: int, index: int) -> When:
-        _, moments = self._recorded[number]
-        return moments[bisect_right(moments, index, key=lambda each: each[0]) - 1][1]
+    def phase(self, number: int, index: int) -> StepPhase:
+        _, phases = self._recorded[number]
+        return phases[bisect_right(phases, index, key=lambda each: each[0]) - 1][1]
 
 
 class UnevenStepError(ValueError):
     """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
 
 
-def _highest(script: Script, rounding: int) -> tuple[int, int, int]:
+def _peak_position(trace: AllocationTrace, rounding: int) -> tuple[int, int, int]:
     """Return the step and the operation after which most is allocated, and what only passes."""
     total = most = passing = 0
     place = (0, 0)
     live: dict[int, int] = {}
-    for number in range(_USUAL + 1):
-        for index, (key, nbytes) in enumerate(script.operations(number)):
+    for number in range(_STEADY_STEP + 1):
+        for index, (key, nbytes) in enumerate(trace.operations(number)):
             more = 0
             if nbytes > 0:
                 live[key] = size = -(-nbytes // rounding) * rounding
@@ -99,15 +102,17 @@ def _highest(script: Script, rounding: int) -> tuple[int, int, int]:
     return *place, passing
 
 
-def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
+def find_peak(
+    trace: AllocationTrace, item: Callable[[int], AllocationPurpose], rounding: int
+) -> Peak:
     """Return the moment at which most is allocated, usually in a step that is not the first.
 
     Requests are rounded up to multiples of `rounding` bytes.
     """
-    number, index, passing = _highest(script, rounding)
+    number, index, passing = _peak_position(trace, rounding)
     live: dict[int, int] = {}
-    before = chain.from_iterable(map(script.operations, range(number)))
-    for key, nbytes in chain(before, script.operations(number)[: index + 1]):
+    before = chain.from_iterable(map(trace.operations, range(number)))
+    for key, nbytes in chain(before, trace.operations(number)[: index + 1]):
         if nbytes > 0:
             live[key] = nbytes
         elif not nbytes:
@@ -117,27 +122,27 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
     counts: Counter[tuple[Category, str]] = Counter()
     for found, nbytes in ((item(key), nbytes) for key, nbytes in live.items()):
         breakdown[found.category] += nbytes
-        kinds[found.category, found.what] += nbytes
-        counts[found.category, found.what] += 1
+        kinds[found.category, found.description] += nbytes
+        counts[found.category, found.description] += 1
     breakdown[Category.WORKSPACES] += passing
     largest = tuple(
-        Largest(category, what, counts[category, what], nbytes)
-        for (category, what), nbytes in kinds.most_common(_LARGEST)
+        LargestTensors(category, what, counts[category, what], nbytes)
+        for (category, what), nbytes in kinds.most_common(_MOST_LISTED)
     )
-    return Peak(script.when(number, index), breakdown, largest)
+    return Peak(trace.phase(number, index), breakdown, largest)
 
 
-def replay(script: Script, allocator: CachingAllocator) -> None:
+def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
     """Replay steps until one needs nothing new."""
     before = (-1, -1)  # peaks
-    for number in range(_MOST_STEPS + 1):
-        for key, nbytes in script.operations(number):
+    for number in range(_MAX_REPLAYED_STEPS + 1):
+        for key, nbytes in trace.operations(number):
             if nbytes > 0:
                 allocator.allocate(key, nbytes)
             elif nbytes == 0:
                 allocator.free(key)
             else:
-                allocator.pass_through(key, -nbytes)
+                allocator.allocate_temporary(key, -nbytes)
         now = (allocator.peak_allocated, allocator.peak_reserved)
         if number and now == before:
             return
@@ -151,7 +156,7 @@ class StepEstimate:
     device: str
     allocator: str  # of the run
     peak: Peak
-    script: Script
+    trace: AllocationTrace
     recorder: MemoryRecorder
 
     @cached_property
@@ -164,7 +169,7 @@ class StepEstimate:
         if self.device == "cpu":
             return (sum(self.peak.breakdown.values()),) * 2
         with without_gc():
-            replay(self.script, allocator := self._new_allocator(name))
+            replay(self.trace, allocator := self._new_allocator(name))
         return allocator.peak_allocated, allocator.peak_reserved
 
     def _new_allocator(self, name: str, capacity: int | None = None) -> CachingAllocator:
@@ -205,7 +210,7 @@ class StepEstimate:
         if self.device == "cpu" or self.allocated > available:
             return "too_large"
         try:
-            replay(self.script, self._new_allocator(self.allocator, available))
+            replay(self.trace, self._new_allocator(self.allocator, available))
         except DeviceFullError:
             return "too_large"
         return "thrashes"
@@ -215,9 +220,12 @@ class StepEstimate:
         return {
             "peak_allocated_bytes": self.allocated, "peak_reserved_bytes": self.peak_reserved,
             "allocator": self.allocator, "reserved_bytes": self.reserved,
-            "breakdown": self.breakdown, "peak_at": str(self.peak.when),
+            "breakdown": self.breakdown, "peak_at": str(self.peak.phase),
             "largest": [
-                {"category": x.category.value, "what": x.what, "count": x.count, "bytes": x.nbytes}
+                {
+                    "category": x.category.value, "what": x.description,
+                    "count": x.count, "bytes": x.nbytes,
+                }
                 for x in self.peak.largest
             ],
             "counts_activations": True,
@@ -233,6 +241,6 @@ def estimate_steps(
     """
     on_cuda = device == "cuda"
     with without_gc():
-        script = Script(recorder, steps, draws=draws, on_cuda=on_cuda)
-        peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
-    return StepEstimate(device, allocator, peak, script, recorder)
+        trace = AllocationTrace(recorder, steps, draws=draws, on_cuda=on_cuda)
+        peak = find_peak(trace, recorder.purpose, _ROUNDING if on_cuda else 1)
+    return StepEstimate(device, allocator, peak, trace, recorder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
-_DONE = 1e-12  # seconds
+_EPSILON = 1e-12  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,19 @@ class SimulatedStep:
     """The result of a simulation."""
 
     seconds: float = 0.0
-    computing: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
-    exposed: float = 0.0  # seconds in which the compute stream waited for a collective
-    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # bytes, by link
+    seconds_by_phase: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # by phase
+    exposed_communication: float = (
+        0.0  # seconds in which the compute stream waited for a collective
+    )
+    sent_bytes: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # bytes, by link
 
 
 @dataclass(slots=True)
-class _Running:
+class _QueuedTransfer:
     """A collective, until it ends."""
 
     start: Start
@@ -80,7 +86,7 @@ class StepSimulator:
 
     def __init__(self) -> None:
         self._step = SimulatedStep()
-        self._queues: dict[str, deque[_Running]] = defaultdict(deque)
+        self._queues: dict[str, deque[_QueuedTransfer]] = defaultdict(deque)
         self._pending: set[int] = set()
 
     def run(self, tasks: Iterable[Task]) -> SimulatedStep:
@@ -98,53 +104,53 @@ class StepSimulator:
     def _start(self, task: Start) -> None:
         transfer = task.transfer
         self._pending.add(task.key)
-        self._step.sent[transfer.link] += transfer.nbytes
-        self._queues[task.queue].append(_Running(task, transfer.latency, transfer.seconds))
+        self._step.sent_bytes[transfer.link] += transfer.nbytes
+        self._queues[task.queue].append(_QueuedTransfer(task, transfer.latency, transfer.seconds))
 
     def _compute(self, task: Compute) -> None:
         began, left = self._step.seconds, task.seconds
-        while left > _DONE:
+        while left > _EPSILON:
             left -= self._advance(left)
-        self._step.computing[task.phase] += self._step.seconds - began
+        self._step.seconds_by_phase[task.phase] += self._step.seconds - began
 
     def _wait(self, task: Wait) -> None:
         began = self._step.seconds
         while task.key in self._pending:
             self._advance(None)
         if task.phase is not None:
-            self._step.computing[task.phase] += self._step.seconds - began
+            self._step.seconds_by_phase[task.phase] += self._step.seconds - began
             return
-        self._step.exposed += self._step.seconds - began
+        self._step.exposed_communication += self._step.seconds - began
 
     def _advance(self, computing: float | None) -> float:
         """Advance until something ends, and return how much of `computing` was done."""
-        heads = self._firsts()
-        flowing = [each for each in heads if each.latency <= _DONE]
+        heads = self._queue_heads()
+        flowing = [each for each in heads if each.latency <= _EPSILON]
         slowdown = sum(each.start.transfer.compute_slowdown for each in heads)
         speed = 1.0 - min(_MAX_SLOWDOWN, slowdown)
         rates = self._rates(flowing, computes=computing is not None)
-        until = [each.latency for each in heads if each.latency > _DONE]
+        until = [each.latency for each in heads if each.latency > _EPSILON]
         until += [each.seconds / rates[id(each)] for each in flowing]
         if computing is not None:
             until.append(computing / speed)
         step = min(until)
         self._step.seconds += step
         for each in heads:
-            if each.latency > _DONE:
+            if each.latency > _EPSILON:
                 each.latency -= step
             else:
                 each.seconds -= step * rates[id(each)]
-            if each.latency <= _DONE and each.seconds <= _DONE:
+            if each.latency <= _EPSILON and each.seconds <= _EPSILON:
                 self._end(each)
         return step * speed
 
-    def _firsts(self) -> list[_Running]:
+    def _queue_heads(self) -> list[_QueuedTransfer]:
         """Return the first of each queue, unless it has to wait for another."""
         firsts = (queue[0] for queue in self._queues.values() if queue)
         return [each for each in firsts if self._pending.isdisjoint(each.start.after)]
 
     @staticmethod
-    def _rates(flowing: list[_Running], *, computes: bool) -> dict[int, float]:
+    def _rates(flowing: list[_QueuedTransfer], *, computes: bool) -> dict[int, float]:
         on_link: dict[str, int] = defaultdict(int)
         for each in flowing:
             on_link[each.start.transfer.link] += 1
@@ -155,6 +161,6 @@ class StepSimulator:
             rates[id(each)] = rate * (1.0 - transfer.comm_slowdown) if computes else rate
         return rates
 
-    def _end(self, each: _Running) -> None:
+    def _end(self, each: _QueuedTransfer) -> None:
         self._queues[each.start.queue].popleft()
         self._pending.discard(each.start.key)

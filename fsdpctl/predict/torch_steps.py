@@ -6,9 +6,9 @@ from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.step_plan import Transport
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import Part
 from fsdpctl.predict.hardware import CollectiveKind as C
-from fsdpctl.predict.recorder import COPIES, GATHERS, Category, RankGroup, Recorder
+from fsdpctl.predict.model_pass import PassPart
+from fsdpctl.predict.step_recorder import GATHERS, REPLICA_SUMS, Category, RankGroup, StepRecorder
 from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
@@ -34,7 +34,7 @@ class Fsdp2Steps:
         units: Sequence[UnitSpec],
         strategy: Strategy,
         plan: TrainingPlan,
-        recorder: Recorder,
+        recorder: StepRecorder,
         *,
         fused: bool = True,
         regathers: bool = False,
@@ -51,20 +51,20 @@ class Fsdp2Steps:
         self._reshards = strategy.reshard_after_forward  # the last block and the root never
         self._regathers = regathers and self._reshards and self._num_parts > 1
         self._replicates = place.num_replicas > 1  # gradients are then all-reduced over replicas
-        self._behind = max(1, prefetch.backward)  # blocks gathered ahead in backward
+        self._backward_prefetch = max(1, prefetch.backward)  # blocks gathered ahead in backward
         # Blocks gathered ahead in forward by request, and those whose transfer starts anyway.
-        self._ahead = prefetch.forward if prefetch.forward > 1 else 0
-        self._started = max(self._ahead, int(place.transport is Transport.NCCL))
+        self._forward_prefetch = prefetch.forward if prefetch.forward > 1 else 0
+        self._started_gathers = max(self._forward_prefetch, int(place.transport is Transport.NCCL))
         # The parameters of the root, which is everything outside the blocks, and of each block.
         self._root = units[0].name
         blocks = {unit.name: unit.params for unit in units if unit.kind == "block"}
         rest = tuple(p for unit in units if unit.name not in blocks for p in unit.params)
         self._groups = {self._root: rest, **blocks}
         self._blocks = list(blocks)
-        self._places = [unit.name for unit in units[1:]]
+        self._units = [unit.name for unit in units[1:]]
         self._gathers: dict[str, int] = {}  # by unit, until they are waited for
         self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
-        self._whole: dict[str, list[int]] = {}
+        self._unsharded: dict[str, list[int]] = {}
         self._copied: int | None = None  # the buffer of the gather that was copied last
         self._reducing: int | None = None
         self._all_reduced: list[int] = []  # kept until the backward is over
@@ -73,17 +73,17 @@ class Fsdp2Steps:
         self._held: dict[str, list[int]] = {}  # not reduced yet
 
     def setup(self, *, draws: bool) -> None:
-        self._recorder.at("building the model")
+        self._recorder.begin_phase("building the model")
         for unit, params in self._groups.items():
             for nbytes in self._shards(params):
                 self._recorder.allocate(Category.PARAMETERS, unit, "parameters", nbytes)
 
     def step(self) -> None:
-        for reduces in self._plan.reduces:
-            self._recorder.compute(Part.BEFORE)
+        for reduces in self._plan.reduces_gradients:
+            self._recorder.compute(PassPart.BEFORE)
             self._forward()
             self._backward(reduces=reduces)
-            self._recorder.compute(Part.END)
+            self._recorder.compute(PassPart.END)
         self._optimize()
 
     def _numel(self, param: ParamSpec) -> int:
@@ -93,32 +93,34 @@ class Fsdp2Steps:
         rows = -(-param.shape[0] // self._num_parts)
         return rows * param.numel // max(1, param.shape[0])
 
-    def _part(self, params: Sequence[ParamSpec]) -> int:
+    def _shard_numel(self, params: Sequence[ParamSpec]) -> int:
         return sum(map(self._numel, params))
 
     def _shards(self, params: Sequence[ParamSpec]) -> list[int]:
         return [self._numel(param) * self._plan.dtypes.master.itemsize for param in params]
 
     def _start_gather(self, unit: str) -> None:
-        if unit not in self._gathers and unit not in self._whole:
+        if unit not in self._gathers and unit not in self._unsharded:
             self._gathers[unit] = self._gather(unit)
 
     def _gather(self, unit: str) -> int:
         recorder, dtypes = self._recorder, self._plan.dtypes
-        part = self._part(self._groups[unit])
+        part = self._shard_numel(self._groups[unit])
         recorder.copy(part * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
         nbytes = part * self._num_parts * dtypes.compute.itemsize
-        return recorder.start(C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE)
+        return recorder.start_collective(
+            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
+        )
 
     def _allocate_gather(self, unit: str) -> None:
-        if unit in self._gathered or unit in self._whole:
+        if unit in self._gathered or unit in self._unsharded:
             return
         recorder, dtypes = self._recorder, self._plan.dtypes
         if self._num_parts == 1:
             self._gathered[unit] = None
             return
-        recorder.at("gathering", unit)
-        part = self._part(self._groups[unit]) * dtypes.compute.itemsize
+        recorder.begin_phase("gathering", unit)
+        part = self._shard_numel(self._groups[unit]) * dtypes.compute.itemsize
         cast = None
         if dtypes.compute.itemsize != dtypes.master.itemsize:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
@@ -132,7 +134,7 @@ class Fsdp2Steps:
 
     def _copy_out(self, unit: str, *, forward: bool) -> None:
         """Gather a unit unless it is, and copy its parameters out of the buffer."""
-        if unit in self._whole:
+        if unit in self._unsharded:
             return
         recorder, params = self._recorder, self._groups[unit]
         self._start_gather(unit)
@@ -141,7 +143,7 @@ class Fsdp2Steps:
         recorder.wait(self._gathers.pop(unit))
         parts, itemsize = self._num_parts, self._plan.dtypes.compute.itemsize
         whole = [self._numel(param) * parts * itemsize for param in params]
-        self._whole[unit] = [
+        self._unsharded[unit] = [
             recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in whole
         ]
         if parts > 1:
@@ -157,31 +159,31 @@ class Fsdp2Steps:
         self._copied = None
 
     def _reshard(self, unit: str) -> None:
-        self._recorder.free(*self._whole.pop(unit, ()))
+        self._recorder.free(*self._unsharded.pop(unit, ()))
 
     def _forward(self) -> None:
         recorder = self._recorder
         self._copy_out(self._root, forward=True)
-        recorder.compute(Part.START)
-        for name in self._places:
+        recorder.compute(PassPart.START)
+        for name in self._units:
             is_block = name in self._groups
             if is_block:
                 self._copy_out(name, forward=True)
                 following = self._blocks[self._blocks.index(name) + 1 :]
-                for ahead in following[: self._started]:
+                for ahead in following[: self._started_gathers]:
                     self._start_gather(ahead)
-                for ahead in following[: self._ahead]:
+                for ahead in following[: self._forward_prefetch]:
                     self._allocate_gather(ahead)
-            recorder.compute(Part.FORWARD, name)
+            recorder.compute(PassPart.FORWARD, name)
             if is_block and self._reshards and name != self._blocks[-1]:
                 self._reshard(name)
-            recorder.compute(Part.AROUND, name)
+            recorder.compute(PassPart.BETWEEN, name)
         self._free_copied()
-        recorder.compute(Part.LOSS)
+        recorder.compute(PassPart.LOSS)
 
     def _backward(self, *, reduces: bool) -> None:
         recorder, running = self._recorder, ""
-        for name in reversed(self._places):
+        for name in reversed(self._units):
             if running:
                 self._after(running, reduces=reduces)
             running = name if name in self._groups else ""
@@ -190,10 +192,10 @@ class Fsdp2Steps:
                 place = self._blocks.index(name)
                 is_last = place == len(self._blocks) - 1
                 again = self._gather(name) if self._regathers and not is_last else None
-                for ahead in self._blocks[max(0, place - self._behind) : place][::-1]:
+                for ahead in self._blocks[max(0, place - self._backward_prefetch) : place][::-1]:
                     self._start_gather(ahead)
                     self._allocate_gather(ahead)
-            recorder.compute(Part.BACKWARD, name)
+            recorder.compute(PassPart.BACKWARD, name)
             if running:
                 recorder.wait(again)
         for name in filter(None, (running, self._root)):
@@ -215,8 +217,8 @@ class Fsdp2Steps:
         params = self._with_gradients(unit)
         if not params:
             return
-        recorder.at("reducing", unit)
-        part = self._part(params)
+        recorder.begin_phase("reducing", unit)
+        part = self._shard_numel(params)
         nbytes = part * self._num_parts * dtypes.reduce.itemsize
         keys = [recorder.gradient(param.name) for param in params]
         if not reduces or unit in self._held:
@@ -247,10 +249,14 @@ class Fsdp2Steps:
         shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         if parts > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
-        key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
+        key = recorder.start_collective(
+            C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE
+        )
         if self._replicates:
             label, own = f"sum over replicas of {unit}", nbytes / parts
-            key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=(key,))
+            key = recorder.start_collective(
+                C.ALL_REDUCE, own, replicas, label, queue=REPLICA_SUMS, after=(key,)
+            )
         self._reductions.append(key)
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
@@ -261,7 +267,7 @@ class Fsdp2Steps:
         elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
             self._held[unit] = [key for key in keys if key is not None]
             for kept in self._held[unit]:
-                recorder.keep(kept)
+                recorder.keep_gradient(kept)
         else:
             held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
@@ -277,7 +283,7 @@ class Fsdp2Steps:
         self._grads.clear()
 
 
-_BUCKET = 25 << 20  # bytes
+_BUCKET_BYTES = 25 << 20  # bytes
 
 
 class DdpSteps:
@@ -292,7 +298,7 @@ class DdpSteps:
         self,
         units: Sequence[UnitSpec],
         plan: TrainingPlan,
-        recorder: Recorder,
+        recorder: StepRecorder,
         *,
         fused: bool = True,
     ) -> None:
@@ -305,7 +311,7 @@ class DdpSteps:
 
     def setup(self, *, draws: bool) -> None:
         recorder, itemsize = self._recorder, self._plan.dtypes.master.itemsize
-        recorder.at("building the model")
+        recorder.begin_phase("building the model")
         for unit, params in self._params.items():
             for param in params:
                 recorder.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
@@ -315,24 +321,24 @@ class DdpSteps:
     def step(self) -> None:
         recorder = self._recorder
         root, *units = self._params
-        for reduces in self._plan.reduces:
-            recorder.compute(Part.BEFORE)
+        for reduces in self._plan.reduces_gradients:
+            recorder.compute(PassPart.BEFORE)
             self._cast(root)
-            recorder.compute(Part.START)
+            recorder.compute(PassPart.START)
             for name in units:
                 self._cast(name)
-                recorder.compute(Part.FORWARD, name)
-                recorder.compute(Part.AROUND, name)
-            recorder.compute(Part.LOSS)
+                recorder.compute(PassPart.FORWARD, name)
+                recorder.compute(PassPart.BETWEEN, name)
+            recorder.compute(PassPart.LOSS)
             for name in (*reversed(units), root):
                 if name != root:
-                    recorder.compute(Part.BACKWARD, name)
+                    recorder.compute(PassPart.BACKWARD, name)
                 self._collect(name, reduces=reduces)
             self._send(self._filled, reduces=reduces)
             for key in self._sent:
                 recorder.wait(key)
             self._sent.clear()
-            recorder.compute(Part.END)
+            recorder.compute(PassPart.END)
         self._optimizer.step([(name, n) for name in self._params for n in self._trained(name)])
 
     def _trained(self, unit: str) -> list[int]:
@@ -358,12 +364,14 @@ class DdpSteps:
         nbytes = sum(self._trained(unit))
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         self._filled += nbytes
-        while self._filled >= _BUCKET:
-            self._send(_BUCKET, reduces=reduces)
+        while self._filled >= _BUCKET_BYTES:
+            self._send(_BUCKET_BYTES, reduces=reduces)
 
     def _send(self, nbytes: int, *, reduces: bool) -> None:
         self._filled -= nbytes
         if reduces and nbytes:
             kind, group = C.ALL_REDUCE, RankGroup.SHARD
-            key = self._recorder.start(kind, nbytes, group, "reduce a bucket", queue=GATHERS)
+            key = self._recorder.start_collective(
+                kind, nbytes, group, "reduce a bucket", queue=GATHERS
+            )
             self._sent.append(key)

@@ -7,7 +7,7 @@ from fsdpctl.plan.layout import FlatLayout, optimizer_runs
 from fsdpctl.plan.optimizers import OF_ADAMW, KeptStates
 from fsdpctl.plan.precision import BufferDtypes
 from fsdpctl.plan.step_plan import StepPlan
-from fsdpctl.predict.recorder import Category, Recorder
+from fsdpctl.predict.step_recorder import Category, StepRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class TrainingPlan:
     """All settings of a run that determine a rank's memory."""
 
     step: StepPlan
-    reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
+    reduces_gradients: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = OF_ADAMW
 
     @property
@@ -23,7 +23,7 @@ class TrainingPlan:
         return self.step.usual
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
-        return TrainingPlan(self.step.at(rank, replica), self.reduces, self.states)
+        return TrainingPlan(self.step.at(rank, replica), self.reduces_gradients, self.states)
 
     def states_of(self, layout: FlatLayout) -> int:
         kept, held = self.states, self.step.held(layout)
@@ -44,7 +44,7 @@ class TrainingPlan:
 class TorchOptimizer:
     """The end of a step of PyTorch's engines, by torch's optimizer."""
 
-    def __init__(self, plan: TrainingPlan, recorder: Recorder, *, fused: bool) -> None:
+    def __init__(self, plan: TrainingPlan, recorder: StepRecorder, *, fused: bool) -> None:
         """AdamW runs in one kernel if `fused`, else tensor by tensor with a temporary each."""
         self._plan, self._recorder, self._fused = plan, recorder, fused
         self._has_states = False
@@ -52,7 +52,7 @@ class TorchOptimizer:
     def step(self, shards: Sequence[tuple[str, int]]) -> None:
         """End a step; `shards` are the bytes of each tensor, with its unit."""
         recorder, states = self._recorder, self._plan.states
-        recorder.at("the optimizer's step")
+        recorder.begin_phase("the optimizer's step")
         if not self._has_states:
             self._has_states = True
             for unit, nbytes in shards:
@@ -62,5 +62,5 @@ class TorchOptimizer:
             of, what = Category.OPTIMIZER_STATES, "roots of second moments"
             recorder.free(*[recorder.allocate(of, unit, what, nbytes) for unit, nbytes in shards])
         itemsize = self._plan.dtypes.master.itemsize
-        recorder.optimize(sum(n for _, n in shards) // itemsize, itemsize, states.moments)
+        recorder.optimizer_step(sum(n for _, n in shards) // itemsize, itemsize, states.moments)
         recorder.end_step()

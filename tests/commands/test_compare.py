@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.commands.compare import figures
+from fsdpctl.commands.compare import results
 from fsdpctl.commands.compare.report import NOT_REACHED, OK
-from fsdpctl.commands.compare.vary import possible, variants
+from fsdpctl.commands.compare.variants import supported, variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import choices_of, price_source
 from fsdpctl.errors import UsageError
@@ -156,21 +156,21 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
         seen.run_dir.mkdir(parents=True)
         write_lines(seen.run_dir, *(step_line(step) for step in range(1, 5)))
 
-    monkeypatch.setattr(figures, "run_briefly", run)
-    monkeypatch.setattr(figures, "note", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(results, "run_briefly", run)
+    monkeypatch.setattr(results, "note", lambda *lines: said.extend(lines))
     monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, here: "math")
     # As for a family that keeps the attention of transformers.
     monkeypatch.setattr("fsdpctl.resolve.prepare.with_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
     words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
     found = variants(words, str(tmp_path / "r.yaml"), simulates=False)
-    figures.measure(found, tmp_path, 4, is_kept=True)
+    results.measure(found, tmp_path, 4, is_kept=True)
     assert (ran, [each.row.status for each in found]) == (["math"] * 2, [OK] * 2)
     assert (said.count("why"), any("h100" in line for line in said)) == (len(noted), bool(recipe))
 
 
 def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
-    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False))
+    found, lines = supported(variants(["engine=fsdpctl,fsdp2,ddp"], None, simulates=False))
     pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
     assert {("fsdpctl", name) for name in STRATEGIES} < pairs
     assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
@@ -183,9 +183,9 @@ def test_strategies_vary_too_if_engines_vary_and_no_strategy_is_set():
 def test_an_engine_without_any_of_the_strategies_is_an_error():
     found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, simulates=False)
     with pytest.raises(UsageError, match="engine=ddp does not support full_shard, shard_grad_op"):
-        possible(found)
+        supported(found)
     alone = variants(["engine=ddp", "strategy=full_shard"], None, simulates=False)
-    assert possible(alone) == (alone, [])
+    assert supported(alone) == (alone, [])
 
 
 def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import DoesNotFitError, UsageError
 from fsdpctl.estimate import estimator
-from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.io.activity import Talk
 from fsdpctl.launch import restarts
 from fsdpctl.launch.outcome import RoundOutcome
@@ -91,8 +91,8 @@ def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
         return estimate(plan)
 
     monkeypatch.setattr(estimator, "estimate", counted)
-    (found, _), *_ = advice(estimator, plan)
-    assert found.words == ("activation_checkpointing=full",)
+    (found, _), *_ = suggest(estimator, plan)
+    assert found.settings == ("activation_checkpointing=full",)
     compressed = [each for each in estimated if each.optimizer.state_dtype == "int8"]
     assert {each.activation_checkpointing.name for each in compressed} == {"none"}
     assert len(estimated) <= 7
@@ -128,7 +128,7 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
 
 
 def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path, monkeypatch):
-    estimator._traced.clear()
+    estimator._traced_models.clear()
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     composed = compose_config(words)
     started: list[PreparedRun | None] = []
@@ -136,7 +136,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     begun = started[0]
     assert begun is not None
     begun.lock.release()
-    assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
+    assert (calls["open_data"], calls["trace"], calls["rank_candidates"]) == (1, 1, 1)
     assert calls["role_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
@@ -145,7 +145,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert following[0] is not None
     assert following[0].launch.nproc_per_node == 1
     assert following[0].train.global_batch_size == begun.config.train.global_batch_size
-    assert not {"open_data", "trace", "choose", "build_model"} & set(calls)
+    assert not {"open_data", "trace", "rank_candidates", "build_model"} & set(calls)
 
 
 def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_you_change(
@@ -197,7 +197,7 @@ def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypa
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     begun = prepare_run(compose_config(words), words, "auto", QUIET)
     assert begun is not None
-    monkeypatch.setattr("fsdpctl.estimate.search.decide", None)
+    monkeypatch.setattr("fsdpctl.estimate.search.resolve_auto", None)
     with pytest.raises(UsageError, match="in use by a running launcher"):
         prepare_run(compose_config(words), words, "auto", QUIET)
     assert (tmp_path / "run" / "config.yaml").is_file()

@@ -26,7 +26,7 @@ ADDRESS = "$FSDPCTL"  # of the package, in the shell of a reader
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
-    "fsdpctl.commands.estimate_text.estimates_of",
+    "fsdpctl.commands.estimate_report.estimates_of",
     "fsdpctl.commands.compare.command.measure", "fsdpctl.commands.compare.command.predict",
     "fsdpctl.resolve.prepare.prepare", "fsdpctl.commands.evaluate.prepare",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",

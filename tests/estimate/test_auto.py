@@ -12,10 +12,10 @@ from fsdpctl.config.recipe import choices_of, known_gpu
 from fsdpctl.config.schema import Config, Filled
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
+from fsdpctl.estimate.candidates import Point, Ranking, SearchSpace
+from fsdpctl.estimate.cluster_specs import with_specs
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.hardware import with_speed
-from fsdpctl.estimate.search import KEPT, choose
+from fsdpctl.estimate.search import MOST_RANKED, rank_candidates
 from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.plan.recomputation import MODES, Recomputation
 from fsdpctl.plan.strategy import STRATEGIES
@@ -47,13 +47,13 @@ def placed(*words: str) -> Filled:
     return prepare(composed(*words), CLUSTER).config
 
 
-def axes_of(config: Filled) -> Axes:
-    return Axes.of(config, config.model.num_layers)
+def axes_of(config: Filled) -> SearchSpace:
+    return SearchSpace.of(config, config.model.num_layers)
 
 
 @cache
 def ranking(*words: str) -> Ranking:
-    return choose(Estimator(), placed(*words))
+    return rank_candidates(Estimator(), placed(*words))
 
 
 def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch():
@@ -62,7 +62,7 @@ def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch(
     assert found.selection.micro_batch_size == 4
     assert found.names == left_open(compose_config(OPEN).config)
     texts = {each.selection.text(found.names) for each in found.ranked}
-    assert len(texts) == len(found.ranked) == KEPT
+    assert len(texts) == len(found.ranked) == MOST_RANKED
 
 
 def test_the_selection_is_the_same_every_time():
@@ -77,12 +77,12 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     """All of them are estimated and predicted, also those that the search skips."""
     words = [*OPEN, f"cluster.memory={memory}"]
     found, estimator = ranking(*words), Estimator()
-    axes = axes_of(with_speed(placed(*words))[0])
+    axes = axes_of(with_specs(placed(*words))[0])
     fitting = []
     for strategy in axes.strategies:
         for mode in range(len(axes.recomputations)):
             for index in range(len(axes.sizes)):
-                point: SearchPoint | None = axes.point(strategy, mode, index, most=True)
+                point: Point | None = axes.point(strategy, mode, index, most=True)
                 while point is not None:
                     plan = axes.plan(point)
                     if estimator.estimate(plan).verdict == "fits":
@@ -99,7 +99,7 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
         "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
         "train.global_batch_size=4", *OPEN,
     ]  # fmt: skip
-    estimator, axes = Estimator(), axes_of(with_speed(placed(*words))[0])
+    estimator, axes = Estimator(), axes_of(with_specs(placed(*words))[0])
     last = len(axes.sizes) - 1
     one, cut = (
         estimator.estimate(axes.plan(axes.point("full_shard", axes.modes[2], place, most=False)))
@@ -134,7 +134,7 @@ def test_a_tie_is_decided_by_memory():
 
 def test_settings_that_are_not_auto_are_kept():
     config = placed(*OPEN[1:], "strategy=no_shard")
-    found = choose(Estimator(), config)
+    found = rank_candidates(Estimator(), config)
     assert found.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
     assert {each.selection.strategy for each in found.ranked} == {"no_shard"}
     found = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
@@ -217,7 +217,7 @@ def test_there_is_a_runner_up_if_anything_else_fits():
 
 def test_a_run_selects_for_the_ranks_that_it_has_here():
     config = prepare(composed(*OPEN)).config
-    assert choose(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
+    assert rank_candidates(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
 
 
 def test_the_name_of_a_run_does_not_depend_on_the_selection():
@@ -282,15 +282,15 @@ def test_devices_are_known_by_their_names(name, cluster):
 
 def test_specs_that_are_set_are_not_assumed():
     by_hand = ("cluster.flops=7", "cluster.memory_bandwidth=90", "strategy=full_shard")
-    config, whose = with_speed(placed(*by_hand))
+    config, whose = with_specs(placed(*by_hand))
     assert (config.cluster.flops, "assumed" in whose) == (7, False)
     assert ranking("prefetch=auto", *by_hand).ranked
-    assert "assumed CPU specs" in with_speed(placed())[1]
-    assert "assumed" in ranking("strategy=auto", "launch.nnodes=2").whose
-    on_gpu, whose = with_speed(placed("launch.device=cuda"))
+    assert "assumed CPU specs" in with_specs(placed())[1]
+    assert "assumed" in ranking("strategy=auto", "launch.nnodes=2").spec_source
+    on_gpu, whose = with_specs(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None
     assert torch.cuda.is_available() or "assumed" in whose
-    plan = settle(with_speed(placed("strategy=full_shard"))[0])
+    plan = settle(with_specs(placed("strategy=full_shard"))[0])
     assert Estimator().predict(plan).seconds > 0
 
 
@@ -304,6 +304,6 @@ def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
 def test_assumed_specs_have_no_error_band():
     known = ranking(*OPEN, "cluster=h100", "launch.device=cuda")
     assert known.to_dict()["ranked"][0]["error_band"]["kind"] == "short"
-    assumed = replace(known, whose="assumed specs of cluster=h100, for no GPU")
+    assumed = replace(known, spec_source="assumed specs of cluster=h100, for no GPU")
     assert assumed.to_dict()["ranked"][0]["error_band"] is None
     assert "untested" not in list(describe_ranking(assumed))[1]

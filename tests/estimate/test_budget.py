@@ -7,11 +7,11 @@ import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Filled
-from fsdpctl.estimate.candidates import Axes
+from fsdpctl.estimate.candidates import SearchSpace
+from fsdpctl.estimate.cluster_specs import with_specs
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate, memory_errors
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import rank_candidates
 from fsdpctl.plan.recomputation import BLOCKS
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -32,9 +32,9 @@ def check_edge(config: Filled, estimator: Estimator) -> RunEstimate:
 
     Memory falls and time rises with each step of the chain, so it is also the fastest that fits.
     """
-    config = with_speed(config)[0]
-    found = choose(estimator, config)
-    axes = Axes.of(config, config.model.num_layers)
+    config = with_specs(config)[0]
+    found = rank_candidates(estimator, config)
+    axes = SearchSpace.of(config, config.model.num_layers)
     assert found.ranked
     index = axes.recomputations.index(found.selection.recomputation)
     plans = [
@@ -77,15 +77,15 @@ def test_inputs_go_to_the_host_only_if_whole_recomputation_does_not_fit():
     estimator = Estimator()
     auto = ["activation_checkpointing=auto", "prefetch=both"]
     here = [*words, *auto, "activation_checkpointing.offload=false", "cluster.memory=20"]
-    least = choose(estimator, placed(*here)).estimate  # the closest
+    least = rank_candidates(estimator, placed(*here)).estimate  # the closest
     need = least.peak_reserved / (1 - least.reserve_share)
     for room, sends in ((1.001, False), (0.97, True)):
-        memory = (need * room + least.outside.high) / 2**30
+        memory = (need * room + least.outside_allocator.high) / 2**30
         given = placed(*words, *auto, f"cluster.memory={memory:.9f}")
         found = check_edge(given, estimator).config.activation_checkpointing
         assert (found.sends_inputs, found.offload) == (sends, False)
     compiled = placed(*words, *auto, f"cluster.memory={memory:.9f}", "train.compile=true")
-    tight = choose(estimator, compiled).estimate
+    tight = rank_candidates(estimator, compiled).estimate
     assert not tight.leaves_reserve
     assert not tight.config.activation_checkpointing.sends_inputs
 
@@ -119,7 +119,7 @@ def between(words: list[str], share: float, estimator: Estimator) -> Filled:
         for each in ("none", "full")
     )
     room = share * (most.peak_reserved - least.peak_reserved)
-    memory = (least.peak_reserved + room + least.outside.high) / 2**30
+    memory = (least.peak_reserved + room + least.outside_allocator.high) / 2**30
     return placed(*words, "activation_checkpointing=auto", f"cluster.memory={memory:.9f}")
 
 

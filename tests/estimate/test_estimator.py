@@ -9,17 +9,17 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.accuracy import is_faster, kind_of
-from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.accuracy import error_kind, is_faster
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.largest import FITTED, largest_that_fits
+from fsdpctl.estimate.largest import FIT_KEYS, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of, largest_true
-from fsdpctl.estimate.traced import TracedModel, WholeModule
+from fsdpctl.estimate.suggestions import suggest
+from fsdpctl.estimate.traced_model import MetaModule, TracedModel
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.predict.compute import Part, PassPosition, Program
+from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition
 from fsdpctl.predict.peak import UnevenStepError
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -77,20 +77,20 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
         *named, "model.num_layers=36", "model.init=random", "cluster=h100", "train.seq_len=512",
     ]  # fmt: skip
     config = resolved(*words, f"activation_checkpointing{mode}").config
-    short = TracedModel(config).program(2, 512, 0, config.activation_checkpointing)
+    short = TracedModel(config).model_pass(2, 512, 0, config.activation_checkpointing)
     assert len(short._traced_index) < 36
-    monkeypatch.setattr(WholeModule, "rows", lambda *_: [])
-    whole = TracedModel(config).program(2, 512, 0, config.activation_checkpointing)
+    monkeypatch.setattr(MetaModule, "repeated_units", lambda *_: [])
+    whole = TracedModel(config).model_pass(2, 512, 0, config.activation_checkpointing)
     assert list(short.parts) == list(whole.parts)
     for place in short.parts:
         assert sized(short, place) == sized(whole, place), place
     assert short.gradients.keys() == whole.gradients.keys()
 
 
-def sized(program: Program, place: PassPosition) -> list[tuple[int, str]]:
+def sized(program: ModelPass, place: PassPosition) -> list[tuple[int, str]]:
     """The operations of a part; what is freed by what it is, because keys may differ."""
     return [
-        (nbytes, program.tensors[key].what if key >= 0 else "")
+        (nbytes, program.tensors[key].description if key >= 0 else "")
         for key, nbytes in program.parts[place]
     ]
 
@@ -103,8 +103,8 @@ def test_blocks_that_differ_are_all_traced():
     slow, fast = (
         [
             nbytes
-            for _, nbytes in found.program(1, 256, 0, ActivationCheckpointingConfig()).parts[
-                PassPosition(Part.FORWARD, name)
+            for _, nbytes in found.model_pass(1, 256, 0, ActivationCheckpointingConfig()).parts[
+                PassPosition(PassPart.FORWARD, name)
             ]
         ]
         for name in ("model.layers.3", "model.layers.4")
@@ -127,7 +127,7 @@ def test_the_largest_value_is_found_in_few_trials(largest, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", list(FITTED))
+@pytest.mark.parametrize("what", list(FIT_KEYS))
 def test_the_largest_value_fits_and_the_next_does_not(what):
     draw = random.Random(what)
     for _ in range(4):
@@ -158,13 +158,13 @@ def test_the_largest_value_fits_and_the_next_does_not(what):
 def test_advised_settings_fit(words):
     limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
     estimator, plan = Estimator(), resolved(*limited)
-    changes = advice(estimator, plan)
+    changes = suggest(estimator, plan)
     assert estimator.estimate(plan).verdict != "fits"
     assert 1 <= len(changes) <= 3
     for change, estimate in changes:
-        changed = {each.split("=")[0] for each in change.words}
+        changed = {each.split("=")[0] for each in change.settings}
         kept = [each for each in limited if each.split("=")[0] not in changed]
-        typed = estimated(*kept, *change.words)
+        typed = estimated(*kept, *change.settings)
         assert (typed.verdict, typed.allocated) == ("fits", estimate.allocated)
 
 
@@ -173,17 +173,17 @@ def test_advised_settings_fit(words):
 def test_each_of_several_settings_is_needed(memory):
     words = ["model=llama3_1b", "model.num_layers=6", "cluster=h100", f"cluster.memory={memory}"]
     words += ["launch.nproc_per_node=2", "train.global_batch_size=8", "train.seq_len=1024"]
-    *found, (adapted, _) = advice(Estimator(), resolved(*words))
-    assert adapted.words[0] == "model.lora.rank=16"
+    *found, (adapted, _) = suggest(Estimator(), resolved(*words))
+    assert adapted.settings[0] == "model.lora.rank=16"
     for change, _ in found:
-        assert len(change.words) > 1
-        for word in change.words:
-            others = [each for each in change.words if each != word]
+        assert len(change.settings) > 1
+        for word in change.settings:
+            others = [each for each in change.settings if each != word]
             with suppress(UsageError):  # some are only valid together
                 assert estimated(*words, *others).verdict != "fits", word
     *here, (on_nodes, _) = found
-    assert on_nodes.words[-1].startswith("launch.nnodes=")
-    assert not any("nnodes" in word for change, _ in here for word in change.words)
+    assert on_nodes.settings[-1].startswith("launch.nnodes=")
+    assert not any("nnodes" in word for change, _ in here for word in change.settings)
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
     words += ["strategy=hybrid_shard", "activation_checkpointing=full"]
     plan = resolved(*words)
-    found = {change.words: estimate for change, estimate in advice(Estimator(), plan)}
+    found = {change.settings: estimate for change, estimate in suggest(Estimator(), plan)}
     assert plan.config.strategy.dp_shard_size == 8
     assert found[("strategy=hybrid_shard_optimizer",)].config.strategy.dp_shard_size == 8
 
@@ -202,11 +202,11 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "train.seq_len=512"]
     words += ["train.micro_batch_size=1", "cluster.memory=40GiB"]
     estimator = Estimator()
-    *found, (adapters, _) = advice(estimator, resolved(*words))
-    assert adapters.words[0] == "model.lora.rank=16"  # trains less, and comes last
+    *found, (adapters, _) = suggest(estimator, resolved(*words))
+    assert adapters.settings[0] == "model.lora.rank=16"  # trains less, and comes last
     seconds = [estimator.predict(change.plan).seconds for change, _ in found]
     assert all(after > before * 0.98 for before, after in pairwise(seconds))
-    named = {word for change, _ in found for word in change.words}
+    named = {word for change, _ in found for word in change.settings}
     assert {"optimizer.state_dtype=int8", "strategy.offload=states"} <= named
 
 
@@ -234,9 +234,9 @@ def test_dropout_of_adapters_takes_time_but_no_memory():
 
 @pytest.mark.slow
 def test_adapters_are_not_advised_to_round_their_moments():
-    adapted = advice(Estimator(), resolved(*H100, "model.lora.rank=8", "cluster.memory=6GiB"))
+    adapted = suggest(Estimator(), resolved(*H100, "model.lora.rank=8", "cluster.memory=6GiB"))
     assert adapted
-    assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
+    assert all("optimizer.state_dtype=int8" not in change.settings for change, _ in adapted)
 
 
 @pytest.mark.slow
@@ -244,7 +244,9 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
     words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
     words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
     words += ["cluster.memory=50GiB", "train.mlp_chunk_tokens=4096"]
-    found = {change.words: estimate for change, estimate in advice(Estimator(), resolved(*words))}
+    found = {
+        change.settings: estimate for change, estimate in suggest(Estimator(), resolved(*words))
+    }
     sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
     assert (sent.host_states, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
 
@@ -270,7 +272,7 @@ def test_times_of_two_kinds_are_ordered_only_beyond_their_error_bands():
     plain, there = estimated(*H100), estimated(*H100, "strategy.offload=states")
     assert is_faster((plain, 1.0), (plain, 1.02))
     assert not is_faster((plain, 1.0), (plain, 1.005))
-    assert (kind_of(plain), kind_of(there)) == ("dense", "offloaded")
+    assert (error_kind(plain), error_kind(there)) == ("dense", "offloaded")
     assert not is_faster((plain, 1.0), (there, 1.9))  # untested: it may be twice as fast
     assert not is_faster((there, 0.9), (plain, 1.0))
     assert is_faster((plain, 1.0), (there, 3.0))
@@ -281,8 +283,8 @@ def test_the_step_on_the_host_is_advised_only_if_it_fits_there():
     words += ["cluster.memory=32GiB"]
 
     def offloads(*more: str) -> list[str]:
-        found = advice(Estimator(), resolved(*words, *more), more_ranks=False)
-        return [" ".join(change.words) for change, _ in found]
+        found = suggest(Estimator(), resolved(*words, *more), more_ranks=False)
+        return [" ".join(change.settings) for change, _ in found]
 
     found = offloads()
     assert not found[0].startswith("strategy.offload=")

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdpctl.commands.compare.figures import predict
 from fsdpctl.commands.compare.report import OK, TOO_LARGE
-from fsdpctl.commands.compare.vary import variants
+from fsdpctl.commands.compare.results import predict
+from fsdpctl.commands.compare.variants import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError
-from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.largest import largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import choose
+from fsdpctl.estimate.search import rank_candidates
+from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.launch.prepare_run import check_fits
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -42,9 +42,9 @@ def test_each_shortage_is_named_and_no_command_takes_it_for_fitting(words, short
     estimator, found = Estimator(), estimated(*words)
     assert [each.split(":")[0] for each in found.shortages] == short
     assert (found.fits, found.verdict, found.margin < 0) == (False, "too_large", True)
-    assert estimator.fitting(found.plan) is None
+    assert estimator.estimate_if_fits(found.plan) is None
     assert largest_that_fits(estimator, found.plan, "micro_batch").estimate is None
-    assert all(each.fits for _, each in advice(estimator, found.plan))
+    assert all(each.fits for _, each in suggest(estimator, found.plan))
     with pytest.raises(DoesNotFitError, match=f"^{short[0]}: about .* needed"):
         check_fits(found, estimator, lambda line: None)
 
@@ -58,7 +58,7 @@ def simulated(words: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
     given = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
-    ranking = choose(Estimator(), prepare(compose_config(given), CLUSTER).config)
+    ranking = rank_candidates(Estimator(), prepare(compose_config(given), CLUSTER).config)
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
     sharded, replicated = simulated(words)
@@ -84,7 +84,11 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
         )
 
     found = with_memory()
-    needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
+    needed = (
+        found.peak_reserved
+        - (found.peak_reserved - found.allocated) // 8
+        + found.outside_allocator.high
+    )
     thrashes = with_memory(f"cluster.memory={needed / 2**30}")
     assert (thrashes.verdict, thrashes.fits, len(thrashes.shortages)) == ("thrashes", False, 1)
 
@@ -116,10 +120,10 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
 
     def chosen(memory: float) -> RunEstimate:
         config = prepare(compose_config([*given, f"cluster.memory={memory:.9f}"]), CLUSTER).config
-        return choose(Estimator(), config).estimate
+        return rank_candidates(Estimator(), config).estimate
 
     def filled_to(found: RunEstimate, share: float) -> float:
-        return (found.peak_reserved / share + found.outside.high) / 2**30
+        return (found.peak_reserved / share + found.outside_allocator.high) / 2**30
 
     usual, least = chosen(80), chosen(0.71)
     assert usual.leaves_reserve
@@ -144,7 +148,7 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
 def test_the_verdict_names_the_reserve():
     found = estimated()
     for share, said in ((0.5, "(with "), (0.98, "(less than ")):
-        memory = (found.peak_reserved / share + found.outside.high) / 2**30
+        memory = (found.peak_reserved / share + found.outside_allocator.high) / 2**30
         _, text = invoke("estimate-memory", *SMALL, f"cluster.memory={memory:.9f}")
         (verdict,) = (line for line in text.splitlines() if line.startswith("verdict fits: "))
         assert said in verdict

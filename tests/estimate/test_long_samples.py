@@ -3,9 +3,9 @@
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.changes import FEED_FORWARD_IN_CHUNKS, SHARED_SAMPLES
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.memory_savings import CHUNKED_MLP, CONTEXT_PARALLEL
+from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.settle import RunPlan, settle
@@ -22,20 +22,22 @@ def planned(*more: str) -> RunPlan:
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():
-    found = [change.words for change in SHARED_SAMPLES.changes(planned("train.seq_len=32768"))]
+    found = [
+        change.settings for change in CONTEXT_PARALLEL.suggestions(planned("train.seq_len=32768"))
+    ]
     words = "train.context_parallel=2", "train.context_parallel=4"
     assert found == [(word, "train.micro_batch_size=1") for word in words]
-    assert not [*SHARED_SAMPLES.changes(planned("train.seq_len=4096"))]
+    assert not [*CONTEXT_PARALLEL.suggestions(planned("train.seq_len=4096"))]
     given = planned("train.seq_len=32768", "train.context_parallel=2")
-    (change,) = SHARED_SAMPLES.changes(given)
-    assert change.words[0] == "train.context_parallel=4"
-    (chunks,) = FEED_FORWARD_IN_CHUNKS.changes(planned("train.seq_len=32768"))
-    assert chunks.words == ("train.mlp_chunk_tokens=auto",)
+    (change,) = CONTEXT_PARALLEL.suggestions(given)
+    assert change.settings[0] == "train.context_parallel=4"
+    (chunks,) = CHUNKED_MLP.suggestions(planned("train.seq_len=32768"))
+    assert chunks.settings == ("train.mlp_chunk_tokens=auto",)
 
 
 @pytest.mark.slow
 def test_a_long_sample_is_advised_to_be_shared():
     plan = planned("train.seq_len=131072", "activation_checkpointing=full")
     assert Estimator().estimate(plan).verdict != "fits"
-    changes = [change.words for change, _ in advice(Estimator(), plan)]
+    changes = [change.settings for change, _ in suggest(Estimator(), plan)]
     assert any("train.context_parallel" in word for words in changes for word in words)

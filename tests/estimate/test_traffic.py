@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.planned_steps import SentBytes, sent_in_step
+from fsdpctl.estimate.planned_steps import SentBytes, sent_per_step
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.launchers import CLUSTER
@@ -24,7 +24,7 @@ def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     config = settle(prepare(compose_config(given), CLUSTER).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
-    return sent_in_step(config, divide_module(module, None), micro_batches), num_params
+    return sent_per_step(config, divide_module(module, None), micro_batches), num_params
 
 
 @pytest.mark.parametrize("engine", ["fsdpctl", "ddp"])
@@ -41,16 +41,16 @@ def test_unsharded_gradients_are_all_reduced(engine, ranks):
 def test_fully_shard_sends_the_same_except_for_units_gathered_once(words):
     ours, num_params = sent(*words, "launch.nproc_per_node=4")
     theirs, _ = sent(*words, "launch.nproc_per_node=4", "engine=fsdp2")
-    assert theirs.between == pytest.approx(ours.between, rel=0.01)
-    assert ours.within <= theirs.within * 1.01
-    assert theirs.within <= 3 * num_params * FP32
-    assert ours.within > 2 / 3 * theirs.within
+    assert theirs.inter_replica == pytest.approx(ours.inter_replica, rel=0.01)
+    assert ours.intra_replica <= theirs.intra_replica * 1.01
+    assert theirs.intra_replica <= 3 * num_params * FP32
+    assert ours.intra_replica > 2 / 3 * theirs.intra_replica
 
 
 def test_replicas_exchange_their_parts():
     words = ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "launch.nproc_per_node=8"]
     found, num_params = sent(*words)
-    assert found.between == pytest.approx(2 * 3 / 4 * num_params * FP32 / 2, rel=0.01)
+    assert found.inter_replica == pytest.approx(2 * 3 / 4 * num_params * FP32 / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("engine", ["fsdpctl", "fsdp2"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.from_others import completed
+from fsdpctl.estimate.imported_config import import_config
 from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others
 from tests.commands.run import invoke
 
@@ -158,6 +158,6 @@ def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
     assert _runs_of([run, launch, launch]) == [(run, launch), (launch,)]
     assert _runs_of([Path()]) == [(launch,), (other,), (run,)]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = completed(read_others(run, launch), ["model=gpt2"]).composed.config
+    found = import_config(read_others(run, launch), ["model=gpt2"]).composed.config
     assert (found.strategy.name, found.engine.name) == ("shard_grad_op", "fsdp2")
     assert (found.num_ranks, found.train.global_batch_size) == (8, 64)

@@ -8,7 +8,7 @@ import pytest
 from fsdpctl.config.auto import unset
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.from_others import ImportedConfig, completed
+from fsdpctl.estimate.imported_config import ImportedConfig, import_config
 from fsdpctl.importers.recipe import convert, read_others
 from fsdpctl.importers.translation import Translation, settings_of
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -28,7 +28,7 @@ def read(name: str) -> Translation:
 
 
 def asked(source: str | Path, *typed: str) -> ImportedConfig:
-    return completed(read_others(FILES / source), [H100, *typed])
+    return import_config(read_others(FILES / source), [H100, *typed])
 
 
 # What another program does to memory, where fsdpctl would train otherwise.
@@ -82,7 +82,7 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
     assert lora.targets == "[q_proj,v_proj]"
     assert (config.strategy.name, config.engine.name) == ("shard_grad_op", "fsdpctl")
-    assert found.own_engine
+    assert found.engine_reason
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert (config.train.loss_chunk_tokens, config.model.base_dtype) == (None, "nf4")
     assert (config.optimizer.name, config.optimizer.state_dtype) == ("adamw", "int8")
@@ -148,7 +148,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
         assert (engine.name, engine.program) == expected
     typed = ["optimizer=adamw"]
     assert asked("axolotl-qlora.yml", *typed).composed.config.strategy.offload == "none"
-    found = completed(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
+    found = import_config(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
     assert found.composed.config.num_ranks == 4
     assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
     with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path, or model\.voc"):
@@ -174,11 +174,11 @@ def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dty
 ])  # fmt: skip
 def test_the_rules_decide_the_engine_of_a_file(word, reason):
     found = asked("axolotl-full.yaml", word)
-    assert (found.composed.config.engine.name, reason in found.own_engine) == ("fsdpctl", True)
+    assert (found.composed.config.engine.name, reason in found.engine_reason) == ("fsdpctl", True)
     assert "engine=fsdp2" in found.overridden
     assert found.composed.recipe == "axolotl-full"  # which a refusal names
     kept = asked("axolotl-full.yaml", word, "engine=fsdp2")
-    assert (kept.composed.config.engine.name, kept.own_engine) == ("fsdp2", "")
+    assert (kept.composed.config.engine.name, kept.engine_reason) == ("fsdp2", "")
 
 
 @pytest.mark.parametrize(("word", "cluster"), [
@@ -186,7 +186,7 @@ def test_the_rules_decide_the_engine_of_a_file(word, reason):
 ])  # fmt: skip
 def test_hardware_is_assumed_without_a_gpu(monkeypatch, word, cluster):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = completed(read("axolotl-full.yaml"), [word])
+    found = import_config(read("axolotl-full.yaml"), [word])
     assert found.composed.config.cluster.name == cluster
     assert any("assumed" in row.note for row in found.rows) == (cluster == "h100")
 

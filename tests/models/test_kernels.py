@@ -12,7 +12,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.operators import cuda_workspace, operators_of
+from fsdpctl.estimate.device_operators import cuda_workspace, operators_of
 from fsdpctl.models.attention import attend, attention_mask, import_kernels
 from fsdpctl.models.kernels import using
 from fsdpctl.models.registry import build_model

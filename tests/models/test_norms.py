@@ -7,7 +7,7 @@ import torch
 from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWeightlessRMSNorm
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.operators import operators_of
+from fsdpctl.estimate.device_operators import operators_of
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fuse_norms
 from fsdpctl.models.transformers_decoder import TransformersDecoder

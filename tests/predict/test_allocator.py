@@ -67,7 +67,7 @@ def test_streams_do_not_share_memory():
 
 def test_the_cache_of_a_full_device_is_emptied_once():
     allocator = after("60 -0 80", capacity=100 * MIB)
-    assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
+    assert (allocator.num_alloc_retries, allocator.reserved) == (1, 80 * MIB)
     with pytest.raises(DeviceFullError):
         allocator.allocate(2, 30 * MIB)
 

@@ -14,8 +14,8 @@ from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import divide
-from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
-from fsdpctl.predict.recorder import Category
+from fsdpctl.predict.engine_bytes import EnginePeak, engine_peak, timeline
+from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -34,12 +34,12 @@ WINDOWS = [(True,), (True, True, True), (False, False, True)]
 def planned(
     strategy: str, owner_map: str, ranks: int, reduces: tuple[bool, ...], *, tied: bool, bf16: bool,
     copies: int = 1,
-) -> Estimate:  # fmt: skip
+) -> EnginePeak:  # fmt: skip
     units = divide_module(make_net(tied=tied), None)
     division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
     place = RankPlace(0, division.ranks_per_replica, copies, Transport.GLOO)
     step = StepPlan(division, place, Precision("bfloat16" if bf16 else None))
-    return estimate(TrainingPlan(step, reduces))
+    return engine_peak(TrainingPlan(step, reduces))
 
 
 def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
@@ -113,11 +113,11 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
 WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=false"]
 
 
-def of_config(*words: str) -> Estimate:
+def of_config(*words: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
     plan = settle(prepare(compose_config([*WORDS, *words]), CLUSTER).config)
     units = divide_module(build_model(plan.config.model), None)
-    return estimate(plan_run(plan.config, units, plan.batches.num_micro_batches))
+    return engine_peak(plan_run(plan.config, units, plan.batches.num_micro_batches))
 
 
 def test_every_strategy_shards_as_specified():

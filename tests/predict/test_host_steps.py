@@ -18,8 +18,8 @@ from fsdpctl.estimate.planned_steps import plan_run
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.step_plan import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.predict.compute import Work
-from fsdpctl.predict.hardware import HostQueue, HostSheet
+from fsdpctl.predict.hardware import HostDataSheet, HostQueue
+from fsdpctl.predict.model_pass import Work
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -114,7 +114,7 @@ def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strateg
         arrived.append(begin + count * 1e-9)
         done.append(max(done[-1], arrived[-1]) + count * 1e-9)
     assert found.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
-    assert found.simulated.computing["optimizer"] == pytest.approx(found.seconds)
+    assert found.simulated.seconds_by_phase["optimizer"] == pytest.approx(found.seconds)
     # Gradients that left during backward have arrived: 36 bytes per element are left.
     host = Host(steps=36e9)
     on_host(monkeypatch, host, Free(), Instant())
@@ -133,7 +133,7 @@ def test_units_come_from_the_host_one_after_another_behind_the_computation(monke
     # The root and four blocks, and again those two that are not in a slot when backward begins.
     assert [each.label.split()[-1] for each in copies[:2]] == ["root", "model.layers.0"]
     assert len(copies) == 7
-    assert found.seconds == pytest.approx(found.simulated.sent[UP] / 1e6, rel=1e-6)
+    assert found.seconds == pytest.approx(found.simulated.sent_bytes[UP] / 1e6, rel=1e-6)
     on_host(monkeypatch, Host(up=1e12), Even(), Instant())
     assert predicted(words).seconds == pytest.approx(free.seconds, rel=1e-3)
 
@@ -199,7 +199,7 @@ def test_the_host_bounds_a_step_and_more_bandwidth_is_never_slower(offload):
 
 
 def test_copies_take_the_slower_of_link_and_memory():
-    host = HostSheet(memory=100e9, pcie=10e9, ranks=4)
+    host = HostDataSheet(memory_bandwidth=100e9, pcie_bandwidth=10e9, ranks=4)
     assert host.transfer(DOWN, 8e9).seconds == pytest.approx(1.0)  # 0.8 of the link
     assert host.transfer(STEPS, 20e9).seconds == pytest.approx(1.0)  # 0.8 of a quarter
     assert replace(host, ranks=16).transfer(UP, 8e9).seconds == pytest.approx(1.6)
@@ -252,6 +252,6 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
     step()
     with copied_bytes() as copied:
         step()
-    sent = predicted(words).simulated.sent
+    sent = predicted(words).simulated.sent_bytes
     steps_there = HOST_SCALARS if model.host is not None else 0
     assert sum(copied) == sent.get(DOWN, 0) + sent[UP] + steps_there

@@ -37,7 +37,7 @@ def test_a_device_that_takes_no_time_waits_for_each_input_twice(monkeypatch):
         found = predicted(f"{SENT} {more}")
         assert found.seconds == pytest.approx(passes * 3 * (1 + 2))
         assert found.exposed_communication == pytest.approx(found.seconds)
-        sent = found.simulated.sent  # of at most three passes
+        sent = found.simulated.sent_bytes  # of at most three passes
         assert sent[DOWN] == sent[UP] == min(passes, 3) * 3 * INPUT
 
 
@@ -70,5 +70,5 @@ def test_a_rank_copies_the_bytes_that_are_priced(passes):
     optimizer = make_optimizer(config, model)
     with copied_bytes() as copied:
         train_step(config, model, optimizer)
-    sent = predicted(words).simulated.sent
+    sent = predicted(words).simulated.sent_bytes
     assert sum(copied) == sent[DOWN] + sent[UP] > 0

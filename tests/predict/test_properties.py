@@ -6,11 +6,11 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.cluster_specs import device_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
-from fsdpctl.estimate.hardware import device_of
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.hardware import GROUPED, NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.hardware import GROUPED, NETWORK_LINKS, NODE_LINKS, CollectiveKind, GroupShape
+from fsdpctl.predict.model_pass import Work, WorkKind
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -55,18 +55,18 @@ class Free:
 class Instant:
     """A network that takes no time."""
 
-    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
-        return Transfer(NODE, 0.0, 0.0, nbytes)
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: GroupShape) -> Transfer:
+        return Transfer(NODE_LINKS, 0.0, 0.0, nbytes)
 
 
 @dataclass(frozen=True)
 class Plain:
     """A network without latency, on which rings send nbytes (n - 1) / n at 1 GB/s."""
 
-    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: GroupShape) -> Transfer:
         passes = 2 if kind is CollectiveKind.ALL_REDUCE else 1
         sent = passes * nbytes * (group.ranks - 1) / group.ranks
-        return Transfer(NODE, 0.0, sent / 1e9, sent)
+        return Transfer(NODE_LINKS, 0.0, sent / 1e9, sent)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, device: object = None, network: object = None) -> None:
@@ -84,14 +84,14 @@ def test_without_communication_a_step_takes_its_computation(strategy, monkeypatc
     on(monkeypatch, network=Instant())
     found = step(f"strategy={strategy}")
     assert found.exposed_communication == 0.0
-    assert found.seconds == pytest.approx(sum(found.simulated.computing.values()), rel=1e-9)
+    assert found.seconds == pytest.approx(sum(found.simulated.seconds_by_phase.values()), rel=1e-9)
 
 
 @ALL
 def test_without_computation_a_step_takes_its_transfers(strategy, monkeypatch):
     on(monkeypatch, Free(), Plain())
     found = step(f"strategy={strategy}")
-    assert found.seconds == pytest.approx(found.simulated.sent[NODE] / 1e9, rel=1e-6)
+    assert found.seconds == pytest.approx(found.simulated.sent_bytes[NODE_LINKS] / 1e9, rel=1e-6)
     assert found.seconds == pytest.approx(found.exposed_communication, rel=1e-9)
 
 
@@ -113,8 +113,10 @@ def test_tf32_is_faster_in_products_alone(cluster, gain):
     config = planned(f"cluster={cluster}", "precision=fp32").config
     ieee, tf32 = device_of(config), device_of(config.changed({"precision": "tf32"}))
     assert tf32.flops[4] == pytest.approx(gain * ieee.flops[4])
-    for name, share in ieee.attention.items():
-        assert tf32.attention[name] * tf32.flops[4] == pytest.approx(share * ieee.flops[4])
+    for name, share in ieee.attention_efficiency.items():
+        assert tf32.attention_efficiency[name] * tf32.flops[4] == pytest.approx(
+            share * ieee.flops[4]
+        )
 
 
 @pytest.mark.parametrize(("plain", "narrow"), [
@@ -148,7 +150,7 @@ def test_more_prefetch_is_never_slower(strategy):
 def test_fewer_bytes_are_never_slower(strategy):
     wide = step(f"strategy={strategy}", "cluster.inter_bandwidth=2")
     narrow = step(f"strategy={strategy}", "cluster.inter_bandwidth=2", "precision=bf16_true")
-    assert sum(narrow.simulated.sent.values()) < sum(wide.simulated.sent.values())
+    assert sum(narrow.simulated.sent_bytes.values()) < sum(wide.simulated.sent_bytes.values())
     assert narrow.seconds <= wide.seconds
 
 
@@ -158,7 +160,7 @@ class TwoSpeeds:
 
     inter: float  # times the rate within
 
-    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: GroupShape) -> Transfer:
         plain = Plain().transfer(kind, nbytes, group)
         share = self.inter * group.ranks_per_node if group.nodes > 1 else 1.0
         return replace(plain, seconds=plain.seconds / min(1.0, share))
@@ -185,7 +187,10 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
     strategy = {"fsdp2": "full_shard", "ddp": "no_shard"}[engine]
     long = ["train.seq_len=8192", "model.max_seq_len=8192"]  # so that the host limits neither
     ours, theirs = (step(f"engine={e}", f"strategy={strategy}", *long) for e in ("fsdpctl", engine))
-    assert theirs.simulated.sent[NET] >= 0.95 * ours.simulated.sent[NET]
+    assert (
+        theirs.simulated.sent_bytes[NETWORK_LINKS]
+        >= 0.95 * ours.simulated.sent_bytes[NETWORK_LINKS]
+    )
     assert theirs.seconds >= 0.95 * ours.seconds
 
 
@@ -195,7 +200,7 @@ def test_reentrant_checkpoints_gather_again_what_forward_has_freed(strategy, aga
     words = ["engine=fsdp2", f"strategy={strategy}", "activation_checkpointing=full"]
     words += ["launch.nnodes=1", "train.global_batch_size=8", "model.vocab_size=8"]
     programs = ("engine.program=fsdpctl", "engine.program=reentrant")
-    once, twice = (step(*words, each).simulated.sent[NODE] for each in programs)
+    once, twice = (step(*words, each).simulated.sent_bytes[NODE_LINKS] for each in programs)
     assert twice / once == pytest.approx(1 + again, rel=0.1)
 
 
@@ -211,7 +216,7 @@ def test_groups_of_few_rows_and_rows_that_are_added_in_turn_take_longer():
     in_turn = adds._replace(dims=(0, 0, 0, 1064))
     for each in (device, device_of(planned("cluster=h100").config)):
         assert each.seconds(in_turn) - each.seconds(adds) == pytest.approx(1000 * 13e-6)
-        fused = replace(each, fuses=True)
+        fused = replace(each, is_compiled=True)
         assert fused.seconds(in_turn) == fused.seconds(adds)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig
-from fsdpctl.estimate.traced import TracedModule, WholeModule
+from fsdpctl.estimate.traced_model import MetaModule, PassTracer
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
@@ -21,7 +21,7 @@ from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import divide
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.peak import Script, replay
+from fsdpctl.predict.peak import AllocationTrace, replay
 from fsdpctl.predict.torch_steps import Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
@@ -36,14 +36,14 @@ def estimated(
     with torch.device("meta"):
         model = Titan(shape, length)
     units = divide_module(model, None)
-    traced = TracedModule(WholeModule(model, units), dtype=torch.bfloat16, device="cuda")
-    program = traced.program(run, ActivationCheckpointingConfig(checkpointing))
-    writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
+    traced = PassTracer(MetaModule(model, units), dtype=torch.bfloat16, device="cuda")
+    model_pass = traced.model_pass(run, ActivationCheckpointingConfig(checkpointing))
+    writer = MemoryRecorder(model_pass, units[-1].name, last_is_head=True)
     strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
     division, dtypes = divide(units, strategy, 8, 8, "even"), Precision("bfloat16", None, "float32")
     plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
     steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
-    script = Script(writer, steps, draws=False, on_cuda=True)
+    script = AllocationTrace(writer, steps, draws=False, on_cuda=True)
     allocator = CachingAllocator(streams=writer.streams)
     replay(script, allocator)
     return allocator

@@ -8,7 +8,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import package_folder
-from fsdpctl.estimate.accuracy import ACCURACY, Band, band_of
+from fsdpctl.estimate.accuracy import ACCURACY, ErrorBand, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
@@ -64,7 +64,7 @@ def test_full_shard_is_as_much_slower_than_shard_grad_op_as_published(length, me
 def used_bytes(step: Step) -> int:
     """Return the estimated bytes that a step takes of its device, at most."""
     found = PREDICTOR.estimate(planned(step.words))
-    return found.peak_reserved + found.outside.high
+    return found.peak_reserved + found.outside_allocator.high
 
 
 _WITH_MEMORY = [step for step in PUBLISHED if step.used is not None]
@@ -121,7 +121,7 @@ def test_error_bands_are_those_of_the_published_steps():
     assert (band.kind, band.count, band.unlike) == ("dense", len(errors), "")
     assert sum(band.low <= 1 + error <= band.high for error in errors) >= 0.9 * band.count
     assert 0.85 < band.low < 1 < band.high < 1.15
-    assert of_short == Band("short", 0.5, 2.0, 0)
+    assert of_short == ErrorBand("short", 0.5, 2.0, 0)
     for card in ("a100_80", "rtx4090"):
         other = PREDICTOR.estimate(planned(words.replace("cluster=h100", f"cluster={card}")))
         found = band_of(other, 1.0)

@@ -19,21 +19,21 @@ def start(
 
 def test_computation_hides_concurrent_transfers():
     found = simulated(start(1, 2.0), Compute(3.0, "x"), Wait(1))
-    assert (found.seconds, found.exposed) == (3.0, 0.0)
+    assert (found.seconds, found.exposed_communication) == (3.0, 0.0)
     found = simulated(start(1, 5.0), Compute(3.0, "x"), Wait(1))
-    assert (found.seconds, found.exposed) == (5.0, 2.0)
+    assert (found.seconds, found.exposed_communication) == (5.0, 2.0)
 
 
 def test_a_transfer_slows_down_concurrent_computation():
     found = simulated(start(1, 2.0, compute_slowdown=0.25), Compute(3.0, "x"), Wait(1))
     # 1.5 seconds' worth are done in 2, and 1.5 more follow.
-    assert found.seconds == found.computing["compute"] == pytest.approx(3.5)
+    assert found.seconds == found.seconds_by_phase["compute"] == pytest.approx(3.5)
 
 
 def test_computation_slows_down_a_concurrent_transfer():
     found = simulated(start(1, 2.0, comm_slowdown=0.5), Compute(1.0, "x"), Wait(1))
     assert found.seconds == pytest.approx(2.5)  # half a second's worth in the first
-    assert found.exposed == pytest.approx(1.5)
+    assert found.exposed_communication == pytest.approx(1.5)
 
 
 def test_a_queue_runs_in_order():
@@ -66,7 +66,7 @@ def test_collectives_in_flight_continue_in_the_next_run():
     simulator = Timeline()
     assert simulator.run([start(1, 3.0), Compute(1.0, "x")]).seconds == 1.0
     found = simulator.run([Compute(1.0, "y"), Wait(1)])
-    assert (found.seconds, found.exposed) == (2.0, 1.0)
+    assert (found.seconds, found.exposed_communication) == (2.0, 1.0)
     assert [(each.lane, each.start, each.end) for each in spans(found)] == [
         (COMPUTE, 0.0, 1.0), ("a", -1.0, 2.0),
     ]  # fmt: skip

@@ -28,7 +28,7 @@ from fsdpctl.plan.step_plan import Transport
 from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.peak import Script, find_peak
+from fsdpctl.predict.peak import AllocationTrace, find_peak
 from fsdpctl.resolve.place import place
 from fsdpctl.resolve.settle import as_kept, settle
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
@@ -64,17 +64,17 @@ def predicted(
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
-    program = traced.program(micro, length, chunk, config.activation_checkpointing)
+    model_pass = traced.model_pass(micro, length, chunk, config.activation_checkpointing)
     inputs = host_inputs(model)
     on_host = inputs.slots.nbytes if inputs else 0
-    assert host_inputs_bytes(program.sent.values()) == on_host, config
-    writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
-    script = Script(writer, FsdpctlSteps(plan, writer), draws=False)
-    peak = sum(find_peak(script, writer.item, 1).breakdown.values())
+    assert host_inputs_bytes(model_pass.offloaded.values()) == on_host, config
+    writer = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
+    script = AllocationTrace(writer, FsdpctlSteps(plan, writer), draws=False)
+    peak = sum(find_peak(script, writer.purpose, 1).breakdown.values())
     states = plan.host_states_bytes
     if not plan.step.steps_on_host:
         states += plan.states_bytes
-    reduces = (*plan.reduces[:1] * (steps - 1), True)
+    reduces = (*plan.reduces_gradients[:1] * (steps - 1), True)
     return peak, planned_step(plan.step, reduces), states
 
 

@@ -38,8 +38,8 @@ class Timeline(StepSimulator):
         if self._step.seconds > began:
             self._spans.append(TimelineSpan(COMPUTE, task.label, began, self._step.seconds))
 
-    def _firsts(self) -> list[Any]:
-        firsts = super()._firsts()
+    def _queue_heads(self) -> list[Any]:
+        firsts = super()._queue_heads()
         for each in firsts:
             self._begun.setdefault(each.start.key, self._step.seconds)
         return firsts

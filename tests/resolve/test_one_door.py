@@ -19,8 +19,8 @@ import fsdpctl
 from docs.examples.regression import Measurements, Model, squared_error
 from fsdpctl.config.schema import Settled
 from fsdpctl.config.serialize import config_words
-from fsdpctl.estimate import own_module
-from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, steps_of
+from fsdpctl.estimate import user_module
+from fsdpctl.estimate.planned_steps import engine_steps, fullest_rank, plan_run
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import SPLIT
@@ -263,7 +263,7 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
     passes, samples = config.accumulation.steps, config.train.micro_batch_size
     assert passes is not None
     assert samples is not None
-    with mock.patch.object(own_module, "steps_of", wraps=steps_of) as steps:
+    with mock.patch.object(user_module, "steps_of", wraps=engine_steps) as steps:
         found = fsdpctl.estimate_memory(
             make,
             lambda: (torch.empty(samples, 2), torch.empty(samples, 1)),

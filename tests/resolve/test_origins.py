@@ -10,8 +10,8 @@ from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Origin
 from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.changes import _unless_set
-from fsdpctl.estimate.hardware import _filled
+from fsdpctl.estimate.cluster_specs import _with_missing
+from fsdpctl.estimate.memory_savings import _unless_set
 from fsdpctl.io.run_files import OVERRIDES, RUN_CONFIG
 from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.resolve.launchers import CLUSTER
@@ -73,7 +73,7 @@ def test_a_default_in_the_file_of_a_run_hides_neither_advice_nor_specs(tmp_path)
     found = [compose_config([], str(tmp_path / "run.yaml")), compose_config(typed)]
     plans = [settle(prepare(x, CLUSTER).config) for x in found]
     specs = ClusterConfig(pcie_bandwidth=63)
-    assert [_filled(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
+    assert [_with_missing(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
     key = "activation_checkpointing.offload"
     assert [len(_unless_set(x.config, key, True)) for x in plans] == [1, 0]
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from fsdpctl.commands.compare.report import OK, Row
+from fsdpctl.commands.compare.report import OK, VariantResult
 from fsdpctl.io.texts import figure
 
 _HOUR = 3600
 
 
-def spend(rows: Sequence[Row], budget: float) -> None:
+def add_budget(rows: Sequence[VariantResult], budget: float) -> None:
     """Add to each variant that fits and has a price the steps and tokens that `budget` buys."""
     for row in rows:
         if row.status == OK and row.price and row.step_seconds and row.world_size:
@@ -18,7 +18,7 @@ def spend(rows: Sequence[Row], budget: float) -> None:
             row.budget_tokens = round(row.budget_steps * tokens)
 
 
-def budget_lines(rows: Sequence[Row], budget: float) -> Iterator[str]:
+def budget_lines(rows: Sequence[VariantResult], budget: float) -> Iterator[str]:
     """Yield the cheapest variant that fits and ends within `budget`, then what it buys of others.
 
     These begin with the one of which it buys most.
@@ -43,11 +43,11 @@ def budget_lines(rows: Sequence[Row], budget: float) -> Iterator[str]:
             yield f"price   {row.label}: not known; set cluster.price"
 
 
-def _tokens(row: Row) -> str:
+def _tokens(row: VariantResult) -> str:
     return f"{(row.budget_tokens or 0) / 1e9:.3g} B tokens"
 
 
-def _cost(row: Row) -> str:
+def _cost(row: VariantResult) -> str:
     assert row.cost is not None
     text = f"cost {figure(row.cost)}"
     if row.error_band is None:
@@ -56,7 +56,7 @@ def _cost(row: Row) -> str:
     return f"{text} ({low} to {high})"
 
 
-def _against_cost(row: Row, budget: float) -> str:
+def _against_cost(row: VariantResult, budget: float) -> str:
     if not row.cost:
         return ""
     share = f"{budget / row.cost:.0%} of the run" if row.cost > budget else "more than the run"

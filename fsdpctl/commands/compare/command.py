@@ -9,28 +9,28 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.compare.budget import budget_lines, spend
-from fsdpctl.commands.compare.figures import measure, predict
+from fsdpctl.commands.compare.budget import add_budget, budget_lines
 from fsdpctl.commands.compare.report import (
-    BY,
-    FIGURES,
+    COLUMNS,
     NOT_REACHED,
     OK,
     REFUSED,
+    SORT_KEYS,
     cells,
-    losses,
-    names_of,
-    ordered,
+    comparison_title,
+    loss_lines,
     rows_as_json,
-    title_of,
+    sorted_rows,
+    varied_names,
     write_report,
 )
-from fsdpctl.commands.compare.vary import (
-    OVER_GLOO,
+from fsdpctl.commands.compare.results import measure, predict
+from fsdpctl.commands.compare.variants import (
+    WITHOUT_SHARED_MEMORY,
     Variant,
-    distinct,
-    possible,
-    share_alike,
+    all_equivalent,
+    supported,
+    unique,
     variants,
 )
 from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, check_choice, normalize
@@ -57,7 +57,8 @@ def compare(  # noqa: PLR0913  # each is an option
         bool, typer.Option("--simulate", help="Predict for `cluster`, run nothing.")
     ] = False,
     by: Annotated[
-        str, typer.Option(metavar="|".join(BY), help="What the order is by, the least first.")
+        str,
+        typer.Option(metavar="|".join(SORT_KEYS), help="What the order is by, the least first."),
     ] = "time",
     budget: Annotated[
         str | None,
@@ -70,7 +71,7 @@ def compare(  # noqa: PLR0913  # each is an option
     alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
     strategies are compared. `--simulate cluster=8xa100_80,8xh100 train.tokens=10e9` needs no GPU.
     """
-    check_choice("--by", by, BY)
+    check_choice("--by", by, SORT_KEYS)
     length = int(str(_STEPS.parse(steps)))
     money = None if budget is None else float(str(_BUDGET.parse(budget)))
     if money is not None and not simulate:
@@ -103,7 +104,7 @@ def _report(
     by: str, as_json: bool, budget: float | None,
 ) -> None:  # fmt: skip
     """Print the results, with `notes` on predictions; None: they are measured."""
-    rows = ordered([each.row for each in found], by)
+    rows = sorted_rows([each.row for each in found], by)
     for row in rows:
         row.status = NOT_REACHED if row.status == OK and not row.speed else row.status
     if rows and all(row.status.startswith(REFUSED) for row in rows):
@@ -112,9 +113,9 @@ def _report(
     if all(row.status == NOT_REACHED for row in rows):
         return
     if budget is not None:
-        spend(rows, budget)
+        add_budget(rows, budget)
         notes = [*(notes or ()), *(x for each in found for x in notes_on_price(each.config))]
-    title = title_of([x.config for x in found], rows, is_predicted=notes is not None)
+    title = comparison_title([x.config for x in found], rows, is_predicted=notes is not None)
     written = []
     if folder is not None:
         with refusing(f"--out {folder}"):
@@ -122,9 +123,9 @@ def _report(
     if as_json:
         emit(rows_as_json(rows))
     else:
-        names = names_of(rows)
-        show_table([*names, *FIGURES], (cells(row, names) for row in rows), right=FIGURES)
-        say(*(f"{row.label}: {row.status}" for row in rows if row.status != OK), *losses(rows))
+        names = varied_names(rows)
+        show_table([*names, *COLUMNS], (cells(row, names) for row in rows), right=COLUMNS)
+        say(*(f"{row.label}: {row.status}" for row in rows if row.status != OK), *loss_lines(rows))
         say(*(() if budget is None else budget_lines(rows, budget)))
     note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
 
@@ -133,11 +134,11 @@ def _variants(asked: ConfigArguments, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
     made = partial(variants, recipe=asked.recipe, simulates=simulates)
     found = made(asked.settings)
-    if share_alike(found, simulates=simulates):
-        found = made([*asked.settings, OVER_GLOO])
+    if all_equivalent(found, simulates=simulates):
+        found = made([*asked.settings, WITHOUT_SHARED_MEMORY])
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
-    found, lacking = possible(found)
-    found, same = distinct(found)
+    found, lacking = supported(found)
+    found, same = unique(found)
     note(*lacking, *same, *dict.fromkeys(x for each in found for x in each.composed.ignored))
     return found
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdpctl.commands.drawing import BLUE, SKY, bar_axes, bars
+from fsdpctl.commands.charts import BLUE, SKY, bar_axes, bars
 from fsdpctl.config.schema import Config
 from fsdpctl.io.texts import figure as short
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.resolve.auto_values import decides_losses
 
 if TYPE_CHECKING:
-    from fsdpctl.estimate.accuracy import Band
+    from fsdpctl.estimate.accuracy import ErrorBand
 
 JSON, PICTURE = "compare.json", "compare.png"
 _DPI = 144
-BY = ("time", "gpu-hours", "cost", "memory")  # what variants are compared by
-_SPEED = "tokens_per_second", "Throughput", "tokens per second, all ranks"
-_DRAWN = {  # by what variants are compared by: of a row, heading and unit of its chart
+SORT_KEYS = ("time", "gpu-hours", "cost", "memory")  # what variants are compared by
+_THROUGHPUT_CHART = "tokens_per_second", "Throughput", "tokens per second, all ranks"
+_CHARTS = {  # by what variants are compared by: of a row, heading and unit of its chart
     "time": ("hours", "Time of the run", "hours"),
     "gpu-hours": ("gpu_hours", "GPU time of the run", "GPU hours"),
     "cost": ("cost", "Cost of the run", "cost at cluster.price"),
@@ -35,7 +35,7 @@ NOT_REACHED = "not measured: the comparison was stopped first"
 
 
 @dataclass(slots=True)
-class Row:
+class VariantResult:
     """One variant, as far as it is known; None for unknown values.
 
     Measured speeds and times are medians over the steps after warm-up; times are those of rank 0.
@@ -47,7 +47,7 @@ class Row:
     world_size: int | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
-    error_band: "Band | None" = None  # of a predicted step time
+    error_band: "ErrorBand | None" = None  # of a predicted step time
     steps: int | None = None  # of a run whose length is set, and the predicted figures of the run
     hours: float | None = None
     gpu_hours: float | None = None
@@ -85,19 +85,19 @@ class Row:
         return self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
 
 
-Cell = Callable[[Row], str | None]
+Cell = Callable[[VariantResult], str | None]
 
 
-def cells(row: Row, names: Sequence[str]) -> list[str]:
-    """Return the values of varied settings, then a cell for each of FIGURES."""
+def cells(row: VariantResult, names: Sequence[str]) -> list[str]:
+    """Return the values of varied settings, then a cell for each of COLUMNS."""
     own = {"strategy": row.strategy, **row.varied}
     return [
         *(own.get(name, "-") for name in names),
-        *(show(row) or "-" for show in FIGURES.values()),
+        *(show(row) or "-" for show in COLUMNS.values()),
     ]
 
 
-def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
+def varied_names(rows: Sequence[VariantResult]) -> tuple[str, ...]:
     """Return the names of the settings that differ between the variants."""
     return tuple(dict.fromkeys(name for row in rows for name in row.varied)) or ("strategy",)
 
@@ -110,16 +110,16 @@ def _number(name: str, form: str, scale: float = 1.0) -> Cell:
     return _cell(name, lambda value: format(value * scale, form))
 
 
-def _status(row: Row) -> str | None:
+def _status(row: VariantResult) -> str | None:
     return None if row.status == OK else row.status.partition(":")[0]
 
 
-def _exposed(row: Row) -> str | None:
+def _exposed(row: VariantResult) -> str | None:
     seconds = row.exposed_communication_seconds
     return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
-FIGURES: dict[str, Cell] = {  # by title
+COLUMNS: dict[str, Cell] = {  # by title
     "status": _status,  # of a variant without results
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "ms/step": _number("step_seconds", ",.1f", 1e3),
@@ -137,12 +137,12 @@ FIGURES: dict[str, Cell] = {  # by title
 }
 
 
-def ordered(rows: Sequence[Row], by: str = "time") -> list[Row]:
+def sorted_rows(rows: Sequence[VariantResult], by: str = "time") -> list[VariantResult]:
     """Return the rows, the best by `by` first; those without results are last."""
     return sorted(rows, key=lambda row: _amount(row, by))
 
 
-def _amount(row: Row, by: str) -> float:
+def _amount(row: VariantResult, by: str) -> float:
     """Return what is compared, the less the better."""
     if not row.speed:
         return float("inf")
@@ -155,21 +155,21 @@ def _amount(row: Row, by: str) -> float:
     return amounts[by]
 
 
-def losses(rows: Sequence[Row]) -> Iterator[str]:
+def loss_lines(rows: Sequence[VariantResult]) -> Iterator[str]:
     """Describe whether losses are equal where they should be, and which ones are not."""
     known = [row for row in rows if row.final_loss is not None]
-    groups = dict[tuple[tuple[str, str], ...], list[Row]]()  # that train the same
+    groups = dict[tuple[tuple[str, str], ...], list[VariantResult]]()  # that train the same
     for row in known:
         decisive = tuple(pair for pair in row.varied.items() if decides_losses(pair[0]))
         groups.setdefault(decisive, []).append(row)
-    lines = [line for group in groups.values() for line in _odd(group)]
+    lines = [line for group in groups.values() for line in _loss_differences(group)]
     if not lines and len(known) > 1:
         limit = "" if len(groups) == 1 else " among variants with the same training settings"
         yield f"all losses are equal{limit}"
     yield from lines
 
 
-def _odd(group: Sequence[Row]) -> Iterator[str]:
+def _loss_differences(group: Sequence[VariantResult]) -> Iterator[str]:
     usual = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
     for row in group:
         if off := (row.final_loss or 0.0) - usual:
@@ -177,7 +177,9 @@ def _odd(group: Sequence[Row]) -> Iterator[str]:
             yield f"{row.label}: loss differs by {size}, {off:+.3g} from {usual:.6f}"
 
 
-def title_of(configs: Sequence[Config], rows: Sequence[Row], *, is_predicted: bool) -> str:
+def comparison_title(
+    configs: Sequence[Config], rows: Sequence[VariantResult], *, is_predicted: bool
+) -> str:
     """Name the models of a comparison, and this machine or the clusters it is predicted for."""
     device = f"the CPU ({platform.machine()})"
     if is_predicted:
@@ -190,12 +192,14 @@ def title_of(configs: Sequence[Config], rows: Sequence[Row], *, is_predicted: bo
     return f"{models}, {what}"
 
 
-def rows_as_json(rows: Sequence[Row]) -> str:
+def rows_as_json(rows: Sequence[VariantResult]) -> str:
     """Return the list of rows that `compare --json` prints."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-def write_report(rows: Sequence[Row], title: str, folder: Path, by: str = BY[0]) -> list[Path]:
+def write_report(
+    rows: Sequence[VariantResult], title: str, folder: Path, by: str = SORT_KEYS[0]
+) -> list[Path]:
     """Write all results, in the order of `rows`, into a directory; return the files' paths."""
     written = [folder / JSON]
     written[0].write_text(rows_as_json(rows) + "\n", encoding="utf-8")
@@ -205,20 +209,20 @@ def write_report(rows: Sequence[Row], title: str, folder: Path, by: str = BY[0])
     return written
 
 
-def draw_rows(rows: Sequence[Row], title: str, by: str) -> Any:
+def draw_rows(rows: Sequence[VariantResult], title: str, by: str) -> Any:
     """Return a figure with a bar per variant: what they are compared by, or tokens per second.
 
     Predicted ones have their error band.
     """
-    name, heading, unit = _DRAWN.get(by, _SPEED)
+    name, heading, unit = _CHARTS.get(by, _THROUGHPUT_CHART)
     if any(getattr(row, name) is None for row in rows):
-        name, heading, unit = _SPEED
+        name, heading, unit = _THROUGHPUT_CHART
     values = [getattr(row, name) for row in rows]
     edges = [(each.low, each.high) if (each := row.error_band) else (1.0, 1.0) for row in rows]
-    if name == _SPEED[0]:  # the slowest takes longest
+    if name == _THROUGHPUT_CHART[0]:  # the slowest takes longest
         edges = [(1 / high, 1 / low) for low, high in edges]
     labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
-    figure, axes = bar_axes(heading, title, labels, " · ".join(names_of(rows)))
+    figure, axes = bar_axes(heading, title, labels, " · ".join(varied_names(rows)))
     bars(axes, values, color=[BLUE, *[SKY] * (len(rows) - 1)])
     for place, (value, (low, high)) in enumerate(zip(values, edges, strict=True)):
         if high > low:

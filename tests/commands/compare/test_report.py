@@ -8,40 +8,40 @@ import pytest
 from matplotlib.image import imread
 
 from fsdpctl.commands.compare.report import (
+    COLUMNS,
     FAILED,
-    FIGURES,
     NOT_REACHED,
-    Row,
+    VariantResult,
     cells,
-    losses,
-    names_of,
-    ordered,
+    loss_lines,
+    sorted_rows,
+    varied_names,
     write_report,
 )
-from fsdpctl.estimate.accuracy import Band
+from fsdpctl.estimate.accuracy import ErrorBand
 
 MIB = 1 << 20
 
 
-def measured(name: str, speed: float, memory: float = 50, **about: Any) -> Row:
+def measured(name: str, speed: float, memory: float = 50, **about: Any) -> VariantResult:
     """Return a variant that ran at `speed` tokens per second with 1,000 tokens per step."""
-    return Row(
+    return VariantResult(
         {"strategy": name}, name, world_size=2, tokens_per_second=speed, step_seconds=1000 / speed,
         estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB, **about,
     )  # fmt: skip
 
 
-def failed(name: str) -> Row:
-    return replace(Row({"strategy": name}, name), status=f"{FAILED}<rank 1> was killed")
+def failed(name: str) -> VariantResult:
+    return replace(VariantResult({"strategy": name}, name), status=f"{FAILED}<rank 1> was killed")
 
 
-def sized(name: str, ranks: int, hours: float) -> Row:
+def sized(name: str, ranks: int, hours: float) -> VariantResult:
     figures: dict[str, Any] = {
         "hours": hours, "gpu_hours": ranks * hours, "cost": ranks * hours / 2,
     }  # fmt: skip
-    return Row(
+    return VariantResult(
         {"strategy": name}, name, world_size=ranks, tokens_per_second=1000 / hours,
-        error_band=Band("dense", 0.9, 1.1, 50), estimated_peak_tensor_bytes=ranks, **figures,
+        error_band=ErrorBand("dense", 0.9, 1.1, 50), estimated_peak_tensor_bytes=ranks, **figures,
     )  # fmt: skip
 
 
@@ -58,20 +58,20 @@ SIZED = [sized("a", 8, 80), sized("b", 16, 44), sized("c", 32, 19)]
     (SIZED, "memory", "abc"),
 ])  # fmt: skip
 def test_the_order_is_that_of_the_number_that_by_names(rows, by, expected):
-    assert "".join(row.strategy for row in ordered(rows, by)) == expected
+    assert "".join(row.strategy for row in sorted_rows(rows, by)) == expected
 
 
-def with_losses(**ends: float) -> list[Row]:
+def with_losses(**ends: float) -> list[VariantResult]:
     return [measured(name, 10, final_loss=end) for name, end in ends.items()]
 
 
 def test_equal_losses_are_reported_as_equal():
-    assert list(losses(with_losses(a=2.5, b=2.5))) == ["all losses are equal"]
-    assert list(losses(with_losses(a=2.5))) == []
+    assert list(loss_lines(with_losses(a=2.5, b=2.5))) == ["all losses are equal"]
+    assert list(loss_lines(with_losses(a=2.5))) == []
 
 
 def test_different_losses_are_named_with_whether_rounding_explains_them():
-    rounded, wrong = losses(with_losses(a=2.5, b=2.5, c=2.5000001, d=2.6))
+    rounded, wrong = loss_lines(with_losses(a=2.5, b=2.5, c=2.5000001, d=2.6))
     assert rounded.startswith("strategy=c: loss differs by rounding")
     assert wrong.startswith("strategy=d: loss differs by more than rounding, +0.1")
 
@@ -81,14 +81,14 @@ def test_losses_of_variants_that_train_differently_are_not_compared():
     rows = [
         replace(a, varied={"optimizer.lr": "1e-3"}), replace(b, varied={"optimizer.lr": "1e-4"}),
     ]  # fmt: skip
-    (said,) = losses(rows)
+    (said,) = loss_lines(rows)
     assert said == "all losses are equal among variants with the same training settings"
 
 
 ROWS = [measured("full_shard", 1000), measured("no_shard", 1200, 70), failed("hybrid_shard")]
 
 
-@pytest.mark.parametrize(("rows", "by"), [(ordered(ROWS), "time"), (SIZED, "cost")])
+@pytest.mark.parametrize(("rows", "by"), [(sorted_rows(ROWS), "time"), (SIZED, "cost")])
 def test_the_files_are_the_rows_and_a_picture_of_those_that_ran(rows, by, tmp_path):
     written = write_report(rows, "llama_tiny, measured on <some> CPU", tmp_path, by)
     assert {each.name for each in written} == {each.name for each in tmp_path.iterdir()}
@@ -105,13 +105,13 @@ def test_nothing_is_drawn_without_values(tmp_path):
 
 
 def test_values_that_are_not_known_are_dashes():
-    mfu = [*FIGURES].index("MFU")
+    mfu = [*COLUMNS].index("MFU")
     assert {cells(row, [])[mfu] for row in ROWS} == {"-"}
     assert cells(replace(ROWS[0], mfu=0.4321), [])[mfu] == "43.2%"
 
 
 def test_the_first_column_is_the_engine_if_engines_vary():
-    assert names_of(ROWS) == ("strategy",)
+    assert varied_names(ROWS) == ("strategy",)
     rows = [replace(r, varied={"engine": "ddp", **r.varied}, engine="ddp") for r in ROWS]
-    assert names_of(rows) == ("engine", "strategy")
-    assert cells(rows[1], names_of(rows))[:2] == ["ddp", "no_shard"]
+    assert varied_names(rows) == ("engine", "strategy")
+    assert cells(rows[1], varied_names(rows))[:2] == ["ddp", "no_shard"]

@@ -1,8 +1,8 @@
 """Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
-from fsdpctl.commands.compare.figures import predict
-from fsdpctl.commands.compare.report import OK, TOO_LARGE, Row, cells
-from fsdpctl.commands.compare.vary import variants
+from fsdpctl.commands.compare.report import OK, TOO_LARGE, VariantResult, cells
+from fsdpctl.commands.compare.results import predict
+from fsdpctl.commands.compare.variants import variants
 
 WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
          "train.seq_len=512", "train.global_batch_size=4", "cluster=h100"]  # fmt: skip
@@ -11,7 +11,7 @@ WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per
 HELD = ["activation_checkpointing=none", "prefetch=both", "train.micro_batch_size=2"]
 
 
-def simulated(*words: str) -> tuple[list[Row], list[str]]:
+def simulated(*words: str) -> tuple[list[VariantResult], list[str]]:
     """Return the rows and the notes, without that on the price of the cluster."""
     found = variants([*words, "train.steps=20"], None, simulates=True)
     notes = list(dict.fromkeys(predict(found)))  # which sets what the rows have

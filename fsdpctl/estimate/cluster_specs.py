@@ -13,56 +13,61 @@ from fsdpctl.config.schema import C, Config, Settled
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
-from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
+from fsdpctl.predict.hardware import SHARED_CORES, DeviceDataSheet, HostDataSheet, RingNetwork
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.place import LOCAL, on_cluster
 
 _TERA, _GIGA = 1e12, 1e9
-_PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
-_USUAL = "hopper"  # the assumed generation of unknown GPUs
+_STEP_OVERHEAD = 0.015  # seconds: data loading, hooks, and waits of the host
+_DEFAULT_ARCHITECTURE = "hopper"  # the assumed generation of unknown GPUs
 # What the products and the routing of experts reach, where published steps show it.
-_EXPERTS = {"hopper": {"grouped": 0.78, "indexed": 0.3}, "blackwell": {"grouped": 0.78}}
+_EXPERT_EFFICIENCY = {
+    "hopper": {"grouped_efficiency": 0.78, "index_efficiency": 0.3},
+    "blackwell": {"grouped_efficiency": 0.78},
+}
 # Share of NVLink that FSDP's collectives reach during computation, where published steps show it.
-_REACHED = {"blackwell": 0.28}
+_NVLINK_EFFICIENCY = {"blackwell": 0.28}
 # Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
-_UNIT = {FSDP2: 1.1e-3, FSDPCTL: 0.45e-3}
-_LONG_GAIN = {"hopper": {CUDNN: 0.14}}  # by four published steps with samples of 2**20 tokens
+_UNIT_OVERHEAD = {FSDP2: 1.1e-3, FSDPCTL: 0.45e-3}
+_LONG_SEQUENCE_GAIN = {
+    "hopper": {CUDNN: 0.14}
+}  # by four published steps with samples of 2**20 tokens
 # Of the bf16 FLOP/s, by the data sheets of NVIDIA's GPUs since the A100 (312 and 156 TFLOP/s). For
 # older ones without TF32, those of fp32 are more.
 _TF32_SHARE = 1 / 2
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
-def device_of(config: Settled) -> DataSheet:
+def device_of(config: Settled) -> DeviceDataSheet:
     """Return the device of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.flops is None or cluster.memory_bandwidth is None:
-        raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
-    generation, kernel = cluster.architecture or _USUAL, str(kernel_of(config))
+        raise _missing_specs(config, "cluster.flops and cluster.memory_bandwidth")
+    generation, kernel = cluster.architecture or _DEFAULT_ARCHITECTURE, str(kernel_of(config))
     bf16 = cluster.flops * _TERA
     fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
-    attention, tf32 = _attention(config), max(fp32, bf16 * _TF32_SHARE)
+    attention, tf32 = _attention_efficiency(config), max(fp32, bf16 * _TF32_SHARE)
     if config.uses_tf32:  # not of attention, whose float32 kernels are as fast as before
         attention = {name: share * fp32 / tf32 for name, share in attention.items()}
-    return DataSheet(
+    return DeviceDataSheet(
         {2: bf16, 4: tf32 if config.uses_tf32 else fp32},
         cluster.memory_bandwidth * _GIGA,
-        matmul=cluster.matmul_efficiency,
-        attention=attention,
-        in_step=cluster.step_efficiency,
-        **_EXPERTS.get(generation, {}),
-        fuses=config.train.compile,
-        unpacks_at_once=config.engine.facts.unpacks_at_once,
-        step_overhead=_PER_STEP,
-        long_gain=_LONG_GAIN.get(generation, {}).get(kernel, 0.0),
-        unit_seconds=_UNIT.get(config.engine.name, 0.0),
+        matmul_efficiency=cluster.matmul_efficiency,
+        attention_efficiency=attention,
+        step_efficiency=cluster.step_efficiency,
+        **_EXPERT_EFFICIENCY.get(generation, {}),
+        is_compiled=config.train.compile,
+        fused_dequantization=config.engine.facts.unpacks_at_once,
+        step_overhead=_STEP_OVERHEAD,
+        long_sequence_gain=_LONG_SEQUENCE_GAIN.get(generation, {}).get(kernel, 0.0),
+        unit_seconds=_UNIT_OVERHEAD.get(config.engine.name, 0.0),
     )
 
 
-def _attention(config: Settled) -> Mapping[str, float]:
+def _attention_efficiency(config: Settled) -> Mapping[str, float]:
     cluster, kernel = config.cluster, kernel_of(config)
-    shares = dict(SHARES[cluster.architecture or _USUAL])
+    shares = dict(SHARES[cluster.architecture or _DEFAULT_ARCHITECTURE])
     if cluster.attention_efficiency is not None:
         shares = dict.fromkeys(KERNELS, cluster.attention_efficiency)
     if kernel in FLASHES and kernel in shares:
@@ -74,15 +79,20 @@ def network_of(config: Settled) -> RingNetwork:
     """Return the network of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
-        raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
+        raise _missing_specs(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
     network = RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
-    return replace(network, reached=_REACHED.get(cluster.architecture or "", network.reached))
+    return replace(
+        network,
+        nvlink_efficiency=_NVLINK_EFFICIENCY.get(
+            cluster.architecture or "", network.nvlink_efficiency
+        ),
+    )
 
 
-def host_of(config: Settled) -> HostSheet:
+def host_of(config: Settled) -> HostDataSheet:
     cluster, launch = config.cluster, config.launch
     assert launch.nproc_per_node is not None
-    return HostSheet(
+    return HostDataSheet(
         cluster.host_bandwidth * _GIGA,
         cluster.pcie_bandwidth * _GIGA,
         launch.nproc_per_node,
@@ -90,19 +100,19 @@ def host_of(config: Settled) -> HostSheet:
     )
 
 
-def _unknown(config: Settled, missing: str) -> UsageError:
+def _missing_specs(config: Settled, missing: str) -> UsageError:
     return UsageError(
         f"cluster={config.cluster.name}: {missing} required; set them or another cluster="
     )
 
 
 ASSUMED = "assumed"  # how the name of specs begins that belong to other hardware
-_ANY_GPU = "h100"
-_CPU = "cpu"
-_OTHERS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # than specs
+_ASSUMED_GPU = "h100"
+_CPU_CLUSTER = "cpu"
+_NOT_SPECS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # than specs
 
 
-def with_speed(config: C) -> tuple[C, str]:
+def with_specs(config: C) -> tuple[C, str]:
     """Return a configuration with complete hardware specs, and the source of these specs.
 
     A specified cluster has its own. For this machine, they come from the settings, then from the
@@ -113,13 +123,16 @@ def with_speed(config: C) -> tuple[C, str]:
     if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"
     if config.launch.device != "cpu":
-        found, whose = _of_this_gpu()
+        found, whose = _specs_of_this_gpu()
     else:
-        found, whose = _specified(_CPU), "specs as set" if cluster.flops else f"{ASSUMED} CPU specs"
-    return replace(config, cluster=_filled(config, found)), whose
+        found, whose = (
+            _cluster_named(_CPU_CLUSTER),
+            "specs as set" if cluster.flops else f"{ASSUMED} CPU specs",
+        )
+    return replace(config, cluster=_with_missing(config, found)), whose
 
 
-def card_of(config: Settled) -> str:
+def gpu_of(config: Settled) -> str:
     """Return the GPU of a cluster by its name in conf/cluster, or that of this machine."""
     if config.cluster.name != LOCAL or not torch.cuda.is_available():
         return config.cluster.name
@@ -127,22 +140,22 @@ def card_of(config: Settled) -> str:
     return name if known is None else known.cluster
 
 
-def _filled(config: Config, found: ClusterConfig) -> ClusterConfig:
+def _with_missing(config: Config, found: ClusterConfig) -> ClusterConfig:
     given, usual = config.cluster, ClusterConfig()
-    specs = (each.name for each in fields(given) if each.name not in _OTHERS)
+    specs = (each.name for each in fields(given) if each.name not in _NOT_SPECS)
     specs = (name for name in specs if not config.is_typed(f"cluster.{name}"))
     lacking = (name for name in specs if getattr(given, name) == getattr(usual, name))
     return replace(given, **{name: getattr(found, name) for name in lacking})
 
 
-def _of_this_gpu() -> tuple[ClusterConfig, str]:
+def _specs_of_this_gpu() -> tuple[ClusterConfig, str]:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     known = known_gpu(name)
     if known is not None:
-        return _specified(known.cluster), f"specs of cluster={known.cluster}, for {name}"
-    return _specified(_ANY_GPU), f"{ASSUMED} specs of cluster={_ANY_GPU}, for {name}"
+        return _cluster_named(known.cluster), f"specs of cluster={known.cluster}, for {name}"
+    return _cluster_named(_ASSUMED_GPU), f"{ASSUMED} specs of cluster={_ASSUMED_GPU}, for {name}"
 
 
 @cache
-def _specified(name: str) -> ClusterConfig:
+def _cluster_named(name: str) -> ClusterConfig:
     return compose_config([f"cluster={name}"]).config.cluster

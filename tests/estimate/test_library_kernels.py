@@ -1,4 +1,4 @@
-"""Recurrent layers are traced as the kernels that GPUs run, whatever the length."""
+"""Recurrent layers and experts are traced as the kernels that GPUs run."""
 
 import sys
 import weakref
@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.estimate.recurrences import _delta_rule, packages_of, with_kernels
+from fsdpctl.estimate.device_operators import operators_of
+from fsdpctl.estimate.library_kernels import _delta_rule, fuse_experts, packages_of, with_kernels
 from fsdpctl.estimate.trace import trace
-from fsdpctl.predict.compute import Made, Pass
+from fsdpctl.predict.model_pass import Alloc, TracedPass
 from tests.models.decoders import tiny_config
 
+TOKENS, WIDTH, INNER, COUNT, CHOSEN = 64, 32, 48, 4, 2
 FAMILIES = {
     "qwen3_next": "flash-linear-attention", "kimi_linear": "flash-linear-attention",
     "mamba2": "mamba-ssm", "bamba": "mamba-ssm", "jamba": "mamba-ssm", "mamba": "mamba-ssm",
@@ -49,7 +51,7 @@ def test_results_and_gradients_are_those_of_the_plain_code(family):
     assert reached == {name for name, param in module.named_parameters() if param.grad is not None}
 
 
-def passed(module: Any, length: int) -> Pass:
+def passed(module: Any, length: int) -> TracedPass:
     def run() -> Tensor:
         loss = result(module, length).sum()
         loss.backward()
@@ -67,7 +69,7 @@ def test_operators_do_not_grow_with_the_length_and_memory_does(family):
     counts = [Counter(work.name for work in of_one) for of_one in works]
     assert counts[0] == counts[1]
     sizes = [
-        sum(each.nbytes for part in one.parts.values() for each in part if isinstance(each, Made))
+        sum(each.nbytes for part in one.parts.values() for each in part if isinstance(each, Alloc))
         for one in (short, long)
     ]
     assert 4 < sizes[1] / sizes[0] < 66  # at most with the square
@@ -101,3 +103,54 @@ def test_the_plain_code_is_restored():
     with with_kernels():
         assert code.mamba_selective_scan is not plain
     assert code.mamba_selective_scan is plain
+
+
+class Experts(nn.Module):
+    def __init__(self, *, biased: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(COUNT, 2 * INNER, WIDTH))
+        self.down_proj = nn.Parameter(torch.empty(COUNT, WIDTH, INNER))
+        if biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(COUNT, 2 * INNER))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return x
+
+
+def test_fused_experts_keep_the_products_before_the_gate_and_nothing_else_of_their_size():
+    with torch.device("meta"):
+        experts, x = Experts().bfloat16(), torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16)
+        weights = torch.empty(TOKENS, CHOSEN, dtype=torch.bfloat16, requires_grad=True)
+        index = torch.empty(TOKENS, CHOSEN, dtype=torch.int64)
+    fuse_experts(experts)
+    kept: list[tuple[int, ...]] = []
+    gradients: list[torch.Size] = []
+    for param in experts.parameters():
+        param.register_hook(lambda gradient: gradients.append(gradient.shape))
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    def run() -> Tensor:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out: Tensor = experts(x.requires_grad_(), index, weights)
+        loss = out.sum()
+        loss.backward()
+        return loss
+
+    with operators_of("cuda", None):
+        trace(experts, [], run, "cuda")
+    rows = TOKENS * CHOSEN
+    assert (rows, 2 * INNER) in kept
+    assert {shape for shape in kept if rows in shape} == {(rows, 2 * INNER)}
+    assert {param.shape for param in experts.parameters()} == set(gradients)
+
+
+def test_experts_with_biases_or_adapters_stay_as_they_are():
+    biased, adapted = Experts(biased=True), Experts()
+    adapted.expert_adapters = nn.Linear(2, 2)
+    for experts in (biased, adapted):
+        fuse_experts(experts)
+        assert "forward" not in vars(experts)

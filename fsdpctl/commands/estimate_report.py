@@ -1,39 +1,24 @@
-"""The work of `fsdpctl estimate-memory`, with its lines and tables."""
+"""The lines and tables of `fsdpctl estimate-memory`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from fsdpctl.commands.config_args import recipe_text
-from fsdpctl.commands.drawing import draw_estimates
-from fsdpctl.commands.printing import emit, note, print_error, say, show_json, show_table
-from fsdpctl.config.auto import STRATEGY, Selection, left_open, opened, selected, unset
-from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import SIZES, Config, Origin
-from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
-from fsdpctl.estimate.advice import advice
-from fsdpctl.estimate.candidates import differs_here
+from fsdpctl.commands.printing import say, show_table
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import is_distinct_on_cluster
 from fsdpctl.estimate.duration import has_length, notes_on_price, run_length, run_time
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.from_others import ImportedConfig, completed
-from fsdpctl.estimate.largest import Fit, largest_that_fits
+from fsdpctl.estimate.imported_config import ImportedConfig
+from fsdpctl.estimate.largest import LargestFit
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import estimates_of
-from fsdpctl.estimate.summary import describe_changes, describe_ranking, note_on_local_cpu
-from fsdpctl.importers.recipe import read_others
-from fsdpctl.io.activity import doing
+from fsdpctl.estimate.suggestions import suggest
+from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.texts import figure, format_bytes
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
-from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
 
 _SMALL = ("rounding", "workspaces")  # purposes without a column
-# Keys that follow from the machine or the data.
-_SIZED_BY = (
-    "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
-    SIZES[0], "launch.nproc_per_node", "launch.device",
-)  # fmt: skip
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -41,116 +26,8 @@ _VERDICTS = {
 }
 
 
-def show_estimates(
-    composed: Composed,
-    others: ImportedConfig | None,
-    *,
-    every: bool,
-    fit: str | None,
-    plot: Path | None,
-    as_json: bool,
-) -> bool:
-    """Estimate and print; `others` is the file that is estimated. Return whether anything fits."""
-    estimator = Estimator()
-    (note if as_json else say)(*notes_on_memory(composed.config))
-    found = estimates_of(estimator, composed, every=every)
-    estimates = [each for each, _ in found]
-    (note if as_json else say)(*notes_on_cores(estimates[0].config))
-    fits = [_fitted(estimator, composed.config, each, fit) for each in estimates if fit is not None]
-    if plot is not None:
-        note(f"written: {draw_estimates(estimates, plot)}")
-    if as_json:
-        entries = [
-            each.to_dict()
-            | _time_dict(estimator, each)
-            | ({} if ranking is None else {"selected": ranking.to_dict()})
-            for each, ranking in found
-        ]
-        for entry, largest in zip(entries, fits, strict=False):
-            entry["fit"] = largest.to_dict()
-        if others is not None:
-            entries = [entry | {"from": others.to_dict()} for entry in entries]
-        show_json(entries if every else entries[0])
-        return any(each.fits for each in estimates)
-    if others is not None:
-        _show_translation(others)
-    if every:
-        say(*_heading(estimates))
-        _show_all(estimator, composed.config, estimates, fits)
-        for each, ranking in found:
-            if ranking is not None:
-                say(f"{each.config.strategy.name}: {ranking.summary}")
-    else:
-        if (ranking := found[0][1]) is not None:
-            say(*describe_ranking(ranking))
-        _show_one(estimator, estimates[0], fits)
-    return any(each.fits for each in estimates)
-
-
-def print_recipe(composed: Composed, fit: str | None) -> bool:
-    """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
-    estimator, config = Estimator(), composed.config
-    note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
-    ((found, ranking),) = estimates_of(estimator, composed, every=False)
-    note(*(describe_ranking(ranking) if ranking is not None else ()))
-    values: dict[str, int] = {}
-    if fit is not None:
-        largest = _fitted(estimator, config, found, fit)
-        note(f"fit     {_fit_line(largest)}")
-        if largest.estimate is not None:
-            found, values = largest.estimate, largest.values
-    emit(recipe_text(_sized(config, found).changed(values, Origin.SELECTED)))
-    note(*_conclusions(found)[-1:])
-    return found.fits
-
-
-def _fitted(estimator: Estimator, asked: Config, found: RunEstimate, fit: str) -> Fit:
-    names = [*unset(asked), *(each for each in left_open(asked) if each != STRATEGY)]
-    return largest_that_fits(estimator, found.plan, fit, names)
-
-
-def _sized(asked: Config, found: RunEstimate) -> Config:
-    """Return settings with the selection, and with values of `auto` that differ elsewhere."""
-    names = {*unset(asked), *left_open(asked)}
-    config = selected(opened(asked, names), Selection.of(found.config))
-    origins = {name: found.config.origin(name) for name in names}
-    fixed = (key for key in _SIZED_BY if asked.is_auto(key))
-    values = {key: found.config.value(key) for key in fixed}
-    config = config.changed({**values, SIZES[1]: None})  # the samples of a step are known
-    return replace(config, origins={**config.origins, **origins})
-
-
-def show_verdicts(
-    runs: Sequence[tuple[Path, ...]], words: Sequence[str], *, require_fit: bool
-) -> int:
-    """Estimate each file of another tool with `words`, a line for each; return the exit code."""
-    verdicts, failed = set(), []
-    for number, files in enumerate(runs, start=1):
-        file = " and ".join(map(str, files))
-        try:
-            with doing(f"estimating {file} ({number} of {len(runs)})"):
-                others = completed(read_others(*files), words)
-                ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
-        except (UsageError, CheckpointError) as error:
-            say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")
-            failed.append(file)
-            continue
-        verdicts.add(estimate.verdict)
-        translation = others.translation
-        left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
-        lost = f"; left out: {', '.join(left_out)}" if left_out else ""
-        peak, available = estimate.peak_reserved, max(0, estimate.available)
-        sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
-        say(f"{file}: {_verdict(estimate)}, {sizes}{lost}")
-    if require_fit and failed:
-        print_error(f"--require-fit: not estimated: {', '.join(failed)}")
-    if require_fit and (failed or verdicts - {"fits"}):
-        return DoesNotFitError.exit_code
-    return 0 if verdicts else UsageError.exit_code
-
-
-def _show_all(
-    estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[Fit]
+def show_all(
+    estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[LargestFit]
 ) -> None:
     _show_strategies(estimator, estimates)
     say(*notes_on_price(config) if has_length(config) else ())
@@ -159,23 +36,23 @@ def _show_all(
     known = strategies_of(engine)
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
-    if alike := [name for name in known if not differs_here(config, name)]:
+    if alike := [name for name in known if not is_distinct_on_cluster(config, name)]:
         say(f"on one node, {', '.join(alike)} do what strategies above do")
     if refused := [name for name in known if name not in {*shown, *alike}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
-        say(f"{each.config.strategy.name}: {_fit_line(fit)}")
+        say(f"{each.config.strategy.name}: {fit_line(fit)}")
 
 
-def _show_one(estimator: Estimator, found: RunEstimate, fits: list[Fit]) -> None:
-    say(*_heading([found]))
+def show_one(estimator: Estimator, found: RunEstimate, fits: list[LargestFit]) -> None:
+    say(*heading([found]))
     _show_breakdown(found)
-    say("", *_conclusions(found), *_time_lines(estimator, found))
+    say("", *conclusions(found), *_time_lines(estimator, found))
     if fits:
-        say(f"fit     {_fit_line(fits[0])}")
+        say(f"fit     {fit_line(fits[0])}")
     nothing_fits = fits[0].estimate is None if fits else not found.fits
     if nothing_fits:
-        say(*note_on_local_cpu(found), *describe_changes(advice(estimator, found.plan)))
+        say(*note_on_local_cpu(found), *describe_suggestions(suggest(estimator, found.plan)))
 
 
 def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
@@ -191,13 +68,13 @@ def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
             yield run_length(found.config, tokens, estimator).line(tokens)
 
 
-def _time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
+def time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
     with suppress(UsageError):
         return run_time(estimator, found).to_dict()
     return {}
 
 
-def _heading(estimates: Sequence[RunEstimate]) -> list[str]:
+def heading(estimates: Sequence[RunEstimate]) -> list[str]:
     first = estimates[0]
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
@@ -249,15 +126,15 @@ def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None
     rows = []
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
-        times = _time_dict(estimator, each)
+        times = time_dict(estimator, each)
         cells += ["-" if (x := times.get(name)) is None else figure(x) for name in figures]
         reserved = format_bytes(each.peak_reserved)
-        rows.append((each.config.strategy.name, _verdict(each), *cells, reserved))
+        rows.append((each.config.strategy.name, verdict(each), *cells, reserved))
     names = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
     show_table(("strategy", "verdict", *names), rows, right=names)
 
 
-def _verdict(found: RunEstimate) -> str:
+def verdict(found: RunEstimate) -> str:
     return found.verdict if found.verdict != "too_large" else _VERDICTS[found.verdict]
 
 
@@ -265,15 +142,18 @@ def _show_breakdown(found: RunEstimate) -> None:
     rows = []
     for name, nbytes in found.step.breakdown.items():
         largest = [each for each in found.step.peak.largest if each.category == name]
-        named = [f"{each.count} x {each.what}, {format_bytes(each.nbytes)}" for each in largest[:2]]
+        named = [
+            f"{each.count} x {each.description}, {format_bytes(each.nbytes)}"
+            for each in largest[:2]
+        ]
         rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(named)))
-    rows.append(("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.when}"))
+    rows.append(("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.phase}"))
     title = f"{found.config.strategy.name}, per rank at the peak"
     show_table((title, "", "largest tensors"), rows, right=("",))
 
 
-def _conclusions(found: RunEstimate) -> list[str]:
-    config, outside = found.config, found.outside
+def conclusions(found: RunEstimate) -> list[str]:
+    config, outside = found.config, found.outside_allocator
     on_device = found.available - found.peak_reserved
     lines = []
     if config.launch.device == "cuda":
@@ -283,10 +163,10 @@ def _conclusions(found: RunEstimate) -> list[str]:
             f"{config.launch.allocator}, model.init="
             f"{'pretrained' if config.model.is_pretrained else 'random'}"
         )
-    if found.shared:
+    if found.shared_bytes:
         lines.append(
-            f"shared  {format_bytes(found.shared)}, once for all ranks, of which each counts its "
-            "share; as resident memory, each process shows all of it"
+            f"shared  {format_bytes(found.shared_bytes)}, once for all ranks; each rank counts its "
+            "share; the resident memory of each process includes all of it"
         )
     lines += [
         f"outside {format_bytes(outside.low)} to {format_bytes(outside.high)} (assumed): the "
@@ -316,7 +196,7 @@ def _on_node(found: RunEstimate) -> str:
     )
 
 
-def _fit_line(found: Fit) -> str:
+def fit_line(found: LargestFit) -> str:
     over = ""
     if (more := found.next or found.estimate) is not None:
         over = f"leaves less than {more.reserve_share:.0%} of the memory"
@@ -332,23 +212,25 @@ def _fit_line(found: Fit) -> str:
     return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
 
 
-def _show_translation(asked: ImportedConfig) -> None:
+def show_translation(asked: ImportedConfig) -> None:
     say(f"{asked.translation.tool}: {asked.translation.file}")
     for row in asked.rows:
-        words = [word for word in row.settings if not (asked.own_engine and word[:7] == "engine=")]
+        words = [
+            word for word in row.settings if not (asked.engine_reason and word[:7] == "engine=")
+        ]
         lost = [word for word in words if word in asked.overridden]
         notes = [f"overridden: {' '.join(lost)}"] if lost else []
         notes += [row.note] if row.note else []
         kept = " ".join(word for word in words if word not in lost) or "-"
         say(f"  {row.key}: {kept}{'  # ' if notes else ''}{'; '.join(notes)}")
-    say(*(f"  (command line): {name}={text}" for name, text in asked.typed.items()))
+    say(*(f"  (command line): {name}={text}" for name, text in asked.command_line.items()))
     say("", *_left_out(asked))
 
 
 def _left_out(asked: ImportedConfig) -> Iterator[str]:
     found = asked.translation
-    if asked.own_engine:
-        yield f"engine  fsdpctl: {asked.own_engine}"
+    if asked.engine_reason:
+        yield f"engine  fsdpctl: {asked.engine_reason}"
     for row in found.excluded:
         yield f"differs {row.key}={row.value}: {row.note}"
     if found.unrecognized:

@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.recurrences import with_kernels
+from fsdpctl.estimate.library_kernels import with_kernels
 from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
 from fsdpctl.plan.layout import round_up
 
 _aten = torch.ops.aten
-_GROUPED = _aten._grouped_mm.default
+_GROUPED_MM = _aten._grouped_mm.default
 _SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
-_FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
+_FLASH_BACKEND = 1  # of torch.nn.attention.SDPBackend, whose import is slow
 
 _CUDNN_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
 _BACKWARDS_OF_ROWS = (_aten._scaled_dot_product_flash_attention_backward.default, _CUDNN_BACKWARD)
@@ -64,7 +64,7 @@ def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
             return plain(query, key, value, *args, **kwargs)
         else:
             run = _aten._scaled_dot_product_efficient_attention
-            bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
+            bias = None if options.attn_mask is None else _additive_mask(options.attn_mask, query)
             given = (*given, bias, query.requires_grad)
         out: Tensor = run(*given, *rest, scale=options.scale)[0]
         return out
@@ -72,7 +72,7 @@ def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
     return attention
 
 
-def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     zero = torch.scalar_tensor(0.0, dtype=like.dtype, device=like.device)
@@ -85,7 +85,7 @@ def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
         options = _Options(*args, **kwargs)
         if kernel == MATH or not _uses_flash_on_cpu(query, key, value, options):
             return plain(query, key, value, *args, **kwargs)
-        bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
+        bias = None if options.attn_mask is None else _additive_mask(options.attn_mask, query)
         rest = (options.dropout_p, options.is_causal)
         out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, *rest, attn_mask=bias, scale=options.scale
@@ -101,7 +101,7 @@ def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Opti
         tensors: list[Any] = [each if each is None else _on_cpu(each) for each in given]
         rest: dict[str, Any] = options._asdict() | {"attn_mask": tensors.pop()}
         chosen = torch._fused_sdp_choice(*tensors, **rest)
-    return int(chosen) == _FLASH
+    return int(chosen) == _FLASH_BACKEND
 
 
 def _on_cpu(like: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def result_of(
     torch's own meta function of `aten::_grouped_mm` accepts bfloat16 only. On CUDA, rows of its
     result begin on 16 bytes.
     """
-    if func is not _GROUPED:
-        return known_result(func, args, kwargs)
+    if func is not _GROUPED_MM:
+        return cached_result(func, args, kwargs)
     left: Tensor = args[0]
     right: Tensor = args[1]
     rows: tuple[int, ...] = (left.shape[-2],)
@@ -232,30 +232,30 @@ def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:
 
 _META = torch.device("meta")
 _empty = torch.ops.aten.empty_strided.default
-_PLAIN = (Tensor, nn.Parameter)
-_MOST = 20_000  # results that are kept
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_MAX_RESULTS = 20_000  # results that are kept
 
-_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-_kept: dict[object, tuple[_Made, ...] | None] = {}  # None: cannot be made from this
+_NewTensor = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_results: dict[object, tuple[_NewTensor, ...] | None] = {}  # None: cannot be made from this
 
 
-class _Unknown(Exception):  # noqa: N818  # an answer
+class _NotCacheable(Exception):  # noqa: N818  # an answer
     """An argument of another kind."""
 
 
-def known_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+def cached_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Return an operator's result: new tensors as the operator makes them."""
     if not _is_functional(func):
         return func(*args, **kwargs)
     try:
         key = (func, _key(args), _key(tuple(kwargs.items())))
-        made = _kept.get(key, ())
-    except (_Unknown, TypeError):  # or one that cannot be a key
+        made = _results.get(key, ())
+    except (_NotCacheable, TypeError):  # or one that cannot be a key
         return func(*args, **kwargs)
     if not made:
         result = func(*args, **kwargs)
-        if made is not None and len(_kept) < _MOST:
-            _kept[key] = _described(result, args)
+        if made is not None and len(_results) < _MAX_RESULTS:
+            _results[key] = _new_tensors(result, args)
         return result
     new = [_empty(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in made]
     return new[0] if len(new) == 1 else tuple(new)
@@ -273,8 +273,8 @@ def _key(values: Sequence[Any]) -> tuple[object, ...]:
     found: list[object] = []
     for each in values:
         if isinstance(each, Tensor):
-            if type(each) not in _PLAIN or each.device != _META:
-                raise _Unknown
+            if type(each) not in _PLAIN_TENSORS or each.device != _META:
+                raise _NotCacheable
             found.append((each.shape, each.stride(), each.dtype))  # wherever it begins
         elif isinstance(each, list | tuple):
             found.append(_key(each))
@@ -283,7 +283,7 @@ def _key(values: Sequence[Any]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _described(result: object, args: Sequence[Any]) -> tuple[_Made, ...] | None:
+def _new_tensors(result: object, args: Sequence[Any]) -> tuple[_NewTensor, ...] | None:
     """Return how to make the result, if all its tensors are new and have no more memory."""
     made = result if isinstance(result, tuple) else (result,)
     seen: set[int] = set()
@@ -300,13 +300,13 @@ def _described(result: object, args: Sequence[Any]) -> tuple[_Made, ...] | None:
     return tuple((tuple(each.shape), each.stride(), each.dtype) for each in made)
 
 
-_UNKNOWN = (
+_READS_VALUES = (
     "the module reads the value of a tensor, which is unknown before it runs: memory that depends "
     "on it cannot be estimated"
 )
 
 
-class Choices:
+class AssumedRouting:
     """The last choice of experts, and what is computed from it.
 
     Meta tensors have no values, so every expert is assumed to get the same number of tokens.
@@ -315,45 +315,47 @@ class Choices:
     def __init__(self, *, is_cuda: bool) -> None:
         """Assume operators as on CUDA, or as on the CPU."""
         self._is_cuda = is_cuda
-        self._count, self._among = 0, 1  # of the choices of all tokens; of the experts
-        self._places: set[int] = set()  # storages of results of `nonzero`
+        self._num_choices, self._num_experts = 0, 1  # of the choices of all tokens; of the experts
+        self._index_storages: set[int] = set()  # storages of results of `nonzero`
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         if func is _aten.nonzero.default:
-            return self._found_in(args[0])
+            return self._nonzero(args[0])
         if func is _aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
-            return self._read(args[0])
+            return self._to_cpu(args[0])
         result = result_of(func, args, kwargs, is_cuda=self._is_cuda)
         if func is _aten.topk.default:
-            self._count, self._among = result[1].numel(), args[0].shape[-1]  # type: ignore[index]
+            self._num_choices, self._num_experts = result[1].numel(), args[0].shape[-1]  # type: ignore[index]
         return result
 
-    def place_in(self, tensor: Tensor) -> int:
+    def expert_index(self, tensor: Tensor) -> int:
         """Return the place that `nonzero` found: the first one.
 
         UsageError if the tensor is another number.
         """
-        if tensor.untyped_storage()._cdata in self._places:
+        if tensor.untyped_storage()._cdata in self._index_storages:
             return 0
-        raise UsageError(_UNKNOWN)
+        raise UsageError(_READS_VALUES)
 
-    def _found_in(self, mask: Tensor) -> Tensor:
+    def _nonzero(self, mask: Tensor) -> Tensor:
         """Return places of what a mask selects: of all choices those of an expert, else all."""
         count = mask.numel()
-        if count == self._count:
-            count = -(-count // self._among)
+        if count == self._num_choices:
+            count = -(-count // self._num_experts)
         found = torch.empty(count, mask.ndim, dtype=torch.int64, device="meta")
-        self._places.add(found.untyped_storage()._cdata)
+        self._index_storages.add(found.untyped_storage()._cdata)
         return found
 
-    def _read(self, tensor: Tensor) -> Tensor:
+    def _to_cpu(self, tensor: Tensor) -> Tensor:
         """Return assumed numbers of tokens on the CPU, or zeros for a gradient.
 
         UsageError if the tensor is neither.
         """
         if tensor.is_floating_point():
             return torch.zeros_like(tensor, device="cpu")
-        if tensor.shape != (self._among,):
-            raise UsageError(_UNKNOWN)
-        first = torch.arange(self._among, device="cpu") < self._count % self._among
-        return (self._count // self._among + first).to(tensor.dtype)
+        if tensor.shape != (self._num_experts,):
+            raise UsageError(_READS_VALUES)
+        first = (
+            torch.arange(self._num_experts, device="cpu") < self._num_choices % self._num_experts
+        )
+        return (self._num_choices // self._num_experts + first).to(tensor.dtype)

@@ -22,19 +22,19 @@ from fsdpctl.resolve.place import LOCAL
 from fsdpctl.resolve.settle import RunPlan, settle
 
 _MOST_NODES = 1 << 10
-_KERNEL = "model.attention"
-_CHUNK = 1024  # tokens
-_RANK = 16  # of adapters
-LONG = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
+_ATTENTION_KEY = "model.attention"
+_CHUNK_TOKENS = 1024  # tokens
+_LORA_RANK = 16  # of adapters
+LONG_SAMPLE = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
 
-Values = Mapping[str, Any]  # by key, as the command line would set them; None: auto
+KeyValues = Mapping[str, Any]  # by key, as the command line would set them; None: auto
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Suggestion:
     """Changed settings, and their cost."""
 
-    values: Values
+    values: KeyValues
     cost: str  # in time, in words
     plan: RunPlan  # with them
     effect: str = ""  # on what is trained
@@ -50,56 +50,61 @@ class Change:
         return "; ".join(filter(None, [", ".join(shown), self.effect]))
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def settings(self) -> tuple[str, ...]:
         texts = ((k, v if k in GROUPS else KEYS[k].text(v) or NONE) for k, v in self.values.items())
         return tuple(f"{key}={text}" for key, text in texts)
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class MemorySaving:
     """A setting to save memory with: its values for a plan, of which the last saves most."""
 
     cost: str
-    values: Callable[[RunPlan], Iterable[Values]]  # none if it does not apply
+    values: Callable[[RunPlan], Iterable[KeyValues]]  # none if it does not apply
     effect: str = ""
 
-    def changes(self, plan: RunPlan) -> Iterator[Change]:
+    def suggestions(self, plan: RunPlan) -> Iterator[Suggestion]:
         """Yield the changed plans, without those that conflict with other settings."""
         for values in self.values(plan):
             with suppress(UsageError):
-                yield Change(values, self.cost, changed(plan, values), self.effect)
+                yield Suggestion(values, self.cost, changed_plan(plan, values), self.effect)
 
 
-def changed(plan: RunPlan, values: Values) -> RunPlan:
+def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.requested.changed(values)
-    if config.is_auto(_KERNEL) and config.model.attention not in (None, THEIRS):  # by the dtype
+    if config.is_auto(_ATTENTION_KEY) and config.model.attention not in (
+        None,
+        THEIRS,
+    ):  # by the dtype
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
-        config = filled(config.changed({_KERNEL: None}), Stage.DECODER, Facts(is_here))
+        config = filled(config.changed({_ATTENTION_KEY: None}), Stage.DECODER, Facts(is_here))
     return settle(config.under(config.strategy.name))
 
 
-def _unless_set(config: Config, key: str, *values: object) -> list[Values]:
+def _unless_set(config: Config, key: str, *values: object) -> list[KeyValues]:
     is_unset = config.value(key) == KEYS[key].default and not config.is_typed(key)
     return [{key: value} for value in values] if is_unset else []
 
 
-def _when(applies: bool, **values: Any) -> list[Values]:
+def _values_if(applies: bool, **values: Any) -> list[KeyValues]:
     return [{key.replace("__", "."): value for key, value in values.items()}] if applies else []
 
 
-def _passes_as_needed(plan: RunPlan) -> dict[str, Any]:
+def _resets_passes(plan: RunPlan) -> dict[str, Any]:
     """Return the setting that resets the number of passes, if it was set."""
     return {} if plan.requested.accumulation.steps is None else {"accumulation.steps": None}
 
 
-def _chunked(plan: RunPlan) -> list[Values]:
+def _chunked_loss(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
-    is_long = plan.batches.micro_batch_size * train.seq_len >= 2 * _CHUNK
-    return _when(is_long and train.loss_chunk_tokens == 0, train__loss_chunk_tokens=_CHUNK)
+    is_long = plan.batches.micro_batch_size * train.seq_len >= 2 * _CHUNK_TOKENS
+    return _values_if(
+        is_long and train.loss_chunk_tokens == 0, train__loss_chunk_tokens=_CHUNK_TOKENS
+    )
 
 
-def _shared_out(plan: RunPlan) -> list[Values]:
+def _sharded_over_replicas(plan: RunPlan) -> list[KeyValues]:
     given = plan.config.strategy
     row = sharded_over_replicas(get_strategy(given.name))
     is_one = given.dp_shard_size == plan.config.num_ranks
@@ -108,7 +113,7 @@ def _shared_out(plan: RunPlan) -> list[Values]:
     return [{"strategy": row.name}]
 
 
-def _fully_sharded(plan: RunPlan) -> list[Values]:
+def _full_shard(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     row = get_strategy(config.strategy.name)
     if row.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
@@ -120,8 +125,8 @@ def _fully_sharded(plan: RunPlan) -> list[Values]:
     return [{"strategy": "full_shard", **sizes, **engine}]
 
 
-def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[Values]:
-    more = _passes_as_needed(plan)
+def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[KeyValues]:
+    more = _resets_passes(plan)
     now = plan.batches.micro_batch_size
     return [{"train.micro_batch_size": size, **more} for size in sizes if size < now]
 
@@ -132,14 +137,14 @@ def halves(plan: RunPlan) -> list[int]:
     return [size >> times for times in range(1, size.bit_length())]
 
 
-def _shared_samples(plan: RunPlan) -> Iterator[Values]:
+def _context_parallel(plan: RunPlan) -> Iterator[KeyValues]:
     config = plan.config
     train, each = config.train, config.launch.nproc_per_node or 1
-    if train.seq_len < LONG or config.engine.name != FSDPCTL:
+    if train.seq_len < LONG_SAMPLE or config.engine.name != FSDPCTL:
         return
     for count in range(2 * train.context_parallel, each + 1):
         if each % count == 0 and config.model.num_heads % count == 0:
-            values = {"train.context_parallel": count, **_passes_as_needed(plan)}
+            values = {"train.context_parallel": count, **_resets_passes(plan)}
             if (
                 plan.requested.train.micro_batch_size is None
             ):  # a group has more samples than a rank
@@ -147,73 +152,73 @@ def _shared_samples(plan: RunPlan) -> Iterator[Values]:
             yield values
 
 
-def _feed_forward_in_chunks(plan: RunPlan) -> list[Values]:
+def _chunked_mlp(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
-    is_long = train.seq_len >= LONG * train.context_parallel
+    is_long = train.seq_len >= LONG_SAMPLE * train.context_parallel
     is_whole = plan.requested.train.mlp_chunk_tokens == 0
-    return _when(is_long and is_whole, train__mlp_chunk_tokens=None)
+    return _values_if(is_long and is_whole, train__mlp_chunk_tokens=None)
 
 
-def _recomputed(mode: str) -> Callable[[RunPlan], list[Values]]:
+def _recomputation_of_all(mode: str) -> Callable[[RunPlan], list[KeyValues]]:
     """Return the values of a knob that recomputes all blocks in a mode."""
 
-    def values(plan: RunPlan) -> list[Values]:
+    def values(plan: RunPlan) -> list[KeyValues]:
         now = plan.config.activation_checkpointing
         more = MODES.index(now.name) < MODES.index(mode)
-        return [recomputed(plan, Recomputation(mode))] if more else []
+        return [recomputation_values(plan, Recomputation(mode))] if more else []
 
     return values
 
 
-def recomputed(plan: RunPlan, recomputation: Recomputation) -> Values:
+def recomputation_values(plan: RunPlan, recomputation: Recomputation) -> KeyValues:
     """Return the settings of a recomputation, without what a plan has already."""
     values = {RECOMPUTATION: recomputation.name, BLOCKS: recomputation.blocks}
     return {key: value for key, value in values.items() if plan.config.value(key) != value}
 
 
-def _compressed(plan: RunPlan) -> list[Values]:
+def _int8_states(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     if config.model.lora.rank is not None or config.precision.master_dtype != "float32":
         return []
     return _unless_set(config, "optimizer.state_dtype", "int8")
 
 
-def _params_on_host(plan: RunPlan) -> list[Values]:
+def _param_offload(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     on_host = config.strategy.on_host
     can_rest = Offload.STATES in on_host or config.model.lora.rank is not None
     can_rest &= get_strategy(config.strategy.name).can_offload_params
     rests = Offload.PARAMS in on_host
-    return _when(can_rest and not rests, strategy__offload=str(on_host | Offload.PARAMS))
+    return _values_if(can_rest and not rests, strategy__offload=str(on_host | Offload.PARAMS))
 
 
-def _on_host(what: Offload) -> Callable[[RunPlan], list[Values]]:
+def _offload(what: Offload) -> Callable[[RunPlan], list[KeyValues]]:
     """Return the values of a knob that has the host step."""
 
-    def values(plan: RunPlan) -> list[Values]:
+    def values(plan: RunPlan) -> list[KeyValues]:
         on_host = plan.config.strategy.on_host
-        return _when(Offload.STATES not in on_host, strategy__offload=str(on_host | what))
+        return _values_if(Offload.STATES not in on_host, strategy__offload=str(on_host | what))
 
     return values
 
 
-def _adapters(plan: RunPlan) -> list[Values]:
+def _adapters(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     if config.model.lora.rank is not None or config.engine.name != FSDPCTL:
         return []
-    rounded, full = {"model.base_dtype": "nf4"}, recomputed(plan, Recomputation("full"))
-    more: tuple[Values, ...] = ({}, full, rounded, {**rounded, **full})
-    return [{"model.lora.rank": _RANK, **each} for each in more]
+    rounded, full = {"model.base_dtype": "nf4"}, recomputation_values(plan, Recomputation("full"))
+    more: tuple[KeyValues, ...] = ({}, full, rounded, {**rounded, **full})
+    return [{"model.lora.rank": _LORA_RANK, **each} for each in more]
 
 
-def more_nodes(plan: RunPlan) -> Iterator[Change]:
+def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
     """Yield more nodes, with a sample for each group of ranks."""
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
         groups = config.num_groups * nodes // config.launch.nnodes
         effect = f"{groups * train.context_parallel} ranks"
-        values = {"launch.nnodes": nodes, **_passes_as_needed(plan)}
+        values = {"launch.nnodes": nodes, **_resets_passes(plan)}
         if train.global_batch_size < groups:
             values["train.global_batch_size"] = groups
             effect += f", {groups} samples per step"
@@ -222,60 +227,70 @@ def more_nodes(plan: RunPlan) -> Iterator[Change]:
         if given is not None and given > share:
             values["train.micro_batch_size"] = share
         with suppress(UsageError):
-            yield Change(values, "", changed(plan, values), effect)
+            yield Suggestion(values, "", changed_plan(plan, values), effect)
         nodes *= 2
 
 
 _OFFLOADED = "the optimizer steps on the host"
-EXPANDABLE = Knob(
-    "", lambda p: _when(p.config.launch.allocator == "native", launch__allocator="expandable")
+EXPANDABLE_SEGMENTS = MemorySaving(
+    "", lambda p: _values_if(p.config.launch.allocator == "native", launch__allocator="expandable")
 )
-CHUNKED = Knob("the logits are computed twice", _chunked)
-REDUCED_EVERY_TIME = Knob(
+CHUNKED_LOSS = MemorySaving("the logits are computed twice", _chunked_loss)
+REDUCE_EVERY_MICRO_BATCH = MemorySaving(
     "gradients are reduced in each micro-batch",
-    lambda p: _when(
+    lambda p: _values_if(
         p.config.accumulation.name == "last" and p.batches.num_micro_batches > 1,
         accumulation="every",
     ),
 )
-SHARED_OUT = Knob("replicas exchange updated parameters", _shared_out)
-FULLY_SHARDED = Knob("units are gathered twice", _fully_sharded)
-RECOMPUTED_IN_PART = Knob("every second matrix product is recomputed", _recomputed("selective"))
-RECOMPUTED = Knob("a third more computation", _recomputed("full"))
-SMALLER_BATCH = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, halves(p)))
-SINGLE_SAMPLE = Knob("more, smaller micro-batches per step", lambda p: micro_batches(p, [1]))
-SHARED_SAMPLES = Knob(
-    "ranks share each sample, and exchange heads around attention", _shared_samples
+SHARD_OVER_REPLICAS = MemorySaving("replicas exchange updated parameters", _sharded_over_replicas)
+FULL_SHARD = MemorySaving("units are gathered twice", _full_shard)
+SELECTIVE_RECOMPUTATION = MemorySaving(
+    "every second matrix product is recomputed", _recomputation_of_all("selective")
 )
-ACTIVATIONS_ON_HOST = Knob(
+FULL_RECOMPUTATION = MemorySaving("a third more computation", _recomputation_of_all("full"))
+SMALLER_MICRO_BATCH = MemorySaving(
+    "more, smaller micro-batches per step", lambda p: micro_batches(p, halves(p))
+)
+MICRO_BATCH_OF_ONE = MemorySaving(
+    "more, smaller micro-batches per step", lambda p: micro_batches(p, [1])
+)
+CONTEXT_PARALLEL = MemorySaving(
+    "ranks share each sample, and exchange heads around attention", _context_parallel
+)
+ACTIVATION_OFFLOAD = MemorySaving(
     "inputs of recomputed blocks are on the host",
     lambda p: _unless_set(p.config, "activation_checkpointing.offload", True),
 )
-FEED_FORWARD_IN_CHUNKS = Knob("feed-forward layers run once more", _feed_forward_in_chunks)
-COMPRESSED = Knob("", _compressed, "moments are rounded to 8 bits")
-STATES_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES))
-GRADIENTS_ON_HOST = Knob(_OFFLOADED, _on_host(Offload.STATES | Offload.GRADIENTS))
-PARAMS_ON_HOST = Knob("units are gathered from the host", _params_on_host)
-IN_FOUR_BITS = Knob(
+CHUNKED_MLP = MemorySaving("feed-forward layers run once more", _chunked_mlp)
+INT8_STATES = MemorySaving("", _int8_states, "moments are rounded to 8 bits")
+STATE_OFFLOAD = MemorySaving(_OFFLOADED, _offload(Offload.STATES))
+GRADIENT_OFFLOAD = MemorySaving(_OFFLOADED, _offload(Offload.STATES | Offload.GRADIENTS))
+PARAM_OFFLOAD = MemorySaving("units are gathered from the host", _param_offload)
+FOUR_BIT_BASE = MemorySaving(
     "weights are dequantized twice",
     lambda p: _unless_set(p.config, "model.base_dtype", "nf4") if p.config.model.lora.rank else [],
     "frozen weights are rounded to 4 bits",
 )
-COMPUTED_IN_BF16 = Knob(
+BF16_COMPUTE = MemorySaving(
     "",
-    lambda p: _when(p.config.precision.param_dtype == "float32", precision__param_dtype="bfloat16"),
+    lambda p: _values_if(
+        p.config.precision.param_dtype == "float32", precision__param_dtype="bfloat16"
+    ),
     "computes in bfloat16",
 )
-ADAPTERS = Knob("", _adapters, "trains adapters alone")
-# What costs least first.
-TOGETHER = (
-    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, FULLY_SHARDED, RECOMPUTED_IN_PART,
-    RECOMPUTED, SINGLE_SAMPLE, SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS,
-    IN_FOUR_BITS, COMPUTED_IN_BF16,
+ADAPTERS = MemorySaving("", _adapters, "trains adapters alone")
+# Settings that a suggestion may combine, those that cost least first.
+SAVINGS_TOGETHER = (
+    EXPANDABLE_SEGMENTS, CHUNKED_LOSS, REDUCE_EVERY_MICRO_BATCH, SHARD_OVER_REPLICAS, FULL_SHARD,
+    SELECTIVE_RECOMPUTATION, FULL_RECOMPUTATION, MICRO_BATCH_OF_ONE, CONTEXT_PARALLEL,
+    ACTIVATION_OFFLOAD, CHUNKED_MLP, FOUR_BIT_BASE, BF16_COMPUTE,
 )  # fmt: skip
-SINGLE = (
-    EXPANDABLE, CHUNKED, REDUCED_EVERY_TIME, SHARED_OUT, COMPRESSED, FULLY_SHARDED, SMALLER_BATCH,
-    SHARED_SAMPLES, ACTIVATIONS_ON_HOST, FEED_FORWARD_IN_CHUNKS, STATES_ON_HOST, GRADIENTS_ON_HOST,
-    PARAMS_ON_HOST, IN_FOUR_BITS, COMPUTED_IN_BF16,
+# Settings that may suffice alone, those that cost least first.
+SAVINGS_ALONE = (
+    EXPANDABLE_SEGMENTS, CHUNKED_LOSS, REDUCE_EVERY_MICRO_BATCH, SHARD_OVER_REPLICAS, INT8_STATES,
+    FULL_SHARD, SMALLER_MICRO_BATCH, CONTEXT_PARALLEL, ACTIVATION_OFFLOAD, CHUNKED_MLP,
+    STATE_OFFLOAD, GRADIENT_OFFLOAD, PARAM_OFFLOAD, FOUR_BIT_BASE, BF16_COMPUTE,
 )  # fmt: skip
-STATES = ((), (STATES_ON_HOST,), (GRADIENTS_ON_HOST,), (COMPRESSED,))  # treatments of them
+# Alternative savings of optimizer states, of which a combination has one or none.
+STATE_SAVINGS = ((), (STATE_OFFLOAD,), (GRADIENT_OFFLOAD,), (INT8_STATES,))

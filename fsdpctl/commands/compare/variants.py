@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fsdpctl.commands.compare.report import Row
+from fsdpctl.commands.compare.report import VariantResult
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config
@@ -16,7 +16,7 @@ from fsdpctl.resolve.launchers import CLUSTER, role_of
 from fsdpctl.resolve.place import on_this_machine, place, shares_memory
 from fsdpctl.resolve.settle import RunPlan
 
-_COMMA = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
+_SEPARATOR = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
 _CLUSTER, _PRICE = "cluster", "cluster.price"
 
 
@@ -25,7 +25,7 @@ class Variant:
     """A configuration to compare with others, and what is known of it so far."""
 
     composed: Composed
-    row: Row
+    row: VariantResult
     plan: RunPlan | None = None
 
     @property
@@ -54,9 +54,11 @@ def variants(words: Sequence[str], recipe: str | None, *, simulates: bool) -> li
                 f"{name}: only valid with --simulate; pass --steps to set the length of each run"
             )
     alternatives = {
-        name: _COMMA.split(text) if name == _PRICE else list(dict.fromkeys(_COMMA.split(text)))
+        name: _SEPARATOR.split(text)
+        if name == _PRICE
+        else list(dict.fromkeys(_SEPARATOR.split(text)))
         for name, equals, text in pairs
-        if equals and _COMMA.search(text) and _has_alternatives(name)
+        if equals and _SEPARATOR.search(text) and _has_alternatives(name)
     }
     for name, texts in alternatives.items():
         if "" in texts:
@@ -90,10 +92,10 @@ def _prices(alternatives: dict[str, list[str]]) -> dict[str, str]:
     return dict(zip(clusters, prices, strict=True))
 
 
-OVER_GLOO = "launch.share_memory=false"
+WITHOUT_SHARED_MEMORY = "launch.share_memory=false"
 
 
-def share_alike(found: Sequence[Variant], *, simulates: bool) -> bool:
+def all_equivalent(found: Sequence[Variant], *, simulates: bool) -> bool:
     """Return whether strategies vary that would not differ, because ranks would share memory."""
     here = [each.composed if simulates else on_this_machine(each.composed) for each in found]
     configs = [each.config for each in here]
@@ -105,7 +107,7 @@ def share_alike(found: Sequence[Variant], *, simulates: bool) -> bool:
     )
 
 
-def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+def unique(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants that run differently, and a line for each duplicate.
 
     A strategy that keeps unsharded parameters gathers none, so prefetching has no effect on it.
@@ -127,7 +129,7 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     return list(kept.values()), lines
 
 
-def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+def supported(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants whose engine has their strategy, and a line about the others.
 
     A single variant is kept, so that running it reports the error; UsageError if none is left.
@@ -155,7 +157,7 @@ def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -
     config = composed.config
     if "strategy" in varied:
         config = config.under(config.strategy.name)
-    row = Row(varied, config.strategy.name, config.engine.name)
+    row = VariantResult(varied, config.strategy.name, config.engine.name)
     return Variant(replace(composed, config=config), row)
 
 

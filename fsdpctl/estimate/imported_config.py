@@ -17,10 +17,12 @@ from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.place import place, ranks_of
 from fsdpctl.resolve.rules import checked
 
-_ASSUMED = "h100"  # if neither the file nor the command line names hardware
-_PROGRAM = "engine.program"
+_ASSUMED_CLUSTER = "h100"  # if neither the file nor the command line names hardware
+_PROGRAM_KEY = "engine.program"
 _SHOWN = ("optimizer", "data.new_tokens", "cluster", "train.loss_chunk_tokens")
-_TILE = 4096  # tokens whose logits of a part of the vocabulary take what a 16th of them take here
+_TILE_TOKENS = (
+    4096  # tokens whose logits of a part of the vocabulary take what a 16th of them take here
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ class ImportedConfig:
     composed: Composed
     translation: Translation
     rows: tuple[TranslationRow, ...]  # that affect memory
-    typed: dict[str, str]
-    own_engine: str  # why the estimate is for fsdpctl's engine
+    command_line: dict[str, str]
+    engine_reason: str  # why the estimate is for fsdpctl's engine
 
     @property
     def overridden(self) -> set[str]:
@@ -45,7 +47,7 @@ class ImportedConfig:
             "file": str(found.file),
             "tool": found.tool,
             "rows": [asdict(row) for row in self.rows],
-            "command_line": [f"{name}={text}" for name, text in self.typed.items()],
+            "command_line": [f"{name}={text}" for name, text in self.command_line.items()],
             "overridden": sorted(self.overridden),
             "excluded": [asdict(row) for row in found.excluded],
             "no_memory_effect": found.no_memory_effect,
@@ -60,7 +62,7 @@ def _differs(composed: Composed, name: str, text: str) -> bool:
     return bool(value != KEYS[name].parse(text)) and (value, text) != (None, "auto")
 
 
-def completed(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
+def import_config(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
     """Combine a translated file with the command line, which takes precedence.
 
     It is the configuration of the recipe, with what the other program does to memory unless
@@ -73,7 +75,7 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
         if name not in typed:
             raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments)  # a mistake in these is not the file's
-    hardware = _hardware(translation, typed)
+    hardware = _hardware_rows(translation, typed)
     about = settings_of(hardware) | with_short_forms(typed)
     rows = [*rows_of(translation, about, ranks_of(about)), *hardware]
 
@@ -88,8 +90,8 @@ def completed(translation: Translation, arguments: Sequence[str]) -> ImportedCon
     data = found.config.data
     if data.path is None and data.name in (CHAT, TEXT) and found.config.model.vocab_size is None:
         raise UsageError(f"{translation.file}: has no data; set data.path, or model.vocab_size")
-    if _PROGRAM not in typed:
-        rows += _of_program(translation, place(found.config))
+    if _PROGRAM_KEY not in typed:
+        rows += _program_rows(translation, place(found.config))
         words = settings_of(rows)
         found = composed(words)
         try:
@@ -109,17 +111,17 @@ def _is_shown(row: TranslationRow) -> bool:
     return not names or any(affects_memory(name) or name in _SHOWN for name in names)
 
 
-def _hardware(translation: Translation, typed: Mapping[str, str]) -> list[TranslationRow]:
+def _hardware_rows(translation: Translation, typed: Mapping[str, str]) -> list[TranslationRow]:
     """Assume a cluster if neither file nor command line names one and this machine has no GPU."""
     named = ("cluster", "cluster.memory", "launch.device")
     device = {**translation.settings, **typed}.get("launch.device")
     if any(each in typed for each in named) or device == "cpu" or torch.cuda.is_available():
         return []
     note = "assumed: no GPU found; set cluster to change it"
-    return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
+    return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED_CLUSTER}",), note)]
 
 
-def _of_program(found: Translation, config: Config) -> Iterator[TranslationRow]:
+def _program_rows(found: Translation, config: Config) -> Iterator[TranslationRow]:
     yield from found.program
     if found.uses_torch:
         engine = "ddp" if config.strategy.name == "no_shard" else "fsdp2"
@@ -143,5 +145,5 @@ def _of_program(found: Translation, config: Config) -> Iterator[TranslationRow]:
         yield TranslationRow("(loss)", "", ("train.loss_chunk_tokens=0",), note)
     tokens = micro * train.seq_len // train.context_parallel
     if found.tiled_logits and lora.rank is not None and "head" not in str(lora.also):
-        chunk = -(-max(min(tokens, _TILE), tokens // 8) // 16)
+        chunk = -(-max(min(tokens, _TILE_TOKENS), tokens // 8) // 16)
         yield TranslationRow("(loss)", "", (f"train.loss_chunk_tokens={chunk}",))

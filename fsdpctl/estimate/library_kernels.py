@@ -1,24 +1,29 @@
-"""Recurrent layers of transformers as the kernels that GPUs run, on the meta device.
+"""Kernels of other libraries, imitated on the meta device: recurrent layers and fused experts.
 
-Without these kernels, transformers loops over tokens or chunks, which takes minutes to trace and
-far more memory. The kernels compute all chunks side by side, keep their inputs for backward, and
-compute states there again. They are those of flash-linear-attention (gated delta rule: Yang et
-al., 2024; Kimi delta attention: 2025) and mamba_ssm (Gu and Dao, Mamba, 2023; Dao and Gu, Mamba-2,
-2024).
+Without the kernels of flash-linear-attention and mamba_ssm, transformers loops over tokens or
+chunks, which takes minutes to trace and far more memory. The kernels compute all chunks side by
+side, save their inputs for backward, and compute the states again there: the gated delta rule (Yang
+et al., 2024), Kimi delta attention (2025), Mamba (Gu and Dao, 2023) and Mamba-2 (Dao and Gu, 2024).
+
+Liger's kernels run the experts of a layer as one operator.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import isfunction, unwrap
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-_CHUNK = 64  # tokens, of the delta rules
-_SCANNED = 2048  # tokens between two states that a selective scan keeps
-_OF_BACKWARD = 3  # times a forward's products: the states again, and two for each
+from fsdpctl.config.peft import OF_EXPERTS
+
+_CHUNK_TOKENS = 64  # tokens, of the delta rules
+_SCAN_TOKENS = 2048  # tokens between two states that a selective scan keeps
+_BACKWARD_FORWARDS = 3  # times a forward's products: the states again, and two for each
 Products = Callable[..., Tensor]  # of the inputs, which it must not hold: checkpointing frees them
 
 
@@ -34,7 +39,7 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         *inputs, _kept = ctx.saved_tensors
-        for _time in range(_OF_BACKWARD):
+        for _time in range(_BACKWARD_FORWARDS):
             ctx.products(*inputs)
         needed = ctx.needs_input_grad[2:]
         pairs = zip(inputs, needed, strict=True)
@@ -47,7 +52,7 @@ def _run(products: Products, kept: Products, inputs: Sequence[Tensor | None]) ->
     return out
 
 
-def _read(like: Tensor, *shape: int) -> Tensor:
+def _without_memory(like: Tensor, *shape: int) -> Tensor:
     """Return a tensor that is read in that shape, and takes no memory of its own."""
     return like.new_empty(1).expand(shape)
 
@@ -57,21 +62,27 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """Return the result for values of shape (batch, length, heads, width), and no state."""
     batch, length, heads, out = value.shape
-    width, rows = key.shape[-1], batch * heads * -(-length // _CHUNK)
+    width, rows = key.shape[-1], batch * heads * -(-length // _CHUNK_TOKENS)
 
     def products(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
-        within = torch.bmm(_read(key, rows, _CHUNK, width), _read(key, rows, width, _CHUNK))
-        scores = torch.bmm(_read(query, rows, _CHUNK, width), _read(key, rows, width, _CHUNK))
-        decayed = torch.bmm(within, _read(key, rows, _CHUNK, width))
-        values = torch.bmm(within, _read(value, rows, _CHUNK, out))
-        states = torch.bmm(_read(key, rows, width, _CHUNK), values)
+        within = torch.bmm(
+            _without_memory(key, rows, _CHUNK_TOKENS, width),
+            _without_memory(key, rows, width, _CHUNK_TOKENS),
+        )
+        scores = torch.bmm(
+            _without_memory(query, rows, _CHUNK_TOKENS, width),
+            _without_memory(key, rows, width, _CHUNK_TOKENS),
+        )
+        decayed = torch.bmm(within, _without_memory(key, rows, _CHUNK_TOKENS, width))
+        values = torch.bmm(within, _without_memory(value, rows, _CHUNK_TOKENS, out))
+        states = torch.bmm(_without_memory(key, rows, width, _CHUNK_TOKENS), values)
         values = torch.bmm(decayed, states)
-        torch.bmm(_read(query, rows, _CHUNK, width), states)
+        torch.bmm(_without_memory(query, rows, _CHUNK_TOKENS, width), states)
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
     def kept(_: Tensor, key: Tensor, *others: Tensor) -> Tensor:
-        return key.new_empty(batch, length, heads, _CHUNK)
+        return key.new_empty(batch, length, heads, _CHUNK_TOKENS)
 
     return _run(products, kept, (query, key, value, g, beta)), None
 
@@ -93,10 +104,12 @@ def _chunk_scan(
 
     def products(x: Tensor, _: Tensor, __: Tensor, b: Tensor, c: Tensor, *more: Tensor) -> Tensor:
         shared = batch * groups * chunks
-        torch.bmm(_read(c, shared, chunk, size), _read(b, shared, size, chunk))
-        states = torch.bmm(_read(b, rows, size, chunk), _read(x, rows, chunk, width))
-        torch.bmm(_read(c, rows, chunk, size), states)
-        torch.bmm(_read(x, rows, chunk, chunk), _read(x, rows, chunk, width))
+        torch.bmm(_without_memory(c, shared, chunk, size), _without_memory(b, shared, size, chunk))
+        states = torch.bmm(
+            _without_memory(b, rows, size, chunk), _without_memory(x, rows, chunk, width)
+        )
+        torch.bmm(_without_memory(c, rows, chunk, size), states)
+        torch.bmm(_without_memory(x, rows, chunk, chunk), _without_memory(x, rows, chunk, width))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def kept(x: Tensor, *others: Tensor) -> Tensor:
@@ -122,7 +135,7 @@ def _selective_scan(
         return (x + dt).mul_(x)  # the work of its kernel: inputs as large as the result
 
     def kept(x: Tensor, *others: Tensor) -> Tensor:
-        return x.new_empty(batch, width, -(-length // _SCANNED), 2 * size, dtype=torch.float32)
+        return x.new_empty(batch, width, -(-length // _SCAN_TOKENS), 2 * size, dtype=torch.float32)
 
     return _run(products, kept, (hidden_states, dt, A, B, C, D, z, about.get("delta_bias")))
 
@@ -170,3 +183,50 @@ def with_kernels() -> Iterator[None]:
     finally:
         for module, name, plain in replaced:
             setattr(module, name, plain)
+
+
+def fuse_experts(module: nn.Module) -> None:
+    """Let stacked experts without biases and adapters run as one operator, in place."""
+    for each in module.modules():
+        weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
+        more = (getattr(each, name, None) for name in ("gate_up_proj_bias", OF_EXPERTS.strip(".")))
+        if all(extra is None for extra in more) and all(
+            isinstance(w, Tensor) and w.ndim == 3 for w in weights
+        ):
+            each.forward = MethodType(_fused_forward, each)
+
+
+def _fused_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out: Tensor = _FusedExperts.apply(x, self.gate_up_proj, self.down_proj, weights)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+class _FusedExperts(torch.autograd.Function):
+    """The tensors of LigerFusedMoEFunction 0.8.5, which keeps only the products before the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, into: Tensor, back: Tensor, weights: Tensor) -> Tensor:
+        ends = x.new_empty(len(into), dtype=torch.int32)
+        before = F.grouped_mm(_routed_rows(x, weights), into.transpose(-2, -1), offs=ends)
+        gated = x.new_empty(weights.numel(), back.shape[-1])
+        F.grouped_mm(_routed_rows(gated, weights), back.transpose(-2, -1), offs=ends)
+        ctx.save_for_backward(x, into, back, weights, before, ends)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        x, into, back, weights, before, ends = ctx.saved_tensors
+        rows = _routed_rows(gradients[0], weights)
+        of_before = _routed_rows(torch.empty_like(before), weights)
+        gated = F.grouped_mm(rows, back, offs=ends)
+        of_back = F.grouped_mm(rows.transpose(0, 1), gated, offs=ends)
+        expanded = F.grouped_mm(of_before, into, offs=ends)
+        of_x = torch.zeros_like(x)
+        del expanded
+        of_into = F.grouped_mm(of_before.transpose(0, 1), _routed_rows(x, weights), offs=ends)
+        return of_x, of_into, of_back, torch.empty_like(weights)
+
+
+def _routed_rows(x: Tensor, weights: Tensor) -> Tensor:
+    """Return a row for each choice of an expert, without memory: the kernel finds it by index."""
+    return x.as_strided((weights.numel(), x.shape[-1]), (0, 1))

@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, Row
-from fsdpctl.commands.compare.vary import Variant
+from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, VariantResult
+from fsdpctl.commands.compare.variants import Variant
 from fsdpctl.commands.printing import note
 from fsdpctl.config.schema import Origin, Settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
-from fsdpctl.estimate.accuracy import SHORT
-from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.accuracy import SHORT_STEP
+from fsdpctl.estimate.cluster_specs import device_of
 from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.hardware import device_of
-from fsdpctl.estimate.planned_steps import sent_in_step
+from fsdpctl.estimate.planned_steps import sent_per_step
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import decide, resolve_auto_of_run
-from fsdpctl.estimate.summary import describe_changes
+from fsdpctl.estimate.search import resolve_auto, resolve_auto_of_run
+from fsdpctl.estimate.suggestions import suggest
+from fsdpctl.estimate.summary import describe_suggestions
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
@@ -83,7 +83,7 @@ def _prepare(
         estimator, seen.config, seen.stored_config, seen.stored_config_location, note
     )
     units, config = divide_module(opened.module, None), each.plan.config
-    sent = sent_in_step(config, units, each.plan.batches.num_micro_batches)
+    sent = sent_per_step(config, units, each.plan.batches.num_micro_batches)
     each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
     each.row.sent_bytes_per_step = sent.total
     _add_memory(each.row, estimate)
@@ -104,7 +104,7 @@ def _run(each: Variant, seen: RunDirState, assets: Mapping[str, bytes]) -> None:
         each.row.status = f"{kind}{error}"
 
 
-def _add_measured(row: Row, run_dir: Path) -> None:
+def _add_measured(row: VariantResult, run_dir: Path) -> None:
     """Add the medians of the metrics in `run_dir`; FsdpctlError if there are too few."""
     file = run_dir / METRICS
     steps = [line for line in read_metrics(file) if line.is_step]
@@ -153,7 +153,7 @@ def run_briefly(
     return None if outcome.cause is None else outcome.cause.description
 
 
-def _add_memory(row: Row, estimate: RunEstimate) -> None:
+def _add_memory(row: VariantResult, estimate: RunEstimate) -> None:
     """Add the estimated memory and the status; a variant that does not fit has no length."""
     row.status = OK
     if found := estimate.shortages:
@@ -177,8 +177,8 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
     if plans and all(each.row.status != OK for each in variants):
         yield "no variant fits; changes that make the nearest fit:"
         nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
-        yield from describe_changes(advice(estimator, nearest))
-    if any((each.row.step_seconds or SHORT) < SHORT for each in variants):
+        yield from describe_suggestions(suggest(estimator, nearest))
+    if any((each.row.step_seconds or SHORT_STEP) < SHORT_STEP for each in variants):
         yield _SHORT_STEPS
 
 
@@ -189,7 +189,7 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
             "launch.device=cpu: --simulate predicts steps of GPUs; set cluster, or compare by "
             "runs without --simulate"
         )
-    estimate, ranking = decide(estimator, placed)
+    estimate, ranking = resolve_auto(estimator, placed)
     if ranking is not None and ranking.ranked:
         selected = "" if ranking.defaults else "selected: "
         yield f"{each.row.label}: {selected}{ranking.summary}"
@@ -199,13 +199,13 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
     step, units = estimator.predict(plan), estimator.traced_model(plan.config).units
     time = run_time(estimator, estimate, step)
     yield from (*filter(None, [time.length.unknown, time.length.error]), *time.notes)
-    sent = sent_in_step(plan.config, units, estimate.batches.num_micro_batches)
+    sent = sent_per_step(plan.config, units, estimate.batches.num_micro_batches)
     row.mfu, row.sent_bytes_per_step = _utilization(time.tokens_per_second, estimate), sent.total
     row.world_size, row.steps = time.num_ranks, time.length.steps
     row.tokens_per_second, row.error_band = time.tokens_per_second, time.band
     row.step_seconds, row.exposed_communication_seconds = step.seconds, step.exposed_communication
     row.price = time.price
-    row.hours, row.gpu_hours, row.cost = map(time.of_run.get, ("hours", "gpu_hours", "cost"))
+    row.hours, row.gpu_hours, row.cost = map(time.totals.get, ("hours", "gpu_hours", "cost"))
     _add_memory(row, estimate)
 
 

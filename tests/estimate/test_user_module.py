@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fsdpctl
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.own_module import estimate_memory
+from fsdpctl.estimate.user_module import estimate_memory
 from tests.distributed import distributed
 from tests.engine.models import OddNet, one_step
 from tests.predict.watch import watched_step
@@ -116,8 +116,8 @@ def test_fully_shard_gathers_nothing_for_one_rank():
     for ranks, gathers in ((1, False), (2, True)):
         found = estimated(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
         items = [
-            found.step.recorder.item(key).what
-            for key, nbytes in found.step.script.operations(2)
+            found.step.recorder.purpose(key).description
+            for key, nbytes in found.step.trace.operations(2)
             if nbytes > 0
         ]
         assert ("gathered parameters" in items) == gathers
@@ -130,7 +130,7 @@ def test_fully_shard_with_replicas_keeps_all_reduced_gradients():
             world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
         )  # fmt: skip
-        script, item = found.step.script, found.step.recorder.item
+        script, item = found.step.trace, found.step.recorder.purpose
         live, most = set[int](), 0
         for key, nbytes in script.operations(2):
             if key >= 0 and item(key).category == "gradients":

@@ -18,8 +18,7 @@ from fsdpctl.config.placement import ProgramFacts
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Filled
 from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.fused_experts import fuse_experts
-from fsdpctl.estimate.recurrences import packages_of
+from fsdpctl.estimate.library_kernels import fuse_experts, packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.describe import divide_module, torch_dtype
@@ -31,7 +30,7 @@ from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.batch_plan import ContextParallel
 from fsdpctl.plan.recomputation import Treatment
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import Pass, Program, UnitRow, traced_of
+from fsdpctl.predict.model_pass import ModelPass, RepeatedUnits, TracedPass, num_traced
 from fsdpctl.resolve.attention_kernel import kernel_of
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -39,7 +38,7 @@ _LONGEST_PERIOD = 12  # of blocks in a row
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
 
-class WholeModule:
+class MetaModule:
     """A module on the meta device, and the kinds of its blocks."""
 
     def __init__(self, module: nn.Module, units: Sequence[UnitSpec]) -> None:
@@ -50,7 +49,7 @@ class WholeModule:
             siblings = module.get_submodule(parent)
             members = [name.rpartition(".")[2] for name in names]
             if isinstance(siblings, nn.ModuleList) and members == list(siblings._modules):
-                looks = [_looks(block) for block in siblings]
+                looks = [_signature(block) for block in siblings]
                 self._kinds[parent] = [looks.index(each) for each in looks]
 
     def kind(self, block: str) -> int:
@@ -58,27 +57,27 @@ class WholeModule:
         parent, _, index = block.rpartition(".")
         return self._kinds[parent][int(index)]
 
-    def rows(self, treatments: Mapping[str, Treatment]) -> list[UnitRow]:
+    def repeated_units(self, treatments: Mapping[str, Treatment]) -> list[RepeatedUnits]:
         """Return rows of blocks that are alike and have one treatment."""
-        rows: list[UnitRow] = []
+        rows: list[RepeatedUnits] = []
         for parent, alike in self._kinds.items():
             whole = [f"{parent}.{index}" for index in range(len(alike))]
             kinds = [*zip(alike, map(treatments.get, whole), strict=True)]
             start = traced = 0
             while start < len(whole):
-                length, period = _row_at(kinds[start:])
-                count = traced_of(length, period)
+                length, period = _first_repetition(kinds[start:])
+                count = num_traced(length, period)
                 names = tuple(f"{parent}.{traced + index}" for index in range(count))
-                rows.append(UnitRow(names, tuple(whole[start : start + length]), period))
+                rows.append(RepeatedUnits(names, tuple(whole[start : start + length]), period))
                 start, traced = start + length, traced + count
         return rows
 
-    def shortened(self, rows: Sequence[UnitRow]) -> nn.Module:
+    def shortened(self, rows: Sequence[RepeatedUnits]) -> nn.Module:
         """Return a copy with the traced blocks of `rows` in place of all."""
         memo: dict[int, Any] = {}
-        for parent, of_list in groupby(rows, key=lambda row: _parent(row.whole[0])):
+        for parent, of_list in groupby(rows, key=lambda row: _parent(row.units[0])):
             siblings = self.module.get_submodule(parent)
-            kept = [name for row in of_list for name in row.whole[: len(row.traced)]]
+            kept = [name for row in of_list for name in row.units[: len(row.traced)]]
             blocks = [deepcopy(self.module.get_submodule(name), memo) for name in kept]
             memo[id(siblings)] = few = copy(siblings)
             few._modules = {str(index): block for index, block in enumerate(blocks)}
@@ -92,24 +91,24 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _shorten_configuration(config: Any, rows: Sequence[UnitRow]) -> None:
+def _shorten_configuration(config: Any, rows: Sequence[RepeatedUnits]) -> None:
     """Leave the entries of kept blocks, whose masks a model selects by their place in the list."""
-    kept = [name.rpartition(".")[2] for row in rows for name in row.whole[: len(row.traced)]]
+    kept = [name.rpartition(".")[2] for row in rows for name in row.units[: len(row.traced)]]
     for each in vars(config).values():
-        if isinstance(each, list) and len(each) == sum(len(row.whole) for row in rows):
+        if isinstance(each, list) and len(each) == sum(len(row.units) for row in rows):
             each[:] = [each[int(index)] for index in kept]
 
 
-def _row_at(kinds: Sequence[object]) -> tuple[int, int]:
+def _first_repetition(kinds: Sequence[object]) -> tuple[int, int]:
     """Return the length and the period of the first row, which leaves out most."""
     found: list[tuple[int, int]] = []
     for period in range(1, min(_LONGEST_PERIOD, len(kinds)) + 1):
         alike = takewhile(bool, map(eq, kinds, kinds[period:]))
         found.append((period + len(list(alike)), period))
-    return max(found, key=lambda row: row[0] - traced_of(*row))
+    return max(found, key=lambda row: row[0] - num_traced(*row))
 
 
-def _looks(block: nn.Module) -> object:
+def _signature(block: nn.Module) -> object:
     """Return what determines the allocations of a block, which shares no parameters."""
     return [
         (
@@ -130,57 +129,57 @@ def _looks(block: nn.Module) -> object:
     ]
 
 
-class TracedModule:
+class PassTracer:
     """A module whose passes are traced, with few of its like blocks."""
 
     def __init__(
         self,
-        whole: WholeModule,
+        whole: MetaModule,
         *,
         dtype: torch.dtype | None,
         device: str,
         kernel: str | None = None,
     ) -> None:
         """`dtype` is that of the computation; None: that of its parameters."""
-        self._whole, self._dtype = whole, dtype
+        self._module, self._dtype = whole, dtype
         self._device, self._kernel = device, kernel
-        self._passes: dict[object, Pass] = {}
+        self._passes: dict[object, TracedPass] = {}
 
-    def program(
+    def model_pass(
         self,
         run: Callable[[nn.Module], object],
         checkpointing: ActivationCheckpointingConfig,
         about: object = None,
-    ) -> Program:
+    ) -> ModelPass:
         """Return a pass of the whole model, with its blocks prepared as for training.
 
         `run` runs one, and returns what outlives it. It does the same if `about` is equal.
         """
-        blocks = self._whole.blocks
+        blocks = self._module.blocks
         treatments = dict(zip(blocks, checkpointing.treatments(len(blocks)), strict=True))
-        rows = self._whole.rows(treatments)
+        rows = self._module.repeated_units(treatments)
         passed = self._pass(run, rows, treatments, about)
         if not all(row.is_regular(passed) for row in rows):
             rows = []
             passed = self._pass(run, rows, treatments, about)
-        return Program(passed, [unit.name for unit in self._whole.units[1:]], rows)
+        return ModelPass(passed, [unit.name for unit in self._module.units[1:]], rows)
 
     def _pass(
         self,
         run: Callable[[nn.Module], object],
-        rows: Sequence[UnitRow],
+        rows: Sequence[RepeatedUnits],
         treatments: Mapping[str, Treatment],
         about: object,
-    ) -> Pass:
+    ) -> TracedPass:
         """Trace a pass, unless one of the same blocks with the same treatments has been."""
         names = {
             name: row.traced[row.stand_in(index)]
             for row in rows
-            for index, name in enumerate(row.whole)
+            for index, name in enumerate(row.units)
         }
         treated = {names.get(name, name): each for name, each in treatments.items()}
-        kept = [name for row in rows for name in row.whole[: len(row.traced)]]
-        key = (tuple(treated.items()), tuple(map(self._whole.kind, kept)), about)
+        kept = [name for row in rows for name in row.units[: len(row.traced)]]
+        key = (tuple(treated.items()), tuple(map(self._module.kind, kept)), about)
         if key not in self._passes:
             self._passes[key] = self._trace(run, rows, treated)
         return self._passes[key]
@@ -188,33 +187,33 @@ class TracedModule:
     def _trace(
         self,
         run: Callable[[nn.Module], object],
-        rows: Sequence[UnitRow],
+        rows: Sequence[RepeatedUnits],
         treated: Mapping[str, Treatment],
-    ) -> Pass:
-        module = self._whole.shortened(rows)
+    ) -> TracedPass:
+        module = self._module.shortened(rows)
         blocks = [module.get_submodule(name) for name in treated]
         inputs = checkpoint_blocks(blocks, [*treated.values()])
         for param in module.parameters():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
-        others = (unit.name for unit in self._whole.units[1:] if unit.kind != "block")
+        others = (unit.name for unit in self._module.units[1:] if unit.kind != "block")
         traced = [*treated, *others]
         passed = trace(module, traced, lambda: run(module), self._device, self._kernel)
         sent = {name: inputs.sizes.get(n, 0) for n, name in enumerate(treated)}
-        return replace(passed, sent={name: size for name, size in sent.items() if size})
+        return replace(passed, offloaded={name: size for name, size in sent.items() if size})
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
     """A model on the meta device, and what it has."""
 
-    whole: WholeModule
+    whole: MetaModule
     num_params: int
     num_active: int
     num_trained: int
 
 
-def _make(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Module:
+def _build(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Module:
     module = build_model(config, plain_norms=facts.plain_norms)
     chunk_feed_forward(module, chunk_tokens)
     if facts.fused_experts:
@@ -225,12 +224,12 @@ def _make(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Mod
 @lru_cache(maxsize=8)
 def _built(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> BuiltModel:
     """Return a model, which no one else may change."""
-    module = _make(config, chunk_tokens, facts)
+    module = _build(config, chunk_tokens, facts)
     return BuiltModel(
         num_params=sum(count_weights(module).values()),
         num_active=count_active(module),
         num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),
-        whole=WholeModule(module, divide_module(module, None)),
+        whole=MetaModule(module, divide_module(module, None)),
     )
 
 
@@ -244,8 +243,8 @@ class TracedModel:
         """
 
         self._model = config.model
-        self._about = config.train.mlp_chunk_tokens or 0, config.engine.facts
-        built = _built(config.model, *self._about)
+        self._build_options = config.train.mlp_chunk_tokens or 0, config.engine.facts
+        built = _built(config.model, *self._build_options)
         self.units, self.num_trained = tuple(built.whole.units), built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
         self.num_blocks = len(built.whole.blocks)
@@ -258,19 +257,19 @@ class TracedModel:
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
         self._keeps_logits = config.engine.facts.keeps_logits
-        self._programs: dict[object, Program] = {}
-        self._traced_module = self._traced(built.whole)
+        self._model_passes: dict[object, ModelPass] = {}
+        self._tracer = self._tracer_of(built.whole)
 
-    def _traced(self, whole: WholeModule) -> TracedModule:
-        return TracedModule(whole, dtype=self._dtype, device=self._device, kernel=self._kernel)
+    def _tracer_of(self, whole: MetaModule) -> PassTracer:
+        return PassTracer(whole, dtype=self._dtype, device=self._device, kernel=self._kernel)
 
-    def program(
+    def model_pass(
         self,
         micro_batch_size: int,
         seq_len: int,
         chunk_tokens: int,
         checkpointing: ActivationCheckpointingConfig,
-    ) -> Program:
+    ) -> ModelPass:
         """Return a pass over `micro_batch_size` samples; `chunk_tokens` as in the loss.
 
         `seq_len` is the number of each sample's tokens on a rank. UsageError if the model has fewer
@@ -300,21 +299,21 @@ class TracedModel:
             return loss
 
         sizes = (micro_batch_size, seq_len, chunk_tokens)
-        if (key := (sizes, checkpointing)) not in self._programs:
+        if (key := (sizes, checkpointing)) not in self._model_passes:
             pairs.cache_clear()  # its table is part of what a first pass allocates
             import_kernels(self._device)
             checkpointing.treatments(self.num_blocks)
-            self._programs[key] = self._program(run, checkpointing, sizes)
-        return self._programs[key]
+            self._model_passes[key] = self._traced_pass(run, checkpointing, sizes)
+        return self._model_passes[key]
 
-    def _program(
+    def _traced_pass(
         self,
         run: Callable[[nn.Module], object],
         checkpointing: ActivationCheckpointingConfig,
         sizes: object,
-    ) -> Program:
+    ) -> ModelPass:
         try:
-            return self._traced_module.program(run, checkpointing, sizes)
+            return self._tracer.model_pass(run, checkpointing, sizes)
         except Exception as error:  # of the code of a family, which our attention may not serve
             if self._model.attention == THEIRS:
                 reason = str(error).strip().partition("\n")[0]
@@ -322,6 +321,6 @@ class TracedModel:
                     f"model: {family_of(self._model)}: memory cannot be estimated: {reason}"
                 ) from error
         self._model = replace(self._model, attention=THEIRS)
-        whole = WholeModule(_make(self._model, *self._about), self.units)
-        self._traced_module = self._traced(whole)
-        return self._program(run, checkpointing, sizes)
+        whole = MetaModule(_build(self._model, *self._build_options), self.units)
+        self._tracer = self._tracer_of(whole)
+        return self._traced_pass(run, checkpointing, sizes)

@@ -6,8 +6,8 @@ from typing import Any
 
 from fsdpctl.estimate.run_estimate import RunEstimate
 
-_WIDTH, _BAR, _AROUND = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
-_THICK = 0.62  # of a bar, relative to its space
+_WIDTH, _BAR, _MARGIN = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
+_BAR_SHARE = 0.62  # of a bar, relative to its space
 # Okabe and Ito's colors, which people with color blindness can distinguish.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"
@@ -22,7 +22,7 @@ def bar_axes(heading: str, title: str, names: Sequence[str], ylabel: str = "") -
     """Return a figure and axes with a position for each horizontal bar, the first at the top."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _AROUND + _BAR * len(names)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, _MARGIN + _BAR * len(names)), layout="constrained")
     axes = figure.subplots()
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
@@ -37,7 +37,7 @@ def bar_axes(heading: str, title: str, names: Sequence[str], ylabel: str = "") -
 
 def bars(axes: Any, lengths: Sequence[float], **style: Any) -> None:
     """Draw a bar at each position."""
-    axes.barh(range(len(lengths)), lengths, height=_THICK, **style)
+    axes.barh(range(len(lengths)), lengths, height=_BAR_SHARE, **style)
 
 
 def draw_estimates(estimates: Sequence[RunEstimate], folder: Path) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.operators import Choices
+from fsdpctl.estimate.device_operators import AssumedRouting
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.commands.run import invoke
 from tests.matrix import fast
@@ -40,7 +40,7 @@ def test_a_family_that_cannot_be_traced_is_named(tmp_path):
 
 
 def test_tokens_are_assumed_to_choose_experts_evenly():
-    aten, choices = torch.ops.aten, Choices(is_cuda=False)
+    aten, choices = torch.ops.aten, AssumedRouting(is_cuda=False)
     choices.result_of(aten.topk.default, (torch.empty(7, 4, device="meta"), 2), {})
     counts = torch.empty(4, dtype=torch.int64, device="meta")
     copied = choices.result_of(aten._to_copy.default, (counts,), {"device": torch.device("cpu")})
@@ -48,6 +48,6 @@ def test_tokens_are_assumed_to_choose_experts_evenly():
     assert copied.tolist() == [4, 4, 3, 3]
     places = choices.result_of(aten.nonzero.default, (torch.empty(2, 7, device="meta"),), {})
     assert isinstance(places, torch.Tensor)
-    assert (places.shape, choices.place_in(places[0, 0])) == ((4, 2), 0)
+    assert (places.shape, choices.expert_index(places[0, 0])) == ((4, 2), 0)
     with pytest.raises(UsageError, match="unknown before it runs"):
-        choices.place_in(counts)
+        choices.expert_index(counts)

@@ -14,13 +14,13 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import requested_strategy, units_of
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.estimate.planned_steps import (
-    REPEATING,
-    first_place,
+    MOST_PLANNED_PASSES,
+    engine_steps,
+    first_rank,
     fullest_rank,
     reducing_passes,
-    steps_of,
 )
-from fsdpctl.estimate.traced import TracedModule, WholeModule
+from fsdpctl.estimate.traced_model import MetaModule, PassTracer
 from fsdpctl.models.describe import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import StepPlan
@@ -30,7 +30,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import ALLOCATORS, StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan
 
-_CHOICES = {
+_ALLOWED = {
     "device": ("cuda", "cpu"),
     "engine": ENGINES,
     "allocator": ALLOCATORS,
@@ -128,14 +128,14 @@ def estimate_memory(
     given = replace(given, precision=_precision(module, given.precision, assumed.engine))
     dtype = None if compute is None else torch_dtype(str(compute))
     num_params = sum(param.numel() for param in module.parameters())
-    observed = TracedModule(WholeModule(module, units), dtype=dtype, device=assumed.device)
+    observed = PassTracer(MetaModule(module, units), dtype=dtype, device=assumed.device)
     checkpointing = ActivationCheckpointingConfig(assumed.activation_checkpointing)
-    program = observed.program(_Run(input_fn, loss_fn, dtype), checkpointing)
-    recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
+    model_pass = observed.model_pass(_ForwardBackward(input_fn, loss_fn, dtype), checkpointing)
+    recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy = requested_strategy(given)
-    plan = fullest_rank(assumed.engine, _plan(units, given, world_size, assumed))
+    plan = fullest_rank(assumed.engine, _training_plan(units, given, world_size, assumed))
     fused = PROGRAMS[assumed.program].steps_at_once
-    steps = steps_of(assumed.engine, strategy, units, plan, recorder, fused=fused)
+    steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
@@ -147,7 +147,7 @@ def _check(assumed: Assumed, world_size: int) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise UsageError(f"{name}={count}: expected a whole number of at least 1")
-    for name, choices in _CHOICES.items():
+    for name, choices in _ALLOWED.items():
         value = getattr(assumed, name)
         if value not in choices:
             known = ", ".join(choices)
@@ -155,7 +155,7 @@ def _check(assumed: Assumed, world_size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ForwardBackward:
     """A forward and its backward."""
 
     input_fn: Callable[[], Any]
@@ -204,7 +204,7 @@ def _precision(module: nn.Module, precision: Precision, engine: str) -> Precisio
     return replace(precision, master_dtype=found.pop() if found else "float32")
 
 
-def _plan(
+def _training_plan(
     units: tuple[UnitSpec, ...], given: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
     strategy, on_host = requested_strategy(given), given.on_host
@@ -213,8 +213,8 @@ def _plan(
     shares = given.share_memory and world_size > 1 and assumed.device == "cpu" and not rests
     about = {"shares_memory": shares, "offloads_params": rests}
     division = divide(units, strategy, world_size, size, given.owner_map, **about)
-    place = first_place(division, world_size, assumed.device, shares_memory=shares)
-    passes = min(assumed.num_micro_batches, REPEATING)
+    place = first_rank(division, world_size, assumed.device, shares_memory=shares)
+    passes = min(assumed.num_micro_batches, MOST_PLANNED_PASSES)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
     if on_host and assumed.engine != FSDPCTL:
         problem = f"requires engine={FSDPCTL}, got engine={assumed.engine}"

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from fsdpctl.models.context import ALL_TO_ALL
-from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.hardware import GATHERING
+from fsdpctl.predict.model_pass import Work, WorkKind
 
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
             _aten.baddbmm.default: 1}  # fmt: skip
 # With one weight for all rows; seen only within operators of our own.
-_PRODUCTS = {_aten.linear.default, _aten.matmul.default}
-_GROUPED = _aten._grouped_mm.default
+_LINEARS = {_aten.linear.default, _aten.matmul.default}
+_GROUPED_MM = _aten._grouped_mm.default
 # With the positions of the query, which the key follows, and of `is_causal`.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default: (0, 4),
@@ -28,8 +28,8 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: (1, 14),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7),
 }
-_ADDING = {_aten.index_put.default, _aten.index_put_.default}
-_FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
+_INDEX_PUTS = {_aten.index_put.default, _aten.index_put_.default}
+_ONLY_MEMORY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
 # Matrix products of length by length, and passes over queries and keys.
 _FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 5, 4)
 
@@ -37,22 +37,22 @@ _FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
     """Return an operator's work, or None if `result` is a view of an argument, or only memory."""
     made = _tensors(result)
-    if func in _FREE or not made:
+    if func in _ONLY_MEMORY or not made:
         return None
     if func is ALL_TO_ALL:
         return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(made[0]), made[0].itemsize)
-    if func in _MATMULS or (func in _PRODUCTS and args[1].ndim == 2):
+    if func in _MATMULS or (func in _LINEARS and args[1].ndim == 2):
         nbytes = sum(map(_bytes_of, (*_tensors(args), *made)))
         rows = made[0] if func in _MATMULS else made[0].flatten(0, -2)
         batch = rows.shape[0] if rows.ndim == 3 else 1
         dims = (batch, *rows.shape[-2:], args[_MATMULS.get(func, 0)].shape[-1])
         return Work(_name(func), WorkKind.MATMUL, 2 * prod(dims), nbytes, rows.itemsize, dims)
-    if func is _GROUPED:
-        return _grouped(func, args, made[0])
+    if func is _GROUPED_MM:
+        return _grouped_mm(func, args, made[0])
     if func in _ATTENTION:
-        return _whole_samples(func, args)
+        return _sdpa(func, args)
     if func.name().startswith("torch_attn::_varlen_attn"):
-        return _documents(func, func.name().endswith("backward"), args)
+        return _varlen_attention(func, func.name().endswith("backward"), args)
     read = _tensors([*args, *(kwargs or {}).values()])
     sizes = {each.untyped_storage()._cdata: _bytes_of(each) for each in read}
     is_view = all(each.untyped_storage()._cdata in sizes for each in made)
@@ -65,11 +65,11 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
         nbytes = 2 * max(map(_bytes_of, (made[0], args[0])))
     elif not read:
         nbytes = 2 * nbytes  # memory that a kernel of another name fills
-    dims = (0, 0, 0, _in_turn(args)) if func in _ADDING else (0, 0, 0, 0)
+    dims = (0, 0, 0, _serialized_rows(args)) if func in _INDEX_PUTS else (0, 0, 0, 0)
     return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize, dims)
 
 
-def _in_turn(args: Sequence[Any]) -> int:
+def _serialized_rows(args: Sequence[Any]) -> int:
     """Return how many rows are added to each one of a tensor, one after another."""
     target, values, *adds = args[0], args[2], *args[3:4]
     wide = values.ndim == target.ndim == 2 and values.shape[1] > 1
@@ -84,7 +84,7 @@ def _tensors(values: object) -> list[Tensor]:
     return [tensor for each in values for tensor in _tensors(each)]
 
 
-def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
+def _grouped_mm(func: Any, args: Sequence[Any], made: Tensor) -> Work:
     """Return the work of grouped products; rows are tokens, also if the product sums over them."""
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
@@ -95,12 +95,12 @@ def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
         tokens = left.shape[0]
     flops, rows = 2 * tokens * length * columns, -(-tokens // groups)
     nbytes, dims = sum(map(_bytes_of, (left, right, made))), (groups, rows, columns, length)
-    gathers = 0 in (*left.stride(), *right.stride())  # as `estimate.fused_experts` marks them
+    gathers = 0 in (*left.stride(), *right.stride())  # as `library_kernels` marks them
     name = GATHERING if gathers else _name(func)
     return Work(name, WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
 
 
-def _whole_samples(func: Any, args: Sequence[Any]) -> Work:
+def _sdpa(func: Any, args: Sequence[Any]) -> Work:
     first, place = _ATTENTION[func]
     query, key = args[first : first + 2]
     is_causal = len(args) > place and args[place] is True
@@ -121,7 +121,7 @@ def _attention(
     return Work(_name(func), kind, products * flops, nbytes, query.itemsize, dims)
 
 
-def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
+def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
     query, key, offsets, window = (
         (args[1], args[2], args[6], args[13])
         if is_backward
@@ -130,11 +130,14 @@ def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
     total, heads, width = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)
-    flops, dims = 2 * query.numel() * _seen(length, window), (count, heads, length, width)
+    flops, dims = (
+        2 * query.numel() * _attended_tokens(length, window),
+        (count, heads, length, width),
+    )
     return _attention(func, query, key, flops, dims, _BACKWARD if is_backward else _FORWARD)
 
 
-def _seen(length: int, window: Sequence[int] | None) -> int:
+def _attended_tokens(length: int, window: Sequence[int] | None) -> int:
     """Return the tokens that each one attends to on average: all before it, or a window."""
     most = window[0] + 1 if window and window[0] >= 0 else length
     most = min(most, length)

@@ -1,0 +1,149 @@
+"""The work of `fsdpctl estimate-memory`: what its options ask for is estimated and printed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdpctl.commands.charts import draw_estimates
+from fsdpctl.commands.config_args import recipe_text
+from fsdpctl.commands.estimate_report import (
+    conclusions,
+    fit_line,
+    heading,
+    show_all,
+    show_one,
+    show_translation,
+    time_dict,
+    verdict,
+)
+from fsdpctl.commands.printing import emit, note, print_error, say, show_json
+from fsdpctl.config.auto import STRATEGY, Selection, left_open, opened, selected, unset
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.schema import SIZES, Config, Origin
+from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.imported_config import ImportedConfig, import_config
+from fsdpctl.estimate.largest import LargestFit, largest_that_fits
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import estimates_of
+from fsdpctl.estimate.summary import describe_ranking
+from fsdpctl.importers.recipe import read_others
+from fsdpctl.io.activity import doing
+from fsdpctl.io.texts import format_bytes
+from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
+
+# Keys that follow from the machine or the data.
+_SIZED_BY = (
+    "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
+    SIZES[0], "launch.nproc_per_node", "launch.device",
+)  # fmt: skip
+
+
+def show_estimates(
+    composed: Composed,
+    others: ImportedConfig | None,
+    *,
+    every: bool,
+    fit: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> bool:
+    """Estimate and print; `others` is the file that is estimated. Return whether anything fits."""
+    estimator = Estimator()
+    (note if as_json else say)(*notes_on_memory(composed.config))
+    found = estimates_of(estimator, composed, every=every)
+    estimates = [each for each, _ in found]
+    (note if as_json else say)(*notes_on_cores(estimates[0].config))
+    fits = [
+        _largest_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None
+    ]
+    if plot is not None:
+        note(f"written: {draw_estimates(estimates, plot)}")
+    if as_json:
+        entries = [
+            each.to_dict()
+            | time_dict(estimator, each)
+            | ({} if ranking is None else {"selected": ranking.to_dict()})
+            for each, ranking in found
+        ]
+        for entry, largest in zip(entries, fits, strict=False):
+            entry["fit"] = largest.to_dict()
+        if others is not None:
+            entries = [entry | {"from": others.to_dict()} for entry in entries]
+        show_json(entries if every else entries[0])
+        return any(each.fits for each in estimates)
+    if others is not None:
+        show_translation(others)
+    if every:
+        say(*heading(estimates))
+        show_all(estimator, composed.config, estimates, fits)
+        for each, ranking in found:
+            if ranking is not None:
+                say(f"{each.config.strategy.name}: {ranking.summary}")
+    else:
+        if (ranking := found[0][1]) is not None:
+            say(*describe_ranking(ranking))
+        show_one(estimator, estimates[0], fits)
+    return any(each.fits for each in estimates)
+
+
+def print_recipe(composed: Composed, fit: str | None) -> bool:
+    """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
+    estimator, config = Estimator(), composed.config
+    note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
+    ((found, ranking),) = estimates_of(estimator, composed, every=False)
+    note(*(describe_ranking(ranking) if ranking is not None else ()))
+    values: dict[str, int] = {}
+    if fit is not None:
+        largest = _largest_fit(estimator, config, found, fit)
+        note(f"fit     {fit_line(largest)}")
+        if largest.estimate is not None:
+            found, values = largest.estimate, largest.values
+    emit(recipe_text(_estimated_settings(config, found).changed(values, Origin.SELECTED)))
+    note(*conclusions(found)[-1:])
+    return found.fits
+
+
+def _largest_fit(estimator: Estimator, asked: Config, found: RunEstimate, fit: str) -> LargestFit:
+    names = [*unset(asked), *(each for each in left_open(asked) if each != STRATEGY)]
+    return largest_that_fits(estimator, found.plan, fit, names)
+
+
+def _estimated_settings(asked: Config, found: RunEstimate) -> Config:
+    """Return settings with the selection, and with values of `auto` that differ elsewhere."""
+    names = {*unset(asked), *left_open(asked)}
+    config = selected(opened(asked, names), Selection.of(found.config))
+    origins = {name: found.config.origin(name) for name in names}
+    fixed = (key for key in _SIZED_BY if asked.is_auto(key))
+    values = {key: found.config.value(key) for key in fixed}
+    config = config.changed({**values, SIZES[1]: None})  # the samples of a step are known
+    return replace(config, origins={**config.origins, **origins})
+
+
+def show_verdicts(
+    runs: Sequence[tuple[Path, ...]], words: Sequence[str], *, require_fit: bool
+) -> int:
+    """Estimate each file of another tool with `words`, a line for each; return the exit code."""
+    verdicts, failed = set(), []
+    for number, files in enumerate(runs, start=1):
+        file = " and ".join(map(str, files))
+        try:
+            with doing(f"estimating {file} ({number} of {len(runs)})"):
+                others = import_config(read_others(*files), words)
+                ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+        except (UsageError, CheckpointError) as error:
+            say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")
+            failed.append(file)
+            continue
+        verdicts.add(estimate.verdict)
+        translation = others.translation
+        left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
+        lost = f"; left out: {', '.join(left_out)}" if left_out else ""
+        peak, available = estimate.peak_reserved, max(0, estimate.available)
+        sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
+        say(f"{file}: {verdict(estimate)}, {sizes}{lost}")
+    if require_fit and failed:
+        print_error(f"--require-fit: not estimated: {', '.join(failed)}")
+    if require_fit and (failed or verdicts - {"fits"}):
+        return DoesNotFitError.exit_code
+    return 0 if verdicts else UsageError.exit_code
