@@ -42,9 +42,9 @@ def main() -> None:
         package = (error.name or "fsdpctl").partition(".")[0]
         if package == "fsdpctl":
             raise
-        from fsdpctl.io.packages import lacking
+        from fsdpctl.io.packages import install_hint
 
-        print(f"fsdpctl: {lacking(package, error)}", file=sys.stderr)
+        print(f"fsdpctl: {install_hint(package, error)}", file=sys.stderr)
         sys.exit(2)  # UsageError
 
 

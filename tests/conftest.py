@@ -22,19 +22,19 @@ os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLIN
 # Whoever runs tests in the background may have it ignored, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from fsdpctl.chats import workers  # noqa: E402  # after the environment
+from fsdpctl.chats import template_processes  # noqa: E402  # after the environment
 from fsdpctl.data.documents import standard_library  # noqa: E402
 from tests import ledger  # noqa: E402
 
 _BEGAN = time.monotonic()
-_start = workers._start
+_start = template_processes._start
 settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
 
 
 def _render_here(given: IO[bytes], made: IO[bytes]) -> mock.Mock:
-    with mock.patch.object(workers, "_limit"):
-        workers.main(given, made)
+    with mock.patch.object(template_processes, "_limit"):
+        template_processes.main(given, made)
     return mock.Mock()
 
 
@@ -43,7 +43,7 @@ def _what_many_tests_need_once() -> Iterator[None]:
     """Read the standard library once, and render templates in this process."""
     with (
         mock.patch("fsdpctl.data.open_text.standard_library", functools.cache(standard_library)),
-        mock.patch.object(workers, "_start", _render_here),
+        mock.patch.object(template_processes, "_start", _render_here),
     ):
         yield
 
@@ -51,7 +51,7 @@ def _what_many_tests_need_once() -> Iterator[None]:
 @pytest.fixture
 def template_processes_of_a_run() -> Iterator[None]:
     """Start the processes for templates as a run does."""
-    with mock.patch.object(workers, "_start", _start):
+    with mock.patch.object(template_processes, "_start", _start):
         yield
 
 

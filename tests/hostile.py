@@ -17,9 +17,9 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.sealed import seal
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.io.checksummed_json import checksummed
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.training.assemble import make_model
@@ -61,7 +61,7 @@ def reseal(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None
     for name in ("format", "version", "xxh3"):
         del content[name]
     change(content)
-    (checkpoint / MANIFEST).write_text(seal(content))
+    (checkpoint / MANIFEST).write_text(checksummed(content))
 
 
 def read_header(file: Path) -> tuple[bytes, bytes]:

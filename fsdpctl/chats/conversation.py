@@ -30,8 +30,10 @@ def fillers_for(message: Message) -> list[str]:
 class Conversation:
     """A chat with a template to render it."""
 
-    def __init__(self, renderer: Renderer, chat: Chat, controls: re.Pattern[str] | None) -> None:
-        self.renderer, self.chat, self.controls = renderer, chat, controls
+    def __init__(
+        self, renderer: Renderer, chat: Chat, control_pattern: re.Pattern[str] | None
+    ) -> None:
+        self.renderer, self.chat, self.controls = renderer, chat, control_pattern
         self._cache: dict[tuple[int, bool], Rendered] = {}
 
     @property
@@ -39,23 +41,30 @@ class Conversation:
         return self.chat.messages
 
     @property
-    def answers(self) -> list[int]:
+    def assistant_indices(self) -> list[int]:
         return [i for i, each in enumerate(self.messages) if each["role"] == ASSISTANT]
 
-    def upto(self, count: int, *, prompted: bool = False) -> Rendered:
-        key = (count, prompted)
+    def render_prefix(self, count: int, *, add_generation_prompt: bool = False) -> Rendered:
+        key = (count, add_generation_prompt)
         if key not in self._cache:
-            self._cache[key] = self.render(self.messages[:count], prompted=prompted)
+            self._cache[key] = self.render(
+                self.messages[:count], add_generation_prompt=add_generation_prompt
+            )
         return self._cache[key]
 
-    def render(self, messages: Sequence[Message], *, prompted: bool = False) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> Rendered:
         """Render any messages with the tools and variables of this chat."""
         return self.renderer.render(
-            messages, tools=self.chat.tools, options=self.chat.options, prompted=prompted
+            messages,
+            tools=self.chat.tools,
+            options=self.chat.options,
+            add_generation_prompt=add_generation_prompt,
         )
 
 
-def filled(message: Message, filler: str) -> Message:
+def with_filler(message: Message, filler: str) -> Message:
     """Replace the content of a message, and the names and arguments of its calls, by `filler`.
 
     If the message has neither, its reasoning is replaced.

@@ -12,17 +12,17 @@ import msgspec
 
 from fsdpctl.chats.messages import (
     ASSISTANT,
-    FLAGS,
+    LOSS_KEYS,
     MEDIA,
-    ROW_FLAGS,
-    check_messages,
+    ROW_LOSS_KEYS,
     is_empty,
     loss_flag,
+    normalize_messages,
     system_message,
 )
 from fsdpctl.chats.values import (
-    Keys,
     Message,
+    RowKeys,
     as_list,
     as_object,
     expect,
@@ -66,32 +66,32 @@ class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     is_question: bool = False  # render a prompt for the next assistant message
 
 
-class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
+class PlainText(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
     """Text that is trained on as it is, followed by the tokenizer's end token."""
 
     text: str
     untrained: int = 0  # masked characters at the beginning
-    is_apart: bool = False  # these and the others are tokenized apart
+    tokenized_apart: bool = False  # these and the others are tokenized apart
 
 
-class ChatLine(msgspec.Struct, frozen=True, array_like=True):
+class ChatRow(msgspec.Struct, frozen=True, array_like=True):
     """A conversation or text, where it was read, and its other keys."""
 
-    content: Chat | Plain
-    where: str  # the location that messages begin with
-    keys: Keys
+    content: Chat | PlainText
+    location: str  # the location that messages begin with
+    keys: RowKeys
 
     def to_bytes(self) -> bytes:
         """Encode the content. Equal contents have equal bytes, in whatever format they came."""
         return msgspec.msgpack.encode(self.content, order="deterministic")
 
 
-class _Fields:
+class _RowFields:
     """The fields of a row, which remember those that were used."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.rest = dict(fields)
-        self.keys = Keys()
+        self.keys = RowKeys()
 
     def one_of(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         """Take the only field of these that is not empty; its value is empty text without any."""
@@ -109,8 +109,8 @@ class _Fields:
 
 def is_used(key: str) -> bool:
     """Return whether a format may use a key of rows, or refuse it."""
-    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *FLAGS, *_KINDS}
-    return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_FLAGS.fullmatch(key))
+    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *LOSS_KEYS, *_KINDS}
+    return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_LOSS_KEYS.fullmatch(key))
 
 
 def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
@@ -143,7 +143,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
     return f"; rename {' and '.join(f'{key} to {to[0]}' for key, to in pairs if key not in to)}"
 
 
-def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
+def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | PlainText, RowKeys]:
     """Return the content of a row in the format `name`, and the names of the keys besides it.
 
     UsageError if the row has another format, or can't be trained on.
@@ -156,20 +156,20 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]
     keys, read = _FORMATS[name]
     if missing := _missing(keys, fields):
         raise UsageError(f"{missing}: required, as in the file's first row")
-    row = _Fields(fields)
+    row = _RowFields(fields)
     found = read(row)
-    flag = loss_flag(row.rest, "", ROW_FLAGS)
-    if isinstance(found, Plain):
+    flag = loss_flag(row.rest, "", ROW_LOSS_KEYS)
+    if isinstance(found, PlainText):
         for key in (*SYSTEM, *TOOLS, _KWARGS):
             if not is_empty(row.rest.get(key, "")):
                 way = "; to ignore it, set data=text" if name == _TEXT else ""
                 raise UsageError(f"{key}: only valid with messages{way}")
     if flag is False:
-        if isinstance(found, Plain):
+        if isinstance(found, PlainText):
             raise UsageError("loss: only valid with messages")
         found = msgspec.structs.replace(found, trained=[False] * len(found.trained))
-    row.keys.followed.update(row.rest.keys() & set(FLAGS))
-    row.keys.ignored.update(row.rest.keys() - set(FLAGS))
+    row.keys.followed.update(row.rest.keys() & set(LOSS_KEYS))
+    row.keys.ignored.update(row.rest.keys() - set(LOSS_KEYS))
     return found, row.keys
 
 
@@ -187,14 +187,14 @@ def _check_kind(fields: Mapping[str, Any], name: str) -> None:
             raise UsageError(f"{key}: {kind}: not supported; remove the key to ignore it{way}")
 
 
-def _prompt(row: _Fields) -> Plain:
+def _prompt(row: _RowFields) -> PlainText:
     prompt, completion = row.text("prompt"), row.text("completion")
     if not completion:
         raise UsageError("completion: empty; expected text")
-    return Plain(prompt + completion, len(prompt))
+    return PlainText(prompt + completion, len(prompt))
 
 
-def _prompt_messages(row: _Fields) -> Chat:
+def _prompt_messages(row: _RowFields) -> Chat:
     prompt, completion = (as_list(row.rest.pop(key), key) for key in ("prompt", "completion"))
     chat = _chat([*prompt, *completion], row)
     first = len(chat.messages) - len(completion)
@@ -202,7 +202,7 @@ def _prompt_messages(row: _Fields) -> Chat:
     return msgspec.structs.replace(chat, trained=trained)
 
 
-def _instruction(row: _Fields) -> Chat:
+def _instruction(row: _RowFields) -> Chat:
     """Convert a row of Alpaca: the input follows the instruction in the user's message."""
     parts = [row.text(*_ASKED), row.text(*_ADDED)]
     turns = as_list(row.rest.pop("history", []), "history")
@@ -215,7 +215,7 @@ def _instruction(row: _Fields) -> Chat:
     return _chat(messages, row)
 
 
-def _alpaca(row: _Fields) -> Plain:
+def _alpaca(row: _RowFields) -> PlainText:
     """Convert a row of Alpaca into its text, as axolotl's `type: alpaca` does.
 
     Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
@@ -224,34 +224,36 @@ def _alpaca(row: _Fields) -> Plain:
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
     if not answer:
-        return Plain("")  # passed over by the reader
+        return PlainText("")  # passed over by the reader
     head = "Below is an instruction that describes a task"
     more = ", paired with an input that provides further context" if added else ""
     task = f"{head}{more}. Write a response that appropriately completes the request."
     parts = [("Instruction", asked), *([("Input", added)] if added else [])]
     sections = "".join(f"### {name}:\n{text}\n\n" for name, text in parts)
     prompt = f"{task}\n\n{sections}### Response:\n"
-    return Plain(prompt + answer, len(prompt), is_apart=True)
+    return PlainText(prompt + answer, len(prompt), tokenized_apart=True)
 
 
-def _plain(row: _Fields) -> Plain:
-    return Plain(row.text(_TEXT))  # empty: passed over by the reader
+def _plain(row: _RowFields) -> PlainText:
+    return PlainText(row.text(_TEXT))  # empty: passed over by the reader
 
 
-def _column(fields: Mapping[str, Any]) -> tuple[Plain, Keys]:
+def _column(fields: Mapping[str, Any]) -> tuple[PlainText, RowKeys]:
     if _TEXT not in fields:
         raise UsageError("text: required, as in the file's first row")
     others = {key for key, value in fields.items() if key != _TEXT and value is not None}
     text = expect_text(without_nulls({_TEXT: fields[_TEXT]}), _TEXT)
-    return Plain(text), Keys(ignored=others)
+    return PlainText(text), RowKeys(ignored=others)
 
 
-def _messages(row: _Fields, key: str) -> Chat:
+def _messages(row: _RowFields, key: str) -> Chat:
     return _chat(as_list(row.rest.pop(key), key), row)
 
 
 # By name: the keys that a row must have, in the order of detection, and the function that reads it
-_FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat | Plain]]] = {
+_FORMATS: dict[
+    str, tuple[tuple[tuple[str, ...], ...], Callable[[_RowFields], Chat | PlainText]]
+] = {
     "messages": ((("messages",),), lambda row: _messages(row, "messages")),
     "conversations": ((("conversations",),), lambda row: _messages(row, "conversations")),
     "prompt and completion": ((("prompt",), ("completion",)), _prompt),
@@ -262,8 +264,8 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat 
 }
 
 
-def _chat(messages: list[Any], row: _Fields) -> Chat:
-    checked, trained = check_messages(messages, row.keys)
+def _chat(messages: list[Any], row: _RowFields) -> Chat:
+    checked, trained = normalize_messages(messages, row.keys)
     key, system = row.one_of(SYSTEM)
     first = system_message(str(expect(system, str, key)), checked, key)
     options = as_object(row.one_of((_KWARGS,))[1] or {}, _KWARGS)
@@ -272,7 +274,7 @@ def _chat(messages: list[Any], row: _Fields) -> Chat:
     return Chat([*first, *checked], [True] * len(first) + trained, _tools(row), options)
 
 
-def _tools(row: _Fields) -> list[Any] | None:
+def _tools(row: _RowFields) -> list[Any] | None:
     key, found = row.one_of(TOOLS)
     tools = [as_object(each, f"{key}: tool {n}") for n, each in enumerate(as_list(found, key), 1)]
     return [_wrapped(tool, f"{key}: tool {n}") for n, tool in enumerate(tools, 1)] or None

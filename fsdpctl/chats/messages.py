@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.chats.values import Keys, Message, as_list, as_object, expect, expect_text
+from fsdpctl.chats.values import Message, RowKeys, as_list, as_object, expect, expect_text
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.untrusted import parse_json
 
@@ -24,10 +24,10 @@ _ROLE_SYNONYMS = {
     "observation": "tool", "observations": "tool", "ipython": "tool",
     "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
 }  # fmt: skip
-FLAGS = ("weight", "train", "training", "loss", "loss_scale")
+LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
 # Other keys that mean a loss. Those of rows are listed: rows have metadata such as `train_split`.
-_LIKE_FLAGS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
-ROW_FLAGS = re.compile(
+_LOSS_LIKE_KEYS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
+ROW_LOSS_KEYS = re.compile(
     r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
 )
 _USED = {
@@ -40,7 +40,7 @@ _COMMON = _USED["message"] | _USED["part"]
 _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
-def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
+def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Message], list[bool]]:
     """Return the messages with normalized names, and which of them may be trained on.
 
     Adds the paths of loss flags, and of keys that only a template may use, to `keys`. UsageError if
@@ -57,9 +57,9 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
         found = _renamed(message, role, where)
         flag = loss_flag(found, f"{where}: ")
         if flag and found["role"] != ASSISTANT:
-            key = next(key for key in FLAGS if key in found)
+            key = next(key for key in LOSS_KEYS if key in found)
             raise UsageError(f"{where}: {key}: only valid with role {ASSISTANT}")
-        for key in found.keys() & set(FLAGS):
+        for key in found.keys() & set(LOSS_KEYS):
             keys.followed.add(f"messages[].{key}")
             del found[key]
         _check_content(found, where)
@@ -78,7 +78,7 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
 
 
 def loss_flag(
-    fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LIKE_FLAGS
+    fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LOSS_LIKE_KEYS
 ) -> bool | None:
     """Return whether a message or row asks for a loss, None if it does not say.
 
@@ -86,13 +86,13 @@ def loss_flag(
     """
     found = None
     for key, value in fields.items():
-        if key in FLAGS:
+        if key in LOSS_KEYS:
             if isinstance(value, str) or value not in (0, 1):
                 problem = "not supported; expected true, false, 0 or 1"
                 raise UsageError(f"{where}{key} {value!s:.20}: {problem}")
             found = bool(value) and found is not False
         elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
-            raise UsageError(f"{where}{key}: not supported; expected {', '.join(FLAGS)}")
+            raise UsageError(f"{where}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
     return found
 
 
@@ -176,7 +176,7 @@ def _part(part: Any, where: str) -> Message:
         raise UsageError(f"{where} of type {kind!s:.40}: not supported; expected text")
     if loss_flag(part, f"{where}: ") is False:
         raise UsageError(f"{where}: loss of a part: not supported; expected one for the message")
-    return {key: value for key, value in part.items() if key not in FLAGS}
+    return {key: value for key, value in part.items() if key not in LOSS_KEYS}
 
 
 def _checked_call(call: Message, where: str) -> Message:

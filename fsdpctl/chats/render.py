@@ -30,7 +30,7 @@ class Rendered:
     """The output of a template, and the spans of its `generation` blocks."""
 
     text: str
-    marks: Spans
+    generation_spans: Spans
 
 
 class Renderer:
@@ -47,13 +47,15 @@ class Renderer:
         self._strftime = datetime.strptime(today, "%Y-%m-%d").strftime
         # Annotated as the text alone.
         self._render: Callable[..., Any] = chat_template_utils.render_jinja_template
-        self.takes_text = _TAKES_TEXT.search(source) is not None
+        self.takes_json_arguments = _TAKES_TEXT.search(source) is not None
         try:
             environment = chat_template_utils._compile_jinja_template(source).environment
             blocks = environment.parse(source).find_all(nodes.CallBlock)
         except Exception as error:  # also SyntaxError and RecursionError
             raise RenderError(_one_line(error)) from None
-        self.has_marks = any(isinstance(x.call.node, nodes.ExtensionAttribute) for x in blocks)
+        self.has_generation_blocks = any(
+            isinstance(x.call.node, nodes.ExtensionAttribute) for x in blocks
+        )
         environment.unsafe_undefined = _refuse
         self._globals = environment.globals
 
@@ -63,7 +65,7 @@ class Renderer:
         *,
         tools: list[Any] | None = None,
         options: Mapping[str, Any] | None = None,
-        prompted: bool = False,
+        add_generation_prompt: bool = False,
     ) -> Rendered:
         """Render messages, with `prompted` followed by the header of an assistant message.
 
@@ -77,7 +79,7 @@ class Renderer:
                 tools=tools,
                 chat_template=self._source,
                 return_assistant_tokens_mask=True,
-                add_generation_prompt=prompted,
+                add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **(options or {})},
             )
         except Exception as error:  # templates raise more than TemplateError

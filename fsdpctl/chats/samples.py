@@ -56,10 +56,10 @@ def samples_of(
     assistant message aren't certain.
     """
     errors: list[RenderError] = []
-    for spelled in _spellings(chat, renderer.takes_text):
+    for spelled in _spellings(chat, renderer.takes_json_arguments):
         talk = Conversation(renderer, spelled, controls)
         try:
-            whole = talk.upto(len(spelled.messages)).text
+            whole = talk.render_prefix(len(spelled.messages)).text
         except RenderError as error:
             errors.append(error)
             continue
@@ -111,14 +111,14 @@ def _of_parts(chat: Chat) -> list[Message]:
 
 def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
     work = _Work(talk, policy)
-    whole = talk.upto(len(talk.messages))
+    whole = talk.render_prefix(len(talk.messages))
     _count_texts(work, whole.text)
-    kept = [index for index in talk.answers if talk.chat.trained[index]]
-    work.counts["answers"] = len(talk.answers)
+    kept = [index for index in talk.assistant_indices if talk.chat.trained[index]]
+    work.counts["answers"] = len(talk.assistant_indices)
     if policy.train_on == "all":
         return ChatSamples([_all_but(work, whole.text)], work.counts)
     if policy.train_on == "last":
-        kept = [index for index in kept if index == talk.answers[-1]]
+        kept = [index for index in kept if index == talk.assistant_indices[-1]]
     if not kept:
         return ChatSamples([ChatSample(whole.text, [])], work.counts)
     return ChatSamples(_of_answers(work, kept), work.counts)
@@ -126,11 +126,11 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
 
 def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
     talk = work.talk
-    whole = talk.upto(len(talk.messages))
+    whole = talk.render_prefix(len(talk.messages))
     answers = [find_turn(talk, index, index + 1) for index in kept]
     if all(_is_unchanged(talk, each, whole.text) for each in answers):
-        if talk.renderer.has_marks and kept == talk.answers:
-            return [ChatSample(whole.text, whole.marks, is_marked=True)]
+        if talk.renderer.has_generation_blocks and kept == talk.assistant_indices:
+            return [ChatSample(whole.text, whole.generation_spans, is_marked=True)]
         return [_sample(talk, len(talk.messages), answers)]
     work.counts["rewritten_chats"] += 1
     if work.policy.rewritten_turns == "keep":
@@ -143,7 +143,7 @@ def _split(talk: Conversation, answers: list[Turn]) -> list[ChatSample]:
     samples, rest = [], answers
     while rest:
         last = rest[-1]
-        text = talk.upto(last.index + 1).text
+        text = talk.render_prefix(last.index + 1).text
         held = [each for each in rest if each is last or _is_unchanged(talk, each, text)]
         samples.append(_sample(talk, last.index + 1, held))
         rest = [each for each in rest if each not in held]
@@ -151,17 +151,17 @@ def _split(talk: Conversation, answers: list[Turn]) -> list[ChatSample]:
 
 
 def _is_unchanged(talk: Conversation, answer: Turn, text: str) -> bool:
-    return text.startswith(talk.upto(answer.index + 1).text[: answer.settled])
+    return text.startswith(talk.render_prefix(answer.index + 1).text[: answer.end_of_turn])
 
 
 def _sample(talk: Conversation, count: int, answers: list[Turn]) -> ChatSample:
     """Return the first `count` messages, trained on `answers`, which they contain unchanged."""
-    rendered = talk.upto(count)
-    marked = talk.renderer.has_marks
+    rendered = talk.render_prefix(count)
+    marked = talk.renderer.has_generation_blocks
     spans: Spans = []
     for answer in answers:
         # A block after the content may mark the end of the conversation, which has moved by now.
-        within = rendered.marks if marked and answer.index < count - 1 else answer.spans
+        within = rendered.generation_spans if marked and answer.index < count - 1 else answer.spans
         spans += (each for each in answer.spans if each in within)
     return ChatSample(rendered.text, spans, marked)
 
@@ -170,13 +170,13 @@ def _as_rewritten(talk: Conversation, kept: list[int]) -> ChatSample:
     """Return all messages, trained on assistant messages as they are written there."""
     count = len(talk.messages)
     spans = [span for index in kept for span in find_turn(talk, index, count).spans]
-    return ChatSample(talk.upto(count).text, spans, talk.renderer.has_marks)
+    return ChatSample(talk.render_prefix(count).text, spans, talk.renderer.has_generation_blocks)
 
 
 def _all_but(work: _Work, whole: str) -> ChatSample:
     """Return all messages, trained on everything but the assistant messages masked by the data."""
     talk = work.talk
-    off = [index for index in talk.answers if not talk.chat.trained[index]]
+    off = [index for index in talk.assistant_indices if not talk.chat.trained[index]]
     spans, done = [], 0
     for start, stop in _as_rewritten(talk, off).spans if off else []:
         spans.append((done, start))

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from fsdpctl.chats.conversation import Conversation, filled, fillers_for, text_of
+from fsdpctl.chats.conversation import Conversation, fillers_for, text_of, with_filler
 from fsdpctl.chats.messages import ASSISTANT
 from fsdpctl.chats.render import RenderError, Spans
 from fsdpctl.chats.values import Message
@@ -29,7 +29,7 @@ class Turn:
 
     index: int
     spans: Spans
-    settled: int  # a longer rendering that agrees up to here contains the message unchanged
+    end_of_turn: int  # a longer rendering that agrees up to here contains the message unchanged
 
 
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
@@ -37,9 +37,9 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
 
     TurnError if its boundaries aren't certain. RenderError if the template rejects the messages.
     """
-    if talk.renderer.has_marks:
+    if talk.renderer.has_generation_blocks:
         return _marked(talk, index, count)
-    whole = talk.upto(count).text
+    whole = talk.render_prefix(count).text
     low, high = _content(talk, index, count)
     start, is_prompted = _start(talk, index, count, low)
     _check_header(talk, index, start, whole[start:low], is_prompted=is_prompted)
@@ -53,7 +53,7 @@ def _end(talk: Conversation, index: int, count: int, content: int) -> int:
     Tokens that directly follow the first one belong to the message if they do so both where the
     conversation ends with it and where it does not: Phi-4-mini ends only conversations with two.
     """
-    whole, controls = talk.upto(count).text, talk.controls
+    whole, controls = talk.render_prefix(count).text, talk.controls
     first = controls.search(whole, content) if controls else None
     if controls is None or first is None:
         raise TurnError(
@@ -65,7 +65,7 @@ def _end(talk: Conversation, index: int, count: int, content: int) -> int:
         if count == index + 1:
             belongs = _is_in_next_prompt(talk, index, whole[: more.end()], end)
         else:
-            own = talk.upto(index + 1).text.rstrip()
+            own = talk.render_prefix(index + 1).text.rstrip()
             belongs = own.endswith(whole[first.start() : more.end()])
         if not belongs:
             break
@@ -75,16 +75,16 @@ def _end(talk: Conversation, index: int, count: int, content: int) -> int:
 
 def _is_in_next_prompt(talk: Conversation, index: int, text: str, end: int) -> bool:
     """Return whether `text` begins the next prompt too, or the prompt differs before `end`."""
-    later = next((each for each in talk.answers if each > index), index + 1)
+    later = next((each for each in talk.assistant_indices if each > index), index + 1)
     try:
-        prompt = talk.upto(later, prompted=True).text
+        prompt = talk.render_prefix(later, add_generation_prompt=True).text
     except RenderError:
         return True
     return prompt.startswith(text) or not prompt.startswith(text[:end])
 
 
 def _content(talk: Conversation, index: int, count: int) -> tuple[int, int]:
-    whole = talk.upto(count).text
+    whole = talk.render_prefix(count).text
     found = _differing(talk, index, talk.messages[:count], whole)
     if found is None:
         raise TurnError(f"message {index + 1}: the template does not write it")
@@ -114,7 +114,10 @@ def _differing(
 
 def _start(talk: Conversation, index: int, count: int, content: int) -> tuple[int, bool]:
     """Return where the message's prompt ends, and whether the rendering begins with all of it."""
-    whole, prompt = talk.upto(count).text, talk.upto(index, prompted=True).text
+    whole, prompt = (
+        talk.render_prefix(count).text,
+        talk.render_prefix(index, add_generation_prompt=True).text,
+    )
     if whole.startswith(prompt):
         return len(prompt), True
     # Earlier messages are rendered differently, so only the text after the previous one counts.
@@ -134,10 +137,10 @@ def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple
         return None
     ends = []
     for messages, prompted in ((talk.messages[:index], True), (talk.messages[:count], False)):
-        whole = talk.render(messages, prompted=prompted).text
+        whole = talk.render(messages, add_generation_prompt=prompted).text
         filler = fillers_for(messages[index - 1])[0]
         changed = _with_message(messages, index - 1, filler)
-        span = _difference(whole, talk.render(changed, prompted=prompted).text)
+        span = _difference(whole, talk.render(changed, add_generation_prompt=prompted).text)
         if span is None:
             return None
         ends.append(span[1])
@@ -145,7 +148,7 @@ def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple
 
 
 def _with_message(messages: list[Message], index: int, filler: str) -> list[Message]:
-    return [*messages[:index], filled(messages[index], filler), *messages[index + 1 :]]
+    return [*messages[:index], with_filler(messages[index], filler), *messages[index + 1 :]]
 
 
 def _difference(whole: str, other: str) -> tuple[int, int] | None:
@@ -167,7 +170,10 @@ def _check_header(
     if not ahead.strip():
         return
     if is_prompted:
-        has_prompt = talk.upto(index).text != talk.upto(index, prompted=True).text
+        has_prompt = (
+            talk.render_prefix(index).text
+            != talk.render_prefix(index, add_generation_prompt=True).text
+        )
         if has_prompt or not _ahead_of_plain(talk, index, start).strip():
             return
         why = "the template ignores add_generation_prompt"
@@ -193,10 +199,10 @@ def common_prefix(one: str, other: str) -> int:
 
 def _marked(talk: Conversation, index: int, count: int) -> Turn:
     """Return the generation blocks of a message; as the last one, they must enclose its content."""
-    rendered = talk.upto(count)
-    later = next((each for each in talk.answers if index < each < count), None)
-    stop = len(rendered.marks) if later is None else _marks_before(talk, later)
-    own = rendered.marks[_marks_before(talk, index) : stop]
+    rendered = talk.render_prefix(count)
+    later = next((each for each in talk.assistant_indices if index < each < count), None)
+    stop = len(rendered.generation_spans) if later is None else _marks_before(talk, later)
+    own = rendered.generation_spans[_marks_before(talk, index) : stop]
     body = text_of(talk.messages[index]).rpartition(_THOUGHT)[2].strip()
     texts = [rendered.text[start:stop] for start, stop in own]
     is_out = not "".join(texts).strip() or (body in rendered.text and body not in "".join(texts))
@@ -210,4 +216,6 @@ def _marked(talk: Conversation, index: int, count: int) -> Turn:
 
 
 def _marks_before(talk: Conversation, index: int) -> int:
-    return len(talk.upto(index, prompted=True).marks) if index else 0
+    return (
+        len(talk.render_prefix(index, add_generation_prompt=True).generation_spans) if index else 0
+    )

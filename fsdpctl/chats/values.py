@@ -19,7 +19,7 @@ _INTEGER = 1  # the code of an integer above 64 bits, which MessagePack lacks
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class RowKeys:
     """The names of a row's keys that are reported, such as `source` and `messages[].name`."""
 
     followed: set[str] = field(default_factory=set)  # they change what is trained on
@@ -49,7 +49,7 @@ def without_nulls(value: Any, key: str = "row") -> Any:
     return value
 
 
-def shown(text: object, most: int = 300) -> str:
+def clipped(text: object, most: int = 300) -> str:
     return "".join(each if each.isprintable() else "?" for each in str(text)[:most])
 
 
@@ -59,16 +59,16 @@ def from_extension(code: int, data: memoryview) -> int:
     return int(bytes(data))
 
 
-def expect(value: Any, kind: type, where: str) -> Any:
+def expect(value: Any, kind: type, location: str) -> Any:
     """Return a value of the type `kind`; UsageError if it has another type."""
     if isinstance(value, kind):
         return value
     got = _TYPES.get(type(value), "a number")
-    raise UsageError(f"{where}: expected {_TYPES[kind]}, got {got}")
+    raise UsageError(f"{location}: expected {_TYPES[kind]}, got {got}")
 
 
-def expect_text(fields: Mapping[str, Any], key: str, where: str = "") -> str:
-    return str(expect(fields.get(key, ""), str, f"{where}{key}"))
+def expect_text(fields: Mapping[str, Any], key: str, location: str = "") -> str:
+    return str(expect(fields.get(key, ""), str, f"{location}{key}"))
 
 
 def as_list(value: object, key: str) -> list[Any]:
@@ -87,14 +87,14 @@ def as_object(value: object, key: str) -> dict[str, Any]:
     return found
 
 
-def listed(counts: Mapping[str, int]) -> str:
+def with_counts(counts: Mapping[str, int]) -> str:
     """List keys with the number of their rows, most frequent first."""
     names = [
-        f"{shown(key)} ({counted(count, 'row')})"
+        f"{clipped(key)} ({with_count(count, 'row')})"
         for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     ]
     return shorten_list(names, _MOST_KEYS)
 
 
-def counted(count: int, noun: str) -> str:
+def with_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

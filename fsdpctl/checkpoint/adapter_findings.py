@@ -165,7 +165,7 @@ def findings_on_adapters(
 ) -> Iterator[Finding]:
     """Compare adapters with their base, whose weights need not be here."""
     found, file = _Adapters(export, model), export / ADAPTER_CONFIG
-    content = read_json(file, dict[str, Any], refusal=CheckpointError)
+    content = read_json(file, dict[str, Any], error_type=CheckpointError)
     about = as_type(content, _Config, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
         yield lost(kind, f"{shorten_list(names, 2)}: {reason}")

@@ -16,9 +16,9 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
     write_tensor_file,
 )
-from fsdpctl.config.sealed import CHECKSUMS_FORMAT, read_sealed, seal
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.files import open_regular, plain_name, refusing
+from fsdpctl.io.checksummed_json import CHECKSUMS_FORMAT, checksummed, read_checksummed
+from fsdpctl.io.files import checked_name, open_regular, os_errors_as
 from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.untrusted import as_type
 
@@ -63,7 +63,9 @@ class Checksums:
             if name not in self._content.files:
                 content = path.read_bytes()
                 self._content.files[name] = FileInfo(len(content), checksum(content))
-        write_synced(folder / CHECKSUMS, seal(asdict(self._content), CHECKSUMS_FORMAT).encode())
+        write_synced(
+            folder / CHECKSUMS, checksummed(asdict(self._content), CHECKSUMS_FORMAT).encode()
+        )
 
 
 class ExportedDirectory:
@@ -73,11 +75,11 @@ class ExportedDirectory:
         """Read the checksums, and check everything except the bytes of the files."""
         self.folder = folder
         where = f"{folder / CHECKSUMS}: corrupted"
-        sealed = read_sealed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
+        sealed = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
         self._content = as_type(sealed, _Content, where, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):
-                plain_name(part, _ANY, where, CheckpointError)
+                checked_name(part, _ANY, where, CheckpointError)
         found = dict(_files_in(folder))
         for name, info in self._content.files.items():
             if name not in found:
@@ -101,7 +103,7 @@ class ExportedDirectory:
         for name, info in self._content.files.items():
             path, whole = self.folder / name, xxhash.xxh3_128()
             descriptor = open_regular(path, CheckpointError)
-            with refusing(path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
+            with os_errors_as(path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
                 while data := file.read(CHUNK_BYTES):
                     whole.update(data)
                     yield len(data)

@@ -25,7 +25,7 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
-from fsdpctl.io.files import refusing
+from fsdpctl.io.files import os_errors_as
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 from fsdpctl.plan.layout import Span, share_of
@@ -156,7 +156,7 @@ def shard_weights(
     total = sum(info.nbytes for info in tensors.values())
     publish.check_space(destination, total)
     with (
-        refusing(destination),
+        os_errors_as(destination),
         publish.new_directory(destination) as scratch,
         doing("writing", BYTES, total) as advance,
     ):

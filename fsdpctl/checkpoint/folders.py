@@ -17,7 +17,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io import run_files
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import nearest_run, read_regular, runs_in
+from fsdpctl.io.files import nearest_run_hint, newest_runs_hint, read_regular
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
 _MOST_PASSED_OVER = 3  # in full
@@ -35,7 +35,7 @@ def step_of(folder: Path) -> int:
 
 def _steps_in(checkpoints: Path) -> list[Path]:
     """Return the checkpoints, complete or not, oldest first; none of them is a link."""
-    run_files.check_steps(checkpoints)
+    run_files.check_checkpoint_dirs(checkpoints)
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((each for each in folders if run_files.STEP.fullmatch(each.name)), key=step_of)
 
@@ -94,10 +94,10 @@ def find_checkpoint(source: Path) -> Path:
                 f"{source}: not read from object stores; to download it, pass it to "
                 "`fsdpctl consolidate-checkpoint` or to train --resume"
             )
-        raise UsageError(f"{source}: directory not found{nearest_run(source)}")
-    if not (source / run_files.RUN_CONFIG).is_file() and (known := runs_in(source)):
+        raise UsageError(f"{source}: directory not found{nearest_run_hint(source)}")
+    if not (source / run_files.RUN_CONFIG).is_file() and (known := newest_runs_hint(source)):
         raise UsageError(f"{source}: holds runs; expected one of them{known}")
-    run_files.check_own(source)
+    run_files.check_run_files(source)
     if _is_complete(source) or run_files.STEP.fullmatch(source.resolve().name):
         return source
     newest = newest_checkpoint(_checkpoints_in(source))

@@ -30,9 +30,9 @@ from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.data.tokenizer_files import NO_MERGES, TOKENIZER_JSON, VOCABULARIES
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, Advance, doing
-from fsdpctl.io.files import refusing, replacing
-from fsdpctl.io.gguf_header import GGUF_TOKENIZER, OWN_CONFIG
-from fsdpctl.io.packages import load
+from fsdpctl.io.files import open_atomic, os_errors_as
+from fsdpctl.io.gguf_header import GGUF_CONFIG_JSON, GGUF_TOKENIZER
+from fsdpctl.io.packages import import_package
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.plan.layout import Span
 
@@ -81,15 +81,15 @@ def write_gguf(
     if destination.is_dir() or (destination.exists() and not overwrite):
         raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    gguf = load("gguf", "--format gguf")
+    gguf = import_package("gguf", "--format gguf")
     _check(model, reader)
     weights = exported_weights(reader, dtype, merges=merges)
     tensors = _tensors(weights, model, dtype, gguf)
     check_space(destination, sum(each.nbytes for each in tensors))
-    with refusing(destination):
+    with os_errors_as(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
         with (
-            replacing(destination, durable=True) as file,
+            open_atomic(destination, durable=True) as file,
             doing("exporting", BYTES, weight_bytes(weights)) as advance,
         ):
             chunks = partial(_chunks, weights, advance)
@@ -161,7 +161,7 @@ def _write(
     _write_parameters(writer, model, tensors, reader)
     note = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
     factors = _rope_factors(model)
-    writer.add_string(OWN_CONFIG, str(model.config_json))
+    writer.add_string(GGUF_CONFIG_JSON, str(model.config_json))
     if factors is not None:
         writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for each in tensors:
@@ -281,7 +281,9 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     why, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
     about: dict[str, Any] = {}
     if files.keys() & set(VOCABULARIES):
-        saved = FileTokenizer("of the checkpoint", files).saved()  # with tokens of all files
+        saved = FileTokenizer(
+            "of the checkpoint", files
+        ).files_as_saved()  # with tokens of all files
         about = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
         is_bytes = '"ByteLevel"' in json.dumps(about.get("pre_tokenizer"))
         why = "the run's tokenizer is not a byte-level BPE"

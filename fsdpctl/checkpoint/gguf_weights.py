@@ -17,7 +17,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name
 from fsdpctl.config.gguf_model import SCALINGS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.gguf_header import GgufTensor, read_header
 from fsdpctl.models.hub_names import stored_names
 from fsdpctl.models.registry import build_plain
@@ -95,7 +95,10 @@ class GgufTensors:
         together = rows.head if len(rows.tensor.shape) > 1 else 1
         start, stop = span.start // width, -(-span.stop // width)
         step = round_up(-(-_AT_ONCE // width), together)
-        with open(open_regular(self.path, follows=True), "rb") as file, refusing(self.path):
+        with (
+            open(open_regular(self.path, follow_links=True), "rb") as file,
+            os_errors_as(self.path),
+        ):
             for first in range(start // together * together, stop, step):
                 last = min(first + step, round_up(stop, together))
                 here = Span(first * width, last * width)

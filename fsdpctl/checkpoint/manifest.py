@@ -17,12 +17,12 @@ from fsdpctl.checkpoint.tensor_file import (
     make_header,
     write_tensor_file,
 )
-from fsdpctl.config.sealed import read_sealed, seal
 from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.files import plain_name
+from fsdpctl.io.checksummed_json import checksummed, read_checksummed
+from fsdpctl.io.files import checked_name
 from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST
-from fsdpctl.io.untrusted import MOST_COUNT, Count, as_type, parse_json
+from fsdpctl.io.untrusted import MAX_COUNT, Count, as_type, parse_json
 from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
@@ -198,20 +198,20 @@ class Manifest:
         content = asdict(self)
         if self.base is None:
             del content["base"]
-        return seal(content)
+        return checksummed(content)
 
 
 def read_manifest(folder: Path) -> Manifest:
     where = f"{folder / MANIFEST}: corrupted"
-    manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
+    manifest = as_type(read_checksummed(folder), Manifest, where, CheckpointError)
     # What types cannot check: names that stay in the folder, and possible sizes.
     for name in manifest.files:
-        plain_name(name, _RANK_FILE, where, CheckpointError)
+        checked_name(name, _RANK_FILE, where, CheckpointError)
     for name in manifest.attachments:
         asset_name(name, where, CheckpointError)
         if name == MANIFEST:
             raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
-        if info.dtype not in ITEMSIZES or info.numel > MOST_COUNT:
+        if info.dtype not in ITEMSIZES or info.numel > MAX_COUNT:
             raise CheckpointError(f"{where}: tensor {key[:80]} not supported")
     return manifest

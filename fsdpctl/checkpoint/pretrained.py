@@ -11,10 +11,10 @@ from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.tokenizer import BYTES
+from fsdpctl.data.tokenizer import BYTE_TOKENIZER
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import plain_name
+from fsdpctl.io.files import checked_name
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_ASSETS, RUN_CONFIG
 from fsdpctl.io.untrusted import read_json
@@ -98,8 +98,8 @@ def tokenizer_beside(folder: Path) -> str | None:
     places = [folder]
     if not is_hugging_face(folder):
         checkpoint = find_checkpoint(folder)
-        if read_manifest(checkpoint).config.get("data.tokenizer") == BYTES:
-            return BYTES
+        if read_manifest(checkpoint).config.get("data.tokenizer") == BYTE_TOKENIZER:
+            return BYTE_TOKENIZER
         places = [checkpoint]
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
@@ -129,11 +129,11 @@ def files_of_weights(folder: Path) -> dict[str, TensorFile]:
 
 
 def _files_of_index(index: Path) -> dict[str, TensorFile]:
-    content = read_json(index, _Index, refusal=CheckpointError)
+    content = read_json(index, _Index, error_type=CheckpointError)
     weight_map = content.weight_map
     names = dict.fromkeys(weight_map.values())
     for name in names:
-        plain_name(name, r".*\.safetensors", str(index), CheckpointError)
+        checked_name(name, r".*\.safetensors", str(index), CheckpointError)
     files = {name: open_tensor_file(index.parent / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].entries:

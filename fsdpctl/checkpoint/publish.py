@@ -20,7 +20,7 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import read_regular, refusing
+from fsdpctl.io.files import os_errors_as, read_regular
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 
@@ -132,7 +132,7 @@ def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[
         raise UsageError(
             f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
         )
-    with refusing(destination), new_directory(destination, replaces=overwrite) as scratch:
+    with os_errors_as(destination), new_directory(destination, replaces=overwrite) as scratch:
         yield scratch
 
 

@@ -25,9 +25,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import MOST_BYTES
+from fsdpctl.io.files import MAX_READ_BYTES
 from fsdpctl.io.run_files import MANIFEST, STEP
-from fsdpctl.io.stores import StoredFile, asked, is_remote, open_store
+from fsdpctl.io.stores import StoredFile, is_remote, open_store, with_retries
 
 _BLOCK, _LEAST_BLOCK = 8 << 20, 256 << 10  # bytes of a request
 _HELD = 512 << 20  # bytes of blocks that a reader keeps
@@ -105,7 +105,7 @@ class RemoteReader(CheckpointReader):
 
     def _describe(self, folder: Path, about: tuple[str, FileInfo]) -> None:
         name, info = about
-        file, path = self._place.inside(name), folder / name
+        file, path = self._place.child(name), folder / name
         if file.size() != info.size:
             raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
         end = info.size
@@ -113,12 +113,12 @@ class RemoteReader(CheckpointReader):
             end = tensor_file.header_bytes(file.read(0, min(tensor_file.HEADER_PREFIX, info.size)))
             if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
-        file.copy_start(path, end, info.size)
+        file.copy_prefix(path, end, info.size)
 
     def _file(self, path: Path) -> tensor_file.TensorFile:
         known = tensor_file.open_tensor_file(path)
         values = {each.name: getattr(known, each.name) for each in fields(known)}
-        return _RemoteFile(**values, place=self._place.inside(path.name), blocks=self._blocks)
+        return _RemoteFile(**values, place=self._place.child(path.name), blocks=self._blocks)
 
     def copy_files(self, folder: Path) -> None:
         files = {**self.manifest.files, **self.manifest.attachments}
@@ -137,7 +137,7 @@ class RemoteReader(CheckpointReader):
 
     def _copy(self, folder: Path, part: tuple[str, int, int]) -> int:
         name, start, stop = part
-        content = self._place.inside(name).read(start, stop)
+        content = self._place.child(name).read(start, stop)
         with (folder / name).open("r+b", buffering=0) as out:
             os.pwrite(out.fileno(), content, start)
         return len(content)
@@ -145,10 +145,10 @@ class RemoteReader(CheckpointReader):
 
 def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
     """Fetch the manifest of the checkpoint at `place` into a directory, and read it."""
-    file = place.inside(MANIFEST)
+    file = place.child(MANIFEST)
     size = file.size()
-    if size > MOST_BYTES:
-        raise CheckpointError(f"{file.url}: larger than the limit of {MOST_BYTES >> 20:,} MiB")
+    if size > MAX_READ_BYTES:
+        raise CheckpointError(f"{file.url}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
     (folder / MANIFEST).write_bytes(file.read(0, size))
     with naming(folder, place.url):
         return read_manifest(folder)
@@ -196,14 +196,14 @@ class RemoteCheckpoints:
         store.invalidate_cache()
         try:
             # Not `find` and `exists`, which take a store that fails for one without the file.
-            found = asked(self.url, lambda: store.ls(root, detail=False), UsageError)
+            found = with_retries(self.url, lambda: store.ls(root, detail=False), UsageError)
         except UsageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             found = []
         names = {each.rstrip("/").rpartition("/")[2] for each in found}
         steps = sorted((Path(each) for each in names if STEP.fullmatch(each)), key=step_of)
-        manifests = (self._root.inside(each.name).inside(MANIFEST) for each in steps)
+        manifests = (self._root.child(each.name).child(MANIFEST) for each in steps)
         return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
@@ -214,7 +214,7 @@ class RemoteCheckpoints:
         found = self.complete()
         if not found:
             return None
-        place = self._root.inside(found[-1].name)
+        place = self._root.child(found[-1].name)
         try:
             with TemporaryDirectory() as folder:
                 manifest = fetch_manifest(place, Path(folder))
@@ -226,28 +226,28 @@ class RemoteCheckpoints:
 
     def open(self, name: str) -> RemoteReader:
         """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
-        return RemoteReader(self._root.inside(name))
+        return RemoteReader(self._root.child(name))
 
     def named(self, run: str) -> "RemoteCheckpoints":
         return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
 
     def check_writable(self) -> None:
         """Write a file and delete it; UsageError if the store does not allow it."""
-        probe = self._root.inside("write-check")
-        asked(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
+        probe = self._root.child("write-check")
+        with_retries(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
         probe.remove()
 
     def upload(self, folder: Path) -> None:
         """Upload a complete checkpoint, unless it is there."""
-        place = self._root.inside(folder.name)
-        here, manifest = folder / MANIFEST, place.inside(MANIFEST)
+        place = self._root.child(folder.name)
+        here, manifest = folder / MANIFEST, place.child(MANIFEST)
         if manifest.exists():
             if not _difference(here, manifest):
                 return
             manifest.remove()  # first: the other checkpoint is incomplete from now on
         about = read_manifest(folder)
         for name in (*about.files, *about.attachments):
-            _upload_file(folder / name, place.inside(name))
+            _upload_file(folder / name, place.child(name))
         try:
             _upload_file(here, manifest)
         except FsdpctlError:
@@ -261,8 +261,8 @@ class RemoteCheckpoints:
         whole = [each for each, is_whole in found.items() if is_whole]
         parts = [each for each in found if each not in whole and step_of(each) < step_of(newest)]
         for each in (*doomed(whole, keep, spared), *parts):
-            place = self._root.inside(each.name)
-            place.inside(MANIFEST).remove()
+            place = self._root.child(each.name)
+            place.child(MANIFEST).remove()
             place.remove(recursive=True)
 
 
@@ -293,7 +293,7 @@ def _upload_file(path: Path, file: StoredFile) -> None:
     if file.exists() and not _difference(path, file):
         return
     for _ in range(_ATTEMPTS):
-        asked(file.url, partial(file.store.put_file, str(path), file.path))
+        with_retries(file.url, partial(file.store.put_file, str(path), file.path))
         difference = _difference(path, file)
         if not difference:
             return

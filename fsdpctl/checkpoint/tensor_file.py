@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import parse_json
 
 # By safetensors' names of dtypes: those of torch, and the bytes of an element.
@@ -136,7 +136,7 @@ class TensorFile:
         """Yield the bytes `[start, stop)` of a tensor; a chunk reuses the memory of the last."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
-        with refusing(self.path, CheckpointError), open(descriptor, "rb") as file:
+        with os_errors_as(self.path, CheckpointError), open(descriptor, "rb") as file:
             file.seek(self.data_start + entry.start + start)
             while start < stop:
                 chunk = buffer[: min(CHUNK_BYTES, stop - start)]
@@ -155,7 +155,7 @@ def header_bytes(prefix: bytes) -> int:
 def open_tensor_file(path: Path) -> TensorFile:
     """Read the header of a file and check the file's length."""
     descriptor = open_regular(path, CheckpointError)
-    with refusing(path, CheckpointError), open(descriptor, "rb") as file:
+    with os_errors_as(path, CheckpointError), open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(HEADER_PREFIX)
         length = header_bytes(prefix) - HEADER_PREFIX

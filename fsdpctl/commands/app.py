@@ -16,9 +16,9 @@ from typer.core import TyperGroup
 
 from fsdpctl import __version__
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, SignalError, UsageError
-from fsdpctl.io.activity import DISPLAY, QUIET, is_first
-from fsdpctl.io.output import guarded
-from fsdpctl.io.texts import refuse_secret
+from fsdpctl.io.activity import DISPLAY, QUIET, is_first_process
+from fsdpctl.io.output import open_stdout
+from fsdpctl.io.texts import refuse_credentials
 
 
 class CommandInfo(NamedTuple):
@@ -233,14 +233,14 @@ def main() -> None:
     ] or ["--help"]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
-    sys.stdout = output = guarded(sys.stdout)  # for all that print
+    sys.stdout = output = open_stdout(sys.stdout)  # for all that print
     with exit_on_error():
         for before, each in typed:  # before anything quotes or records them
             name = each.partition("://")[0].partition("=")[0]
             if before not in _FREE_TEXT_OPTIONS and name not in _FREE_TEXT_OPTIONS:
-                refuse_secret(each, name)
+                refuse_credentials(each, name)
         _refuse_repeated(each for before, each in typed if before not in _FREE_TEXT_OPTIONS)
-        if is_first():
+        if is_first_process():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)
         if not code:

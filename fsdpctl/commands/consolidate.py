@@ -22,9 +22,9 @@ from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.errors import CheckpointError, IncompleteExportError, UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import nearest_path
+from fsdpctl.io.files import nearest_path_hint
+from fsdpctl.io.hub_upload import UploadTarget
 from fsdpctl.io.run_files import CHECKSUMS
-from fsdpctl.io.upload import UploadTarget
 
 _FORMATS = ("hf", "gguf", "peft")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -187,7 +187,7 @@ def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Find
         adapters = not is_hugging_face(folder)
         path = cached_model(Path(base), "config" if adapters else "weights")
         if not path.exists():
-            raise UsageError(f"--base {base}: not found{nearest_path(base)}")
+            raise UsageError(f"--base {base}: not found{nearest_path_hint(base)}")
         findings += findings_on(folder, path, has_weights=has_weights(path))
     return counts, findings
 

@@ -7,10 +7,10 @@ from fsdpctl.config.data import TOKENS, DataConfig
 from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
 from fsdpctl.config.schema import Config
 from fsdpctl.config.sources import sources_in
-from fsdpctl.data.find_data import HUB, check_beside, find_data
+from fsdpctl.data.find_data import HUB, check_tokenizer_paths, find_data
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import nearest_path
-from fsdpctl.io.run_files import check_is_no_file
+from fsdpctl.io.files import nearest_path_hint
+from fsdpctl.io.run_files import check_run_dir
 from fsdpctl.io.stores import is_remote
 from fsdpctl.resolve.launchers import check_nodes
 
@@ -28,13 +28,13 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
         return
     is_path = resume not in ("auto", "never") and not is_remote(resume, f"--resume {resume}")
     if is_path and not Path(resume).expanduser().exists():
-        hint = nearest_path(resume) or "; expected auto, never, or a run or checkpoint"
+        hint = nearest_path_hint(resume) or "; expected auto, never, or a run or checkpoint"
         raise UsageError(f"--resume {resume}: not found{hint}")
     if (run_dir := config.train.run_dir) is not None:
         if is_remote(run_dir, where := f"train.run_dir={run_dir}"):
             raise UsageError(f"{where}: expected a local directory; checkpoint.remote uploads")
-        check_is_no_file(Path(run_dir))
-    check_beside(config.data)
+        check_run_dir(Path(run_dir))
+    check_tokenizer_paths(config.data)
     try:
         _check_data(config.data)
     except UsageError as error:

@@ -15,7 +15,7 @@ from fsdpctl.estimate.largest import LargestFit
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
-from fsdpctl.io.texts import figure, format_bytes
+from fsdpctl.io.texts import format_bytes, three_digits
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
 _SMALL = ("rounding", "workspaces")  # purposes without a column
@@ -127,7 +127,7 @@ def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None
     for each in estimates:
         cells = [format_bytes(each.step.breakdown[name]) for name in parts]
         times = time_dict(estimator, each)
-        cells += ["-" if (x := times.get(name)) is None else figure(x) for name in figures]
+        cells += ["-" if (x := times.get(name)) is None else three_digits(x) for name in figures]
         reserved = format_bytes(each.peak_reserved)
         rows.append((each.config.strategy.name, verdict(each), *cells, reserved))
     names = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]

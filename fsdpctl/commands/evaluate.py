@@ -62,7 +62,7 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
         return
     in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{seen}", *opened.data.about_files)
+    say(f"{place}: {opened.data.description}{seen}", *opened.data.format_notes)
     say(f"loss {loss:.4f} nats per token, perplexity {perplexity:.2f}{in_bits}")
     say(*(f"{name}: loss {each:.4f}" for name, each in found.by_source.items()))
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
@@ -87,7 +87,7 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
         base, _ = pretrained_weights(config.model, folder, model.collectives)
         load_weights(first_weights(config.model, model.module, config.train.seed, base), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)
-    batches = Batches(stream.rows(config.train.seq_len), plan.batches, 0, vocab_size)
+    batches = Batches(stream.samples(config.train.seq_len), plan.batches, 0, vocab_size)
     total = batches.num_validation_batches(0)
 
     with doing("evaluating", "batches", total) as advance:

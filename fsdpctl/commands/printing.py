@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdpctl.io.activity import QUIET
-from fsdpctl.io.console import PatientConsole, wrapped
+from fsdpctl.io.terminal import LenientConsole, wrapped
 from fsdpctl.io.texts import one_line, printable
 
 _GAP, _FEW_WORDS = 2, 3  # between columns; blanks of a cell from which it wraps
@@ -22,8 +22,8 @@ _LONGEST = 2000  # characters of a message that quotes a rejected value
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-out = PatientConsole(highlight=False, soft_wrap=True)
-err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
+out = LenientConsole(highlight=False, soft_wrap=True)
+err = LenientConsole(highlight=False, soft_wrap=True, stderr=True)
 
 
 def say(*lines: str) -> None:
@@ -38,7 +38,7 @@ def info(line: str, show: Callable[[str], None] = say) -> None:
         show(line)
 
 
-def _print(console: PatientConsole, text: str) -> None:
+def _print(console: LenientConsole, text: str) -> None:
     console.print(wrapped(text, console.width) if console.is_terminal else text, markup=False)
 
 
@@ -145,4 +145,4 @@ def show_panel(title: str, lines: list[str]) -> None:
     """Print a boxed report of a failure to standard error."""
     text, head = Text(printable("\n".join(lines))), Text(title)
     panel = Panel(text, title=head, title_align="left", border_style="red")
-    PatientConsole(highlight=False, stderr=True).print(panel)
+    LenientConsole(highlight=False, stderr=True).print(panel)

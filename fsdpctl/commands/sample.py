@@ -18,6 +18,7 @@ from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_ass
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.comm.collectives import Collectives
+from fsdpctl.commands.chat_preview import prompt_tokens
 from fsdpctl.commands.checkpoint import resolve_checkpoint
 from fsdpctl.commands.printing import emit, note, out
 from fsdpctl.config.compose import compose_config
@@ -28,8 +29,7 @@ from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.config.training import usual_length
-from fsdpctl.data.chat_preview import prompt_tokens
-from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from fsdpctl.data.tokenizer import BYTE_TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import DISPLAY, doing
@@ -94,7 +94,7 @@ def note_adapters(source: Path) -> None:
 
 def _user_messages() -> Iterator[str]:
     shown = "> " if sys.stdin.isatty() else ""
-    DISPLAY.started()  # now, the user types
+    DISPLAY.end_startup()  # now, the user types
     with suppress(EOFError):
         while True:
             if message := input(shown).strip():
@@ -118,7 +118,9 @@ class TextGenerator:
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
         self.tokenizer: Tokenizer = (
-            ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
+            ByteTokenizer()
+            if config.data.tokenizer == BYTE_TOKENIZER
+            else FileTokenizer(str(source), files)
         )
         self._sampling, self.end_tokens = sampling, end_tokens(files, None, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +143,7 @@ class TextGenerator:
                 sampling=replace(self._sampling, end_tokens=self.end_tokens),
                 device=self._device,
             )
-            yield from self.tokenizer.pieces(
+            yield from self.tokenizer.decode_stream(
                 (x for x in tokens if x not in self.end_tokens), before
             )
 
@@ -171,8 +173,8 @@ def _chat(source: Path, questions: Iterable[str], count: int, sampling: Sampling
     tokenizer, messages = generator.tokenizer, list[Message]()
     if not isinstance(tokenizer, FileTokenizer):
         raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
-    if tokenizer.end is not None:
-        generator.end_tokens = (*generator.end_tokens, tokenizer.end)
+    if tokenizer.eos_id is not None:
+        generator.end_tokens = (*generator.end_tokens, tokenizer.eos_id)
     for question in questions:
         _check_text(question)
         messages.append({"role": "user", "content": question})

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.commands.app import exit_on_error
 from fsdpctl.commands.printing import info, note, say
 from fsdpctl.errors import STOP_SIGNALS
-from fsdpctl.io.activity import DISPLAY, Talk, is_first
+from fsdpctl.io.activity import DISPLAY, Reporter, is_first_process
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdpctl.data.own import Loss
+    from fsdpctl.data.script_data import Loss
 
 
 def train(
@@ -47,14 +47,14 @@ def train(
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with exit_on_error():
-            if is_first():
+            if is_first_process():
                 DISPLAY.start(sys.stderr, "fsdpctl.train")
             from fsdpctl.launch.run import train_task
             from fsdpctl.resolve.own import compose_task, make_task
 
             task = make_task(module, loss, data, val_data, collate_fn)
             composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
-            train_task(task, composed, given, Talk(say, partial(info, show=note), info))
+            train_task(task, composed, given, Reporter(say, partial(info, show=note), info))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -36,7 +36,7 @@ from fsdpctl.errors import (
     UsageError,
     shorten_list,
 )
-from fsdpctl.io.activity import Talk, is_first
+from fsdpctl.io.activity import Reporter, is_first_process
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.launch.outcome import COMPILE_FAILED, Failure, RoundOutcome
@@ -111,13 +111,15 @@ def _composed(asked: ConfigArguments, files: list[Path], first: First | None) ->
 def _check_early(resume: str, config: Config, recipe: str | None) -> None:
     """Check what needs no torch, whose import takes seconds, and print what follows."""
     check_paths(config, recipe, resume)
-    if is_first() and not config.launch.node_rank:
+    if is_first_process() and not config.launch.node_rank:
         info("opening the model and the data")
 
 
 def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
-        found = train_on_node(composed, settings, resume, Talk(say, partial(info, show=note), info))
+        found = train_on_node(
+            composed, settings, resume, Reporter(say, partial(info, show=note), info)
+        )
         if found is not None:
             report_exit(*found)
     except SignalError as error:
@@ -185,7 +187,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
 
 def _show_samples(opened: "Prepared") -> None:
-    from fsdpctl.data.chat_preview import histogram, preview
+    from fsdpctl.commands.chat_preview import histogram, preview
     from fsdpctl.data.data_set import contents_of
     from fsdpctl.data.packing import DocumentSet
     from fsdpctl.data.tokenizer import FileTokenizer

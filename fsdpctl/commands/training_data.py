@@ -14,7 +14,7 @@ from fsdpctl.config.model import NO_DECODER
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.tokenizer import open_tokenizer
-from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, METRICS, RUNS
@@ -48,7 +48,7 @@ def tokenize(
         raise UsageError("SRC: empty; expected a file, a directory or a glob")
     if destination.suffix != ".bin":
         raise UsageError(f"{destination}: expected a name that ends in .bin")
-    output = Output(destination, shard_tokens)
+    output = TokenOutput(destination, shard_tokens)
     done = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
     where = str(destination)
     if shard_tokens is not None:
@@ -106,16 +106,16 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         ranks, numbers = dict.fromkeys(bad.rank_samples, whose), bad.samples
     else:
         plan = plan_of(config).batches
-        rows = data.train.rows(config.train.seq_len)
+        rows = data.train.samples(config.train.seq_len)
         batches = Batches(rows, plan, config.train.seed, data.vocab_size)
         position = after - config.train.global_batch_size
         if position < 0:
             raise UsageError(f"{run_dir / METRICS}: corrupted: {after} samples after step {step}")
-        numbers = batches.numbers(position)
+        numbers = batches.sample_indices(position)
         ranks = {
             each: tuple(group)
             for group in context_groups(plan.world_size, plan.context_parallel)
-            for each in batches.numbers(position, group[0])
+            for each in batches.sample_indices(position, group[0])
         }
     texts = zip(numbers, _texts(data, config.train.seq_len, numbers), strict=True)
     samples = [StepSample(n, ranks.get(n, ()), text) for n, text in texts]
@@ -149,7 +149,7 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
 
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:
-    rows = data.train.rows(seq_len)
+    rows = data.train.samples(seq_len)
     if outside := next((each for each in numbers if each >= len(rows)), None):
         raise UsageError(f"{METRICS}: corrupted: sample {outside} of {len(rows):,}")
     for number in numbers:

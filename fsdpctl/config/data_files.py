@@ -18,7 +18,7 @@ from pathlib import Path
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.sources import DataSource
 from fsdpctl.errors import UsageError, shorten_list
-from fsdpctl.io.files import check_inside, nearest_path
+from fsdpctl.io.files import check_inside, nearest_path_hint
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
 _ABOUT_DATA, _EMPTY, _OTHER = "about data", "empty", "of another format"
@@ -80,23 +80,23 @@ class DataFiles:
     option: str  # of `data`, for their kind; data=text reads texts in rows, too
     train: tuple[Path, ...]  # at data.val_path: those to validate on
     validation: tuple[Path, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()  # the split, or empty text, and the name of each
+    unused: tuple[tuple[str, str], ...] = ()  # the split, or empty text, and the name of each
 
-    def about(self, *, validates: bool, skipped: int = 0) -> str:
+    def summary(self, *, validates: bool, skipped: int = 0) -> str:
         """Describe how many files are used, without those that were `skipped`, and all others."""
         used = len(self.train) + len(self.validation) * validates - skipped
-        total = len(self.train) + len(self.validation) + len(self.left_out)
-        counts = Counter(split for split, _ in self.left_out if split)
+        total = len(self.train) + len(self.validation) + len(self.unused)
+        counts = Counter(split for split, _ in self.unused if split)
         counts[VALIDATION] += len(self.validation) * (not validates)
         others = [f"{count} {split}" for split, count in counts.items() if count]
-        others += [name for split, name in self.left_out if not split]
+        others += [name for split, name in self.unused if not split]
         text = f"{used:,} file{'' if used == 1 else 's'}" + f" of {total:,}" * (used != total)
         if validates and self.validation:
             text += f", {len(self.validation):,} of them to validate"
         return f"{text}; left out: {shorten_list(others)}" if others else text
 
 
-def data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
+def local_data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
     """Return the files of a local path that are data: a file, those of a directory, or of a glob.
 
     At data.val_path, these are the files to validate on. `option` is that of `data`, TOKENIZE, or
@@ -108,7 +108,7 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
         is_folder = place.is_dir()
         root = place if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
         return select_files(files, root, where, option, is_folder=is_folder)
-    kind = kind if (kind := kind_of(place)) in _READS[option] else _READS[option][0]
+    kind = kind if (kind := option_of_file(place)) in _READS[option] else _READS[option][0]
     suffix = place.suffix.lower()
     if kind == TEXT and suffix in _OTHER_FORMATS and (suffix, option) != (".json", TEXT):
         way = ", or set data=text" * (suffix == ".json" and option is None)
@@ -116,7 +116,7 @@ def data_files(path: str, key: str = "data.path", option: str | None = None) -> 
     return DataFiles(kind, (place,))
 
 
-def option_of_data(path: str) -> str:
+def option_of_path(path: str) -> str:
     """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
 
     UsageError if a directory has files of several options.
@@ -124,10 +124,10 @@ def option_of_data(path: str) -> str:
     if path.startswith("hf://"):
         return CHAT
     is_here = os.path.exists(path) or any(glob.iglob(path))
-    return data_files(path).option if is_here else kind_of(Path(path))
+    return local_data_files(path).option if is_here else option_of_file(Path(path))
 
 
-def kind_of(file: Path) -> str:
+def option_of_file(file: Path) -> str:
     """Return the option of `data` for a file, by its name or its first bytes."""
     name, suffix = file.name.lower(), file.suffix.lower()
     if name.endswith(TOKEN_SUFFIXES):
@@ -184,7 +184,7 @@ def _listed(path: str, key: str) -> list[Path]:
     if not files:
         if place.exists():
             raise UsageError(f"{key}={path}: not a regular file; expected a file or a directory")
-        hint = nearest_path(path) or "; expected a file, a directory or a glob"
+        hint = nearest_path_hint(path) or "; expected a file, a directory or a glob"
         raise UsageError(f"{key}={path}: not found{hint}")
     return files
 
@@ -244,7 +244,7 @@ def select_files(
 
 
 def _role_of(file: Path) -> str:
-    name, suffix, kind = file.name.lower(), file.suffix.lower(), kind_of(file)
+    name, suffix, kind = file.name.lower(), file.suffix.lower(), option_of_file(file)
     is_other = kind == TEXT and (suffix in _OTHER_FORMATS or suffix in TOKEN_NEIGHBORS)
     if kind == TEXT and not is_other and _ABOUT.fullmatch(name):
         return _ABOUT_DATA

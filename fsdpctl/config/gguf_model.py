@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import UsageError, did_you_mean
-from fsdpctl.io.gguf_header import EMBEDDING, OWN_CONFIG, GgufHeader, is_gguf, read_header
+from fsdpctl.io.gguf_header import (
+    GGUF_CONFIG_JSON,
+    GGUF_EMBEDDING,
+    GgufHeader,
+    is_gguf,
+    read_header,
+)
 from fsdpctl.io.untrusted import parse_json
 
 # transformers' names of the architectures of files.
@@ -76,9 +82,9 @@ def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise UsageError(f"{path}: architecture {kind}: not supported{known}")
     if problem := _problem(header):
         raise UsageError(f"{path}: {problem}")
-    if (own := header.metadata.get(OWN_CONFIG)) is None:
+    if (own := header.metadata.get(GGUF_CONFIG_JSON)) is None:
         return _made(header)
-    return _made(header)[0] | parse_json(own, dict[str, Any], f"{path}: {OWN_CONFIG}"), ()
+    return _made(header)[0] | parse_json(own, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}"), ()
 
 
 def _problem(header: GgufHeader) -> str:
@@ -90,8 +96,8 @@ def _problem(header: GgufHeader) -> str:
             return f"{kind}.{key}: not found"
     if not any(header.get(key) for key, names in _NAMES.items() if names == _NORMS):
         return f"{kind}.attention.layer_norm_rms_epsilon: not found"
-    if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
-        return f"{EMBEDDING}: not found, or not a matrix"
+    if GGUF_EMBEDDING not in tensors or len(tensors[GGUF_EMBEDDING].shape) != 2:
+        return f"{GGUF_EMBEDDING}: not found, or not a matrix"
     blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(blocks) != header.get("block_count"):
         return f"{kind}.block_count={header.get('block_count')}: the file has {len(blocks)} blocks"
@@ -138,7 +144,7 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
             told.pop(key, None)
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         made[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    made["vocab_size"] = tensors[EMBEDDING].shape[0]
+    made["vocab_size"] = tensors[GGUF_EMBEDDING].shape[0]
     made["tie_word_embeddings"] = "output.weight" not in tensors or kind == "falcon"
     if kind == "stablelm":
         made["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.io.fetch import Repository, hub_cache, is_offline
-from fsdpctl.io.files import nearest_path
-from fsdpctl.io.gguf_header import SUFFIX
-from fsdpctl.io.hub_answers import is_below
+from fsdpctl.io.files import nearest_path_hint
+from fsdpctl.io.gguf_header import GGUF_SUFFIX
+from fsdpctl.io.hub_repository import Repository, hub_cache, is_offline
+from fsdpctl.io.hub_responses import is_relative_path
 from fsdpctl.io.run_files import CONFIG_JSON, RUNS
 from fsdpctl.io.untrusted import read_json
 
@@ -44,11 +44,13 @@ def local_model(
         if table and path.partition("@")[0] in hub_models():
             return path
         if is_offline():
-            raise repository.lacks(missing)
+            raise repository.missing_error(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
             way = f"as {parent} is one, it is not looked for on the Hub"
-            raise UsageError(f"{repository.where}: no such directory{nearest_path(path)}; {way}")
-        with repository.alone():
+            raise UsageError(
+                f"{repository.location}: no such directory{nearest_path_hint(path)}; {way}"
+            )
+        with repository.locked():
             for each in ("tokenizer", part) if part == "weights" else (part,):
                 _fetch(repository, each)
     return str(repository.snapshot())
@@ -73,8 +75,8 @@ def announce_weights(path: str) -> bool:
     if repository is None or not (missing := _missing(repository, "weights")):
         return False
     if is_offline():
-        raise repository.lacks(missing)
-    repository.fetch(lambda names: _needed(names, repository.snapshot(), "weights"), dry=True)
+        raise repository.missing_error(missing)
+    repository.fetch(lambda names: _needed(names, repository.snapshot(), "weights"), dry_run=True)
     return True
 
 
@@ -87,7 +89,7 @@ def _repository(path: str, key: str = "model.path=") -> Repository | None:
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
         return Repository(f"{match[2]}/{match[3]}", match[4], "model", where)
     match = _NAME.fullmatch(path)
-    is_path = path.startswith(f"{RUNS}/") or ".." in path or path.endswith(SUFFIX)
+    is_path = path.startswith(f"{RUNS}/") or ".." in path or path.endswith(GGUF_SUFFIX)
     if match is None or is_path or os.path.exists(path):
         return None
     return Repository(match[1], match[2], "model", where)
@@ -101,7 +103,7 @@ def _fetch(repository: Repository, part: Part) -> None:
     if missing := _missing(repository, part):
         others = sorted(each for each in found if each.endswith((".bin", ".pt", ".pth", ".gguf")))
         other = f"; {others[0]} is not read" if others and missing != CONFIG_JSON else ""
-        raise UsageError(f"{repository.where}: {missing} is missing on the Hub{other}")
+        raise UsageError(f"{repository.location}: {missing} is missing on the Hub{other}")
 
 
 def _missing(repository: Repository, part: Part) -> str:
@@ -126,7 +128,9 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
     if _SINGLE not in {*names, *here} and snapshot is not None and _INDEX in here:
         weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
         shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
-        return needed + sorted(x for x in shards if x.endswith(".safetensors") and is_below(x))
+        return needed + sorted(
+            x for x in shards if x.endswith(".safetensors") and is_relative_path(x)
+        )
     return [*needed, *(single if len(single) == 1 else [_SINGLE])]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from fsdpctl.errors import UsageError, did_you_mean
-from fsdpctl.io.texts import refuse_secret
+from fsdpctl.io.texts import refuse_credentials
 
 AUTO, NONE = "auto", "none"
 _LARGEST_WHOLE = 2**53  # up to here, a float such as 1e3 is exact
@@ -93,7 +93,7 @@ class Key:
         if not text:
             what = "a path" if self.is_path else "text"
             raise UsageError(f"{self.name}=: empty; expected {what}")
-        refuse_secret(text, self.name)
+        refuse_credentials(text, self.name)
         return os.path.expanduser(text) if self.is_path else text
 
     def _parse_number(self, text: str) -> int | float:

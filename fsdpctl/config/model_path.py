@@ -20,10 +20,10 @@ from fsdpctl.config.overrides import OVERRIDES, merged, read_run_config
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words, has_adapters
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import KEYS
-from fsdpctl.config.sealed import read_sealed
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import nearest_path
+from fsdpctl.io.checksummed_json import read_checksummed
+from fsdpctl.io.files import nearest_path_hint
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS, CONFIG_JSON, MANIFEST, RUN_CONFIG
 from fsdpctl.io.untrusted import as_type, parse_json, read_json
@@ -179,7 +179,7 @@ def model_words(path: str) -> dict[str, str]:
                 return _prefixed(words_of_content(config_of_gguf(folder), path))
             if folder.exists():
                 raise UsageError(f"model.path={path}: expected a directory or a .gguf file")
-            raise UsageError(f"model.path={path}: no such directory{nearest_path(path)}")
+            raise UsageError(f"model.path={path}: no such directory{nearest_path_hint(path)}")
         return _prefixed(words_of_content(entry["config"], path))
     if is_hugging_face(folder):
         return words_of_file(folder / CONFIG_JSON)
@@ -228,7 +228,7 @@ def is_checkpoint(folder: Path) -> bool:
 def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
     """Return the settings of a run or checkpoint; `above`: also of the directory `checkpoints`."""
     if is_checkpoint(folder):
-        words = read_sealed(folder).get("config", {})
+        words = read_checksummed(folder).get("config", {})
         where = f"{folder / MANIFEST}: corrupted"
         return {"of": MANIFEST, **as_type(words, dict[str, str], where, CheckpointError)}
     places = [folder, folder.parent] if above else [folder]

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import auto_key, key, optional_key
-from fsdpctl.io.resources import threads_of_rank
+from fsdpctl.io.resources import threads_per_rank
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
@@ -107,7 +107,7 @@ class LaunchConfig:
 
         Those of the allocator are for both devices if it is auto.
         """
-        values = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
+        values = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
         if self.device != "cuda":  # each step maps large tensors again: in pages of 2 MiB
             values["THP_MEM_ALLOC_ENABLE"] = "1"
         has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ

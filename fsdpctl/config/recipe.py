@@ -12,7 +12,7 @@ import fsdpctl
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES
 from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
-from fsdpctl.io.files import nearest_path, read_text_file
+from fsdpctl.io.files import nearest_path_hint, read_text_file
 from fsdpctl.io.untrusted import read_yaml
 
 PRICED = "priced"  # in the file of a cluster: who asks its price, on which day
@@ -30,7 +30,7 @@ def package_folder(name: str) -> Path:
 
 def first_comment(file: Path) -> str:
     """Return the comment at the beginning of a YAML file, which describes it."""
-    lines = read_text_file(file, follows=True).splitlines()
+    lines = read_text_file(file, follow_links=True).splitlines()
     comment = takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
@@ -100,7 +100,7 @@ def find_recipe(name: str) -> Path:
     if path.is_file():
         return path
     if path.suffix:
-        raise UsageError(f"{name}: no such file{nearest_path(name)}")
+        raise UsageError(f"{name}: no such file{nearest_path_hint(name)}")
     names = recipe_names()
     problem = f"no such recipe or file{did_you_mean(name, names)} ({', '.join(names)})"
     raise UsageError(f"--recipe {name}: {problem}")
@@ -142,7 +142,7 @@ def without_missing(
 
 
 def _reason(path: Path, name: str) -> str:
-    above, found, _ = read_text_file(path, follows=True).partition(f"\n{name}: {MISSING}")
+    above, found, _ = read_text_file(path, follow_links=True).partition(f"\n{name}: {MISSING}")
     lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
     comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))
     return comment.rpartition(OF_MISSING)[2] if found and OF_MISSING in comment else ""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdpctl.config.data_files import option_of_data
+from fsdpctl.config.data_files import option_of_path
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.sources import sources_in
@@ -55,7 +55,7 @@ def expanded(
     path = given.get("data.path")
     if path is not None and "data" not in {**dict(others), **given}:
         first = sources_in(path)[0].path if path else path
-        found.append(("data", option_of_data(os.path.expanduser(first))))
+        found.append(("data", option_of_path(os.path.expanduser(first))))
     return found
 
 

@@ -26,7 +26,7 @@ class ChatTemplate:
     special_tokens: dict[str, str]
 
     @property
-    def tells_date(self) -> bool:
+    def uses_date(self) -> bool:
         return "strftime_now" in self.text + self.tool_text
 
     @property
@@ -39,7 +39,7 @@ class ChatTemplate:
 def control_pattern(tokenizer: FileTokenizer) -> str:
     """Return a regular expression that matches the tokenizer's control tokens; empty if none."""
     # Longest first: some control tokens begin with others.
-    controls = sorted(tokenizer.controls, key=lambda text: (-len(text), text))
+    controls = sorted(tokenizer.control_tokens, key=lambda text: (-len(text), text))
     return "|".join(re.escape(each) for each in controls if each)
 
 
@@ -49,9 +49,9 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     A template named `tool_use` is for conversations with tools, as in transformers. UsageError if
     there is no template.
     """
-    tokens = {name: str(text) for name, text in tokenizer.auto.special_tokens_map.items()}
+    tokens = {name: str(text) for name, text in tokenizer.hf.special_tokens_map.items()}
     if file is not None:
-        text = read_text_file(Path(file), follows=True)
+        text = read_text_file(Path(file), follow_links=True)
         return ChatTemplate(text, text, file, tokens)
     folder, (found, source) = tokenizer.name, _found(tokenizer)
     if not found:
@@ -73,7 +73,7 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
 
 def _found(tokenizer: FileTokenizer) -> tuple[Any, str]:
     files, folder = tokenizer.files(), Path(tokenizer.name)
-    found = tokenizer.auto.chat_template
+    found = tokenizer.hf.chat_template
     if not found and TEMPLATE_JSON in files:  # where processors of transformers find it
         where = str(folder / TEMPLATE_JSON)
         return parse_json(files[TEMPLATE_JSON], dict[str, Any], where).get("chat_template"), where

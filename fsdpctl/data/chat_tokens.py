@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.chats.formats import Chat, ChatLine, Plain
-from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.formats import Chat, ChatRow, PlainText
+from fsdpctl.chats.rows import read_rows
 from fsdpctl.chats.samples import ChatSample
-from fsdpctl.chats.workers import TemplateSetup, rendered
+from fsdpctl.chats.template_processes import TemplateSetup, render_chats
 from fsdpctl.data.documents import is_held_out
-from fsdpctl.data.packing import Flags
-from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
+from fsdpctl.data.packing import Mask
+from fsdpctl.data.tokenizer import EncodedText, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
-from fsdpctl.io.texts import batches
+from fsdpctl.io.texts import batched_by_size
 
-PARTS = ("train", "val")
+SPLITS = ("train", "val")
 _FAR = np.iinfo(np.int64).max  # behind all characters
 _BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class BuildPlan:
+class ChatSource:
     """The files of a data set and how to render them."""
 
     key: str  # that names them
@@ -39,7 +39,7 @@ class BuildPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class TokenizedChats:
     """The arrays of a data set by name (`train.tokens`, …), and what is worth a note about them."""
 
     arrays: dict[str, NDArray[Any]]
@@ -50,9 +50,9 @@ class Built:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Split:
     tokens: list[Tokens] = field(default_factory=list)
-    trained: list[Flags] = field(default_factory=list)
+    trained: list[Mask] = field(default_factory=list)
 
     def arrays(self, dtype: type[np.unsignedinteger]) -> dict[str, NDArray[Any]]:
         starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int64)
@@ -60,19 +60,19 @@ class _Part:
         return {"tokens": tokens, "trained": np.concatenate(self.trained), "starts": starts}
 
 
-class Building:
+class ChatTokenizer:
     """The tokenized samples of a data set, collected file by file."""
 
-    def __init__(self, plan: BuildPlan, tokenizer: FileTokenizer) -> None:
+    def __init__(self, plan: ChatSource, tokenizer: FileTokenizer) -> None:
         self._plan, self._tokenizer = plan, tokenizer
-        self._encoder = Encoder(tokenizer)
-        self._parts = {name: _Part() for name in PARTS}
+        self._encoder = ChatEncoder(tokenizer)
+        self._parts = {name: _Split() for name in SPLITS}
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
         self._keys: list[dict[str, Counter[str]]] = []
         self._advance: Advance = lambda count: None
 
-    def build(self) -> Built:
+    def build(self) -> TokenizedChats:
         """Read all files.
 
         UsageError if a line can't be trained on, or if no sample is left to train on.
@@ -93,29 +93,29 @@ class Building:
         }
         ends = [token for token, _ in self._ends.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
-        return Built(arrays, dict(self._counts), formats, ends, keys)
+        return TokenizedChats(arrays, dict(self._counts), formats, ends, keys)
 
     def _add(self, file: Path, part: str | None = None) -> str:
         """Add a file's samples to `part`, or as each line's hash decides; return its format."""
-        name, lines = lines_of(str(file), self._counts, self._plan.prompt)
+        name, lines = read_rows(str(file), self._counts, self._plan.prompt)
         for tokens, trained, destination in self.samples(self._placed(lines, part)):
             self._take(tokens, trained, destination)
         return name
 
-    def samples(self, rows: Iterator[tuple[ChatLine, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+    def samples(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of rows of one kind, whether each is trained on, and the row's label."""
         if (first := next(rows, None)) is None:
             return
         rows = chain([first], rows)
-        if isinstance(first[0].content, Plain):
-            texts = ((line.content, to) for line, to in rows if isinstance(line.content, Plain))
+        if isinstance(first[0].content, PlainText):
+            texts = ((line.content, to) for line, to in rows if isinstance(line.content, PlainText))
             yield from self._encoder.texts(texts)
         else:
             yield from self._encoder.samples(self._rendered(rows))
 
     def _placed(
-        self, lines: Iterator[tuple[ChatLine, bytes]], part: str | None
-    ) -> Iterator[tuple[ChatLine, str]]:
+        self, lines: Iterator[tuple[ChatRow, bytes]], part: str | None
+    ) -> Iterator[tuple[ChatRow, str]]:
         self._keys.append({"followed": Counter(), "ignored": Counter()})
         fraction = 0.0 if self._plan.validation else self._plan.val_fraction
         for line, content in lines:
@@ -127,16 +127,16 @@ class Building:
             self._counts["val_chats" if to == "val" else "chats"] += 1
             yield line, to
 
-    def _rendered(self, rows: Iterator[tuple[ChatLine, Any]]) -> Iterator[tuple[ChatSample, Any]]:
+    def _rendered(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[ChatSample, Any]]:
         parts = deque[Any]()
 
         def chats() -> Iterator[tuple[Chat, str]]:
             for line, part in rows:
                 assert isinstance(line.content, Chat)
                 parts.append(part)
-                yield line.content, line.where
+                yield line.content, line.location
 
-        for made in rendered(*self._plan.setup(), chats()):
+        for made in render_chats(*self._plan.setup(), chats()):
             part = parts.popleft()
             self._counts.update(made.counts)
             self._counts["marked"] += any(each.is_marked for each in made.samples)
@@ -144,7 +144,7 @@ class Building:
             for sample in made.samples:
                 yield sample, part
 
-    def _take(self, tokens: Tokens, trained: Flags, part: str) -> None:
+    def _take(self, tokens: Tokens, trained: Mask, part: str) -> None:
         if not trained[1:].any():  # the first token of a sample is never a target
             self._counts["without_loss"] += 1
             return
@@ -153,26 +153,26 @@ class Building:
         self._parts[part].trained.append(trained)
 
 
-class Encoder:
+class ChatEncoder:
     """Tokenizes samples in batches, which the tokenizer distributes over threads."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
-        self._is_control[list(tokenizer.controls.values())] = True
+        self._is_control[list(tokenizer.control_tokens.values())] = True
 
     def samples(
         self, samples: Iterable[tuple[ChatSample, Any]]
-    ) -> Iterator[tuple[Tokens, Flags, Any]]:
+    ) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of each sample, whether each token is trained on, and the label."""
-        for batch in batches(samples, _size, _BATCH):
+        for batch in batched_by_size(samples, _size, _BATCH):
             encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
             for (sample, label), each in zip(batch, encoded, strict=True):
                 yield each.tokens, self._flags(sample, each), label
 
-    def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+    def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
-        for batch in batches(texts, _size, _BATCH):
+        for batch in batched_by_size(texts, _size, _BATCH):
             cut = [text.text for text, _ in batch if _is_cut(text)]
             pairs = ((x.text, x.untrained) for x, _ in batch if not _is_cut(x))
             parts = [part for text, at in pairs for part in (text[:at], text[at:])]
@@ -185,12 +185,12 @@ class Encoder:
                     masked, others = next(tokens), next(tokens)
                     inner = np.concatenate([masked, others])
                     trained = np.arange(len(inner)) >= len(masked)
-                before, after = self._tokenizer.around(inner)
+                before, after = self._tokenizer.boundary_tokens(inner)
                 flags = [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
                 whole = [np.array(before, inner.dtype), inner, np.array(after, inner.dtype)]
                 yield np.concatenate(whole), np.concatenate(flags), label
 
-    def _flags(self, sample: ChatSample, encoded: Encoded) -> Flags:
+    def _flags(self, sample: ChatSample, encoded: EncodedText) -> Mask:
         """Return True for each token that has a character in a span, even if a span's edge cuts it.
 
         This is the behavior of transformers, except for a last character of several tokens, of
@@ -199,20 +199,20 @@ class Encoder:
         """
         spans = np.array([*sample.spans, (_FAR, _FAR)], dtype=np.int64)
         nearest = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]
-        flags: Flags = nearest < encoded.stops
+        flags: Mask = nearest < encoded.stops
         if not sample.is_marked:
             flags &= ~(self._is_control[encoded.tokens] & (encoded.starts < nearest))
         return flags
 
-    def ends(self, tokens: Tokens, flags: Flags) -> list[int]:
+    def ends(self, tokens: Tokens, flags: Mask) -> list[int]:
         """Return the control tokens that end spans of trained tokens."""
         last = flags & ~np.append(flags[1:], False)
         return [int(each) for each in tokens[last & self._is_control[tokens]]]
 
 
-def _size(item: tuple[ChatSample | Plain, Any]) -> int:
+def _size(item: tuple[ChatSample | PlainText, Any]) -> int:
     return len(item[0].text)
 
 
-def _is_cut(text: Plain) -> bool:
-    return text.untrained > 0 and not text.is_apart
+def _is_cut(text: PlainText) -> bool:
+    return text.untrained > 0 and not text.tokenized_apart

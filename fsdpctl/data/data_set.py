@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.config.sources import DataSource
-from fsdpctl.data.estimated import Estimated
+from fsdpctl.data.estimated import EstimatedData
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
-from fsdpctl.data.own import OwnData
 from fsdpctl.data.packing import DocumentSet
+from fsdpctl.data.script_data import ScriptData
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.tokenizer import Tokenizer
 from fsdpctl.errors import UsageError
 
-Content = TokenStream | DocumentSet | OwnData | Estimated
+Content = TokenStream | DocumentSet | ScriptData | EstimatedData
 Corpus = Content | Mixture
 
 
 def contents_of(corpus: Corpus) -> tuple[Content, ...]:
     """Return the contents of the sources of a mixture, or that of one source."""
-    return tuple(x.content for x in corpus.parts) if isinstance(corpus, Mixture) else (corpus,)
+    return tuple(x.content for x in corpus.sources) if isinstance(corpus, Mixture) else (corpus,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DataSet:
     description: str
     token_files: tuple[TokenFile, ...] = ()  # that the data is read from
     notes: tuple[str, ...] = ()  # lines about the data
-    about_files: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
+    format_notes: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
     date: str | None = None  # that chats were rendered with, if the template writes it
     template: str | None = None  # of chats, if it isn't that of the tokenizer
     end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
@@ -50,10 +50,10 @@ class DataSet:
         return self.tokenizer.vocab_size == self.vocab_size
 
     @property
-    def spread(self) -> float | None:
+    def relative_error(self) -> float | None:
         """The standard error of the tokens to train on, of one; None if they are counted."""
-        parts = [each for each in contents_of(self.train) if isinstance(each, Estimated)]
-        total = math.hypot(*(x.spread * x.num_tokens for x in parts))
+        parts = [each for each in contents_of(self.train) if isinstance(each, EstimatedData)]
+        total = math.hypot(*(x.relative_error * x.num_tokens for x in parts))
         return total / self.train.num_tokens if parts else None
 
     @property
@@ -70,7 +70,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
     for source, other in zip(sources, found, strict=True):
-        check_alike(sources[0].path, first, source.path, other)
+        check_same_tokenizer(sources[0].path, first, source.path, other)
     total = sum(each.train.num_tokens for each in found)
     pairs = zip(sources, found, strict=True)
     shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
@@ -94,7 +94,7 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         files=tuple(file for each in found for file in each.files),
         token_files=tuple(file for each in found for file in each.token_files),
         notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),
-        about_files=tuple(note for each in found for note in each.about_files),
+        format_notes=tuple(note for each in found for note in each.format_notes),
         date=next((each.date for each in found if each.date), None),
         template=next((each.template for each in found if each.template), None),
         end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
@@ -121,7 +121,7 @@ def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
     return (*(f"{name}: {each.description}" for name, each in about), *dict.fromkeys(lines))
 
 
-def check_alike(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
+def check_same_tokenizer(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
     alike = other.tokenizer.checksum == one.tokenizer.checksum
     if not alike or other.vocab_size != one.vocab_size:
         raise UsageError(

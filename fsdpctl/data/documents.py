@@ -14,56 +14,60 @@ from typing import IO
 
 import xxhash
 
-from fsdpctl.chats.formats import COLUMN, Plain
-from fsdpctl.chats.lines import lines_of
-from fsdpctl.chats.values import counted, listed
+from fsdpctl.chats.formats import COLUMN, PlainText
+from fsdpctl.chats.rows import read_rows
+from fsdpctl.chats.values import with_count, with_counts
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles
-from fsdpctl.data.tokenizer import CONTEXT, TextPiece
+from fsdpctl.data.tokenizer import CONTEXT_CHARS, TextPiece
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import Advance
-from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import MIB
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
-PIECE = 16 * MIB  # bytes of a text file that are tokenized at a time
-_UNFOLDS = 4  # times its size, that a compressed file is assumed to become
-_PACKED = (".gz", ".zst", ".parquet")
+PIECE_BYTES = 16 * MIB  # bytes of a text file that are tokenized at a time
+_COMPRESSION_RATIO = 4  # times its size, that a compressed file is assumed to become
+_COMPRESSED = (".gz", ".zst", ".parquet")
 
 
 @dataclass(slots=True)
-class PassedOver:
+class SkippedInput:
     """The parts of the input that do not become documents."""
 
-    skipped: list[str] = field(default_factory=list)  # files that aren't text
-    empty: int = 0  # documents
-    ignored: Counter[str] = field(default_factory=Counter)  # columns, with the number of rows
+    files: list[str] = field(default_factory=list)  # files that aren't text
+    empty_documents: int = 0  # documents
+    ignored_columns: Counter[str] = field(
+        default_factory=Counter
+    )  # columns, with the number of rows
 
     def notes(self) -> tuple[str, ...]:
         """Return a line on empty documents and one on columns, if there are any."""
-        empty = f"{counted(self.empty, 'document')} without text, passed over"
-        columns = f"columns ignored: {listed(self.ignored)}"
-        return (empty,) * bool(self.empty) + (columns,) * bool(self.ignored)
+        empty = f"{with_count(self.empty_documents, 'document')} without text, passed over"
+        columns = f"columns ignored: {with_counts(self.ignored_columns)}"
+        return (empty,) * bool(self.empty_documents) + (columns,) * bool(self.ignored_columns)
 
 
 def documents(
-    found: DataFiles,
+    files: DataFiles,
     key: str,
-    passed: PassedOver,
-    most: int | None = None,
+    skipped: SkippedInput,
+    max_bytes: int | None = None,
     advance: Advance = lambda count: None,
 ) -> Iterator[TextPiece]:
     """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
 
     UsageError if a row has no text, or if the only file isn't text. The message names `key`.
     """
-    for file in found.train:
+    for file in files.train:
         left = file.stat().st_size
-        unfolds = _UNFOLDS if file.name.lower().endswith(_PACKED) else 1
-        where = f"{key}={file}" if len(found.train) == 1 else ""
-        has_rows = found.option == CHAT
-        for piece in _rows(file, passed) if has_rows else _texts(file, where, passed, most):
+        unfolds = _COMPRESSION_RATIO if file.name.lower().endswith(_COMPRESSED) else 1
+        location = f"{key}={file}" if len(files.train) == 1 else ""
+        has_rows = files.option == CHAT
+        for piece in (
+            _rows(file, skipped) if has_rows else _texts(file, location, skipped, max_bytes)
+        ):
             done = min(left, piece.size // unfolds)
             left -= done
             advance(done)
@@ -71,19 +75,19 @@ def documents(
         advance(left)
 
 
-def read_text(found: DataFiles, key: str, path: str) -> tuple[list[bytes], PassedOver]:
+def read_text(files: DataFiles, key: str, path: str) -> tuple[list[bytes], SkippedInput]:
     """Read the documents of files whole, and what was passed over.
 
     UsageError as for `documents`, or if there is no text.
     """
-    passed = PassedOver()
-    texts = [each.text.encode() for each in documents(found, key, passed)]
+    skipped = SkippedInput()
+    texts = [each.text.encode() for each in documents(files, key, skipped)]
     if not texts:
-        raise UsageError(f"{key}={path}: no text found{left_out(passed.skipped)}")
-    return texts, passed
+        raise UsageError(f"{key}={path}: no text found{skipped_summary(skipped.files)}")
+    return texts, skipped
 
 
-def left_out(skipped: Sequence[str]) -> str:
+def skipped_summary(skipped: Sequence[str]) -> str:
     """Describe which files were skipped, as the end of a sentence; empty if none were."""
     files = "file" if len(skipped) == 1 else "files"
     return f", {len(skipped)} {files} skipped: {shorten_list(skipped, 2)}" if skipped else ""
@@ -96,7 +100,7 @@ def standard_library() -> list[bytes]:
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # not entered
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda file: file.parts)
-    texts = [text for file in files if (text := file.read_bytes()) and not problem_in(text)]
+    texts = [text for file in files if (text := file.read_bytes()) and not text_problem(text)]
     if not texts:
         raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
     return texts
@@ -141,43 +145,48 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
     return document[:cut], document[cut:]
 
 
-def _rows(file: Path, passed: PassedOver) -> Iterator[TextPiece]:
+def _rows(file: Path, skipped: SkippedInput) -> Iterator[TextPiece]:
     counts = Counter[str]()
-    name, lines = lines_of(str(file), counts, COLUMN)
+    name, lines = read_rows(str(file), counts, COLUMN)
     for line, _ in lines:
-        if name != COLUMN or not isinstance(line.content, Plain):
+        if name != COLUMN or not isinstance(line.content, PlainText):
             kind = "a prompt with its completion" if name.startswith("prompt") else "a conversation"
-            raise UsageError(f"{line.where}: {kind}; expected `text`, or set data=chat")
-        passed.ignored.update(line.keys.ignored)
+            raise UsageError(f"{line.location}: {kind}; expected `text`, or set data=chat")
+        skipped.ignored_columns.update(line.keys.ignored)
         yield TextPiece(line.content.text, len(line.content.text.encode()))
-    passed.empty += counts["empty"]
+    skipped.empty_documents += counts["empty"]
 
 
-def _texts(file: Path, where: str, passed: PassedOver, most: int | None) -> Iterator[TextPiece]:
+def _texts(
+    file: Path, location: str, skipped: SkippedInput, max_bytes: int | None
+) -> Iterator[TextPiece]:
     """Yield the text of a file; a long one in pieces, with the text around each.
 
     `where` names the only file in messages; of several, those that aren't text are skipped.
     """
-    with refusing(where or file), open(open_regular(file, follows=True), "rb") as content:
+    with (
+        os_errors_as(location or file),
+        open(open_regular(file, follow_links=True), "rb") as content,
+    ):
         before, now = "", None
-        for part in _parts(content, most):
-            if problem := problem_in(part):
-                if where or now is not None:
-                    raise UsageError(f"{where or file}: {_next_step(problem)}")
-                passed.skipped.append(f"{file.name} ({problem})")
+        for part in _chunks(content, max_bytes):
+            if problem := text_problem(part):
+                if location or now is not None:
+                    raise UsageError(f"{location or file}: {_next_step(problem)}")
+                skipped.files.append(f"{file.name} ({problem})")
                 return
             text = part.decode()
             if now is not None:
-                yield _piece(before, now, text[:CONTEXT], ends=False)
-                before = now[-CONTEXT:]
+                yield _piece(before, now, text[:CONTEXT_CHARS], ends=False)
+                before = now[-CONTEXT_CHARS:]
             now = text
         if now:
             yield _piece(before, now, "", ends=True)
         else:
-            passed.empty += 1
+            skipped.empty_documents += 1
 
 
-def problem_in(content: bytes) -> str:
+def text_problem(content: bytes) -> str:
     """Return why `content` isn't text, empty if it is."""
     if b"\0" in content:
         return "binary"
@@ -199,15 +208,15 @@ def _next_step(problem: str) -> str:
     return f"{problem}; convert it, for example with iconv -f latin1 -t utf-8"
 
 
-def _parts(content: IO[bytes], most: int | None) -> Iterator[bytes]:
+def _chunks(content: IO[bytes], max_bytes: int | None) -> Iterator[bytes]:
     """Yield the bytes of a file in parts of about `most` that end after a line, or a word."""
     rest = b""
     while True:
-        part = rest + content.read(-1 if most is None else most)
-        if most is None or len(part) < most:
+        part = rest + content.read(-1 if max_bytes is None else max_bytes)
+        if max_bytes is None or len(part) < max_bytes:
             yield part
             return
-        at = _text_start(part) or character_end(part)
+        at = _text_start(part) or last_char_start(part)
         rest = part[at:]
         yield part[:at]
 
@@ -222,7 +231,7 @@ def _text_start(part: bytes) -> int:
     return 0
 
 
-def character_end(part: bytes) -> int:
+def last_char_start(part: bytes) -> int:
     """Return the position of the last character, of which bytes may be missing."""
     at = len(part) - 1
     while at > len(part) - 4 and part[at] & 0xC0 == 0x80:

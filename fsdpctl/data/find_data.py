@@ -12,10 +12,10 @@ from itertools import chain
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, DataConfig
-from fsdpctl.config.data_files import DataFiles, data_files, kind_of, select_files
+from fsdpctl.config.data_files import DataFiles, local_data_files, option_of_file, select_files
 from fsdpctl.errors import UsageError
-from fsdpctl.io.fetch import Repository, is_offline
-from fsdpctl.io.files import check_inside, nearest_path, read_regular
+from fsdpctl.io.files import check_inside, nearest_path_hint, read_regular
+from fsdpctl.io.hub_repository import Repository, is_offline
 from fsdpctl.io.stores import is_remote
 from fsdpctl.io.untrusted import parse_yaml
 
@@ -37,11 +37,11 @@ _NAME = re.compile(
 )
 
 
-def check_beside(config: DataConfig) -> None:
+def check_tokenizer_paths(config: DataConfig) -> None:
     """Check that the tokenizer and the template that are set exist; UsageError names the key."""
     for key, path in (("tokenizer", config.tokenizer), ("template", config.template)):
         if path not in (None, "bytes") and not Path(path).exists():
-            raise UsageError(f"data.{key}={path}: not found{nearest_path(path)}")
+            raise UsageError(f"data.{key}={path}: not found{nearest_path_hint(path)}")
 
 
 def find_data(
@@ -52,10 +52,10 @@ def find_data(
         return _hub_files(path, key, option, may_fetch=fetches and not is_offline())
     if is_remote(path, f"{key}={path}"):
         raise UsageError(f"{key}={path}: only data=tokens reads from object stores")
-    return data_files(path, key, option)
+    return local_data_files(path, key, option)
 
 
-def is_fetched(path: str, key: str = "data.path") -> bool:
+def is_cached(path: str, key: str = "data.path") -> bool:
     with suppress(UsageError):
         return bool(_hub_files(path, key, None, may_fetch=False).train)
     return False
@@ -74,18 +74,20 @@ def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> D
     name, revision, *words = match.groups()
     repository = Repository(name, revision, "dataset", where)
     if may_fetch and not repository.names():
-        with repository.alone():
+        with repository.locked():
             repository.fetch(lambda names: [each for each in names if each == _CARD])
     if (snapshot := repository.snapshot()) is None:
-        raise repository.lacks(_CARD)
+        raise repository.missing_error(_CARD)
     found = _selected(repository, snapshot, words, option)
     names = [each.relative_to(snapshot).as_posix() for each in (*found.train, *found.validation)]
-    missing = next((each for each in names if not (snapshot / each).is_file()), _lacking(names))
+    missing = next(
+        (each for each in names if not (snapshot / each).is_file()), _missing_shard(names)
+    )
     if not missing:
         return found
     if not may_fetch:
-        raise repository.lacks(missing)
-    with repository.alone():
+        raise repository.missing_error(missing)
+    with repository.locked():
         repository.fetch(lambda _: names)
     return _selected(repository, snapshot, words, option)  # by their content
 
@@ -95,14 +97,14 @@ def _selected(
 ) -> DataFiles:
     here = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
     names = everything = sorted(repository.names() or here)
-    where, (config, split) = repository.where, words
+    where, (config, split) = repository.location, words
     check_inside([snapshot / each for each in names], snapshot, where)
     if patterns := _patterns(snapshot / _CARD, config, where):
         splits = {
             each: {p: [snapshot / name for name in names if _matches(name, p)] for p in found}
             for each, found in patterns.items()
         }
-        return _of_card(splits, split, where, option)
+        return _files_of_splits(splits, split, where, option)
     names = [each for each in names if _kind(each) and (not config or _has_word(each, config))]
     if split == "train" and not any(_has_word(each, word) for each in names for word in _SPLITS):
         split = None  # files without the name of a split are to train on
@@ -113,11 +115,11 @@ def _selected(
     are_csv = all(each.suffix in _CSV for each in files)
     option = TEXT if are_csv else option
     found = select_files(files, snapshot, where, option, is_folder=words == [None, None])
-    about = found.train, found.validation, found.left_out
+    about = found.train, found.validation, found.unused
     return DataFiles(CHAT if are_csv else found.option, *about)
 
 
-def _of_card(
+def _files_of_splits(
     splits: dict[str, dict[str, list[Path]]], split: str | None, where: str, option: str | None
 ) -> DataFiles:
     held = next((each for each in _VALIDATION if each in splits), None)
@@ -147,7 +149,7 @@ def _of_card(
 def _kind(name: str) -> str | None:
     if name.endswith(_CSV):
         return CHAT
-    return TEXT if name.endswith(".txt") else CHAT if kind_of(Path(name)) == CHAT else None
+    return TEXT if name.endswith(".txt") else CHAT if option_of_file(Path(name)) == CHAT else None
 
 
 def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]]:
@@ -210,7 +212,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) in ends and not described and counts[0] == counts[1]
 
 
-def _lacking(names: list[str]) -> str | None:
+def _missing_shard(names: list[str]) -> str | None:
     """Return a file that is not there of those numbered as NAME-00007-of-00100."""
     found = filter(None, (re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", each) for each in names))
     numbered = (f"{x[1]}{number:05d}{x[2]}" for x in found for number in range(int(x[3])))

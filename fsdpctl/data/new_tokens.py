@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from fsdpctl.data.tokenizer_files import guarded
+from fsdpctl.data.tokenizer_files import library_errors_as_usage
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 from fsdpctl.io.run_files import CONFIG_JSON
@@ -14,7 +14,7 @@ from fsdpctl.io.run_files import CONFIG_JSON
 _CONTROL = re.compile(r"<\|.+\|>")
 
 
-def tokenizer_of(config: DataConfig) -> Tokenizer:
+def open_run_tokenizer(config: DataConfig) -> Tokenizer:
     """Open `data.tokenizer`, and add the new tokens that it lacks.
 
     Those that the chat template writes, or that look like <|this|>, are control tokens. UsageError
@@ -28,11 +28,11 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
         raise UsageError(f"{where}: requires a model's tokenizer; set model.path or data.tokenizer")
     from tokenizers import AddedToken
 
-    auto, size, known = found.auto, found.vocab_size, found.auto.get_added_vocab()
+    auto, size, known = found.hf, found.vocab_size, found.hf.get_added_vocab()
     template = auto.chat_template or ""
     template = "".join(template.values()) if isinstance(template, dict) else template
     if config.template is not None:
-        template = read_text_file(Path(config.template), follows=True) or template
+        template = read_text_file(Path(config.template), follow_links=True) or template
     added = [
         AddedToken(
             text, normalized=False, special=text in template or _CONTROL.fullmatch(text) is not None
@@ -41,16 +41,16 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
         if text not in known
     ]
     before = auto.get_vocab()
-    with guarded(where):
+    with library_errors_as_usage(where):
         for is_special, alike in groupby(added, lambda each: each.special):
             auto.add_tokens([*alike], special_tokens=is_special)
-    files = found.saved()
+    files = found.files_as_saved()
     if found.model_config is not None:
         files[CONFIG_JSON] = found.model_config
     made = FileTokenizer(found.name, files)
-    vocab = made.auto.get_vocab()
+    vocab = made.hf.get_vocab()
     ids = sorted(vocab.get(text, -1) for text in config.added if text not in before)
     if ids != [*range(size, size + len(ids))]:
         raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
-    made.first_new = size if ids else None
+    made.first_new_id = size if ids else None
     return made

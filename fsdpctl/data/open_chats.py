@@ -12,19 +12,19 @@ import numpy as np
 import xxhash
 
 from fsdpctl.chats.formats import TOOLS
-from fsdpctl.chats.lines import check_is_clear
-from fsdpctl.chats.values import counted, listed
-from fsdpctl.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
+from fsdpctl.chats.rows import check_unambiguous
+from fsdpctl.chats.template_processes import MAX_BYTES_PER_CHAT, MAX_SECONDS_PER_CHAT, TemplateSetup
+from fsdpctl.chats.values import with_count, with_counts
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_template
-from fsdpctl.data.chat_tokens import PARTS, Building, BuildPlan
+from fsdpctl.data.chat_tokens import SPLITS, ChatSource, ChatTokenizer
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.find_data import find_data
-from fsdpctl.data.new_tokens import tokenizer_of
+from fsdpctl.data.new_tokens import open_run_tokenizer
 from fsdpctl.data.packing import DocumentSet, Packing
-from fsdpctl.data.token_cache import CacheEntry, name_of, read_cache, write_cache
-from fsdpctl.data.tokenizer import BYTES, FileTokenizer
+from fsdpctl.data.token_cache import CacheEntry, entry_name, read_cache, write_cache
+from fsdpctl.data.tokenizer import BYTE_TOKENIZER, FileTokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
@@ -49,7 +49,7 @@ _EVENTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rendering:
+class ChatSetup:
     """The template and tokenizer that conversations are rendered and tokenized with."""
 
     config: DataConfig
@@ -59,33 +59,33 @@ class Rendering:
     today: str
 
     @property
-    def known(self) -> ChatTemplate | None:
+    def template_or_none(self) -> ChatTemplate | None:
         return None if isinstance(self.template, UsageError) else self.template
 
-    def setup(self) -> tuple[TemplateSetup, str]:
+    def template_setup(self) -> tuple[TemplateSetup, str]:
         """Return what a process needs to render conversations, and where the template is."""
         if isinstance(self.template, UsageError):
             raise self.template
-        setup = setup_of(self.template, self.tokenizer, self.today, self.config)
+        setup = template_setup_of(self.template, self.tokenizer, self.today, self.config)
         return setup, self.template.source
 
 
-def rendering_of(config: DataConfig, seed: int) -> Rendering:
+def open_chat_setup(config: DataConfig, seed: int) -> ChatSetup:
     """Open the tokenizer and the template of the section `data`.
 
     UsageError if one of them can't be used.
     """
-    if config.tokenizer in (None, BYTES):
+    if config.tokenizer in (None, BYTE_TOKENIZER):
         way = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
         raise UsageError(f"data=chat: requires a model's tokenizer; {way}")
     today = _date(config.date)
-    tokenizer = tokenizer_of(config)
+    tokenizer = open_run_tokenizer(config)
     assert isinstance(tokenizer, FileTokenizer)
-    return Rendering(config, seed, tokenizer, _template(config, tokenizer), today)
+    return ChatSetup(config, seed, tokenizer, _template(config, tokenizer), today)
 
 
 def open_chats(
-    rendering: Rendering,
+    setup: ChatSetup,
     config: DataConfig,
     key: str = "data.path",
     found: DataFiles | None = None,
@@ -98,29 +98,29 @@ def open_chats(
     held = found.validation if config.takes_validation else ()
     files = DataFiles(found.option, found.train, held)
     for each in (*files.train, *files.validation) if config.is_inferred else ():
-        check_is_clear(str(each))
-    entry = _entry(config, files, rendering, key)
+        check_unambiguous(str(each))
+    entry = _entry(config, files, setup, key)
     counts: dict[str, int] = entry.facts["counts"]
-    template = rendering.known
+    template = setup.template_or_none
     if not (counts.get("marked") or counts.get("found")):
         template = None  # all lines are plain text
-    packing = Packing(config.packing is not False, config.too_long, rendering.seed)
-    train, val = (_part(entry, part, packing, str(config.path)) for part in PARTS)
+    packing = Packing(config.packing is not False, config.too_long, setup.seed)
+    train, val = (_part(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
-    about = found.about(validates=config.takes_validation)
+    about = found.summary(validates=config.takes_validation)
     about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
-    today = rendering.today
+    today = setup.today
     named = [("train" if key == "data.path" else "validation", train), ("validation", val)]
     return DataSet(
         train,
         val,
-        rendering.tokenizer,
-        rendering.tokenizer.vocab_size,
+        setup.tokenizer,
+        setup.tokenizer.vocab_size,
         str(config.path) if about == "1 file" else f"{config.path}, {about}",
         files=(*files.train, *files.validation),
         notes=(*about_files, *_notes(config, counts, named, (template, today))),
-        about_files=about_files,
-        date=today if template is not None and template.tells_date else None,
+        format_notes=about_files,
+        date=today if template is not None and template.uses_date else None,
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=tuple(entry.facts["end_tokens"]),
         prompt=_first_prompt(val or train),
@@ -128,18 +128,18 @@ def open_chats(
     )
 
 
-def has_read_chats(rendering: Rendering, config: DataConfig, files: DataFiles) -> bool:
+def has_cached_chats(rendering: ChatSetup, config: DataConfig, files: DataFiles) -> bool:
     known = read_cache(_name_of_sums(files))
     return known is not None and read_cache(_entry_name(config, files, rendering)) is not None
 
 
-def _entry(config: DataConfig, files: DataFiles, rendering: Rendering, key: str) -> CacheEntry:
+def _entry(config: DataConfig, files: DataFiles, rendering: ChatSetup, key: str) -> CacheEntry:
     name = _entry_name(config, files, rendering)
     if entry := read_cache(name):
         return entry
     parts = files.train, files.validation
-    plan = BuildPlan(key, *parts, config.held_out, config.prompt, rendering.setup)
-    built = Building(plan, rendering.tokenizer).build()
+    plan = ChatSource(key, *parts, config.held_out, config.prompt, rendering.template_setup)
+    built = ChatTokenizer(plan, rendering.tokenizer).build()
     facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, built.arrays, facts)
 
@@ -179,22 +179,22 @@ def _date(day: str | None) -> str:
         raise UsageError(f"data.date={day}: expected a day such as 2026-01-31, or auto") from None
 
 
-def setup_of(
+def template_setup_of(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> TemplateSetup:
     about = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
     rules = config.train_on, config.rewritten_turns
-    return TemplateSetup(*about, today, *rules, MOST_SECONDS, MOST_BYTES)
+    return TemplateSetup(*about, today, *rules, MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT)
 
 
-def _entry_name(config: DataConfig, files: DataFiles, rendering: Rendering) -> str:
-    template = rendering.known
+def _entry_name(config: DataConfig, files: DataFiles, rendering: ChatSetup) -> str:
+    template = rendering.template_or_none
     parts = [
         str(_ENCODING),
         *_checksums(files),
         rendering.tokenizer.checksum,
         "" if template is None else template.checksum,
-        rendering.today if template is not None and template.tells_date else "",
+        rendering.today if template is not None and template.uses_date else "",
         config.prompt,
         config.train_on,
         config.rewritten_turns,
@@ -211,13 +211,13 @@ def _checksums(files: DataFiles) -> list[str]:
 
 
 def _name_of_sums(files: DataFiles) -> str:
-    return name_of("sums", len(files.train), (*files.train, *files.validation))
+    return entry_name("sums", len(files.train), (*files.train, *files.validation))
 
 
 def _checksum(files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
-        with open(open_regular(path, follows=True), "rb") as file:
+        with open(open_regular(path, follow_links=True), "rb") as file:
             while part := file.read(_CHUNK_BYTES):
                 digest.update(part)
             digest.update(file.tell().to_bytes(8, "little"))
@@ -237,8 +237,8 @@ def _notes(
     for (name, part), chats in zip(parts, ("chats", "val_chats"), strict=False):
         if part is not None:
             lines.append(
-                f"{name}: {counted(counts.get(chats, 0), 'conversation')}, "
-                f"{counted(len(part), 'sample')}, {part.num_tokens:,} tokens, "
+                f"{name}: {with_count(counts.get(chats, 0), 'conversation')}, "
+                f"{with_count(len(part), 'sample')}, {part.num_tokens:,} tokens, "
                 f"{part.num_trained / part.num_tokens:.0%} of them trained on"
             )
         elif config.held_out:
@@ -248,7 +248,7 @@ def _notes(
             )
     policy = f"{_POLICIES[config.rewritten_turns]} (data.rewritten_turns)"
     lines += (
-        f"{counted(counts[name], noun)} {text.format(policy=policy)}"
+        f"{with_count(counts[name], noun)} {text.format(policy=policy)}"
         for name, (noun, text) in _EVENTS.items()
         if counts.get(name)
     )
@@ -259,14 +259,14 @@ def _about_template(
     config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
 ) -> list[str]:
     lines = [f"chat template: {template.source}"]
-    answers = counted(counts.get("answers", 0), "assistant message")
+    answers = with_count(counts.get("answers", 0), "assistant message")
     if config.train_on == "all":
         lines.append("all tokens are trained on (data.train_on=all)")
     elif counts.get("marked"):
         lines.append(f"{answers}, marked by the template's generation blocks")
     else:
         lines.append(f"{answers}, located in the rendered text, with the tokens that end them")
-    if template.tells_date:
+    if template.uses_date:
         lines.append(f"date given to the template: {today} (data.date)")
     return lines
 
@@ -288,10 +288,10 @@ def _notes_on_files(
         if number >= _MOST_FILES:
             rest.update(ignored)
             continue
-        more = f", with {listed(followed)}" if followed else ""
+        more = f", with {with_counts(followed)}" if followed else ""
         lines.append(f"{file}: format {name}{more}")
-        lines += [f"{file}: ignored: {listed(ignored)}"] if ignored else []
+        lines += [f"{file}: ignored: {with_counts(ignored)}"] if ignored else []
     if len(files) > _MOST_FILES:
-        text = counted(len(files) - _MOST_FILES, "more file")
-        lines.append(f"{text}, ignored: {listed(rest)}" if rest else text)
+        text = with_count(len(files) - _MOST_FILES, "more file")
+        lines.append(f"{text}, ignored: {with_counts(rest)}" if rest else text)
     return lines

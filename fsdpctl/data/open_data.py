@@ -7,12 +7,12 @@ from pathlib import Path
 
 from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_kind
 from fsdpctl.config.sources import sources_in
-from fsdpctl.data.data_set import DataSet, check_alike, mix
-from fsdpctl.data.find_data import check_beside
-from fsdpctl.data.new_tokens import tokenizer_of
-from fsdpctl.data.open_chats import Rendering, open_chats, rendering_of
-from fsdpctl.data.open_text import OWN, open_text
-from fsdpctl.data.streams import stream_of
+from fsdpctl.data.data_set import DataSet, check_same_tokenizer, mix
+from fsdpctl.data.find_data import check_tokenizer_paths
+from fsdpctl.data.new_tokens import open_run_tokenizer
+from fsdpctl.data.open_chats import ChatSetup, open_chat_setup, open_chats
+from fsdpctl.data.open_text import STDLIB, open_text
+from fsdpctl.data.streams import concatenated
 from fsdpctl.data.token_formats import TokenFile, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
@@ -24,7 +24,7 @@ _PATH, _VAL_PATH = "data.path", "data.val_path"
 def open_data(
     config: DataConfig,
     seed: int = 0,
-    chats: Callable[[Rendering, DataConfig, str], DataSet] = open_chats,
+    chats: Callable[[ChatSetup, DataConfig, str], DataSet] = open_chats,
     text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
 ) -> DataSet:
     """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
@@ -33,15 +33,15 @@ def open_data(
     empty or corrupted, or if a key doesn't apply to it.
     """
     check_kind(config)
-    check_beside(config)
-    if config.path is None and config.name != OWN:
+    check_tokenizer_paths(config)
+    if config.path is None and config.name != STDLIB:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
     if config.name == CHAT:
-        open_one = partial(chats, rendering_of(config, seed))
+        open_one = partial(chats, open_chat_setup(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(text, tokenizer_of(config))
-    if config.name == OWN:
+        open_one = partial(text, open_run_tokenizer(config))
+    if config.name == STDLIB:
         return open_one(config, _PATH)
     if config.val_path is None:
         return _opened(open_one, config, _PATH)
@@ -50,7 +50,7 @@ def open_data(
         _opened(open_one, replace(alone, path=path), key)
         for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
     )
-    check_alike(str(config.path), mixed, config.val_path, held)
+    check_same_tokenizer(str(config.path), mixed, config.val_path, held)
     return replace(
         mixed,
         val=held.train,
@@ -76,24 +76,24 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
     isolates, validates = bool(config.packing), config.takes_validation
     opened = open_token_files(path, key, config.format, validates=validates)
     files, held = opened.train, opened.validation
-    train = stream_of(files, path, isolates=isolates)
-    val = stream_of(held, path, isolates=isolates) if held else None
+    train = concatenated(files, path, isolates=isolates)
+    val = concatenated(held, path, isolates=isolates) if held else None
     if val is None and config.held_out:
         count = train.num_tokens
-        train, val = train.cut(count - min(int(count * config.held_out), MOST_HELD_OUT))
+        train, val = train.split(count - min(int(count * config.held_out), MOST_HELD_OUT))
     both = (*files, *held)
     if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
-        problem = f"its format, {unknown.kind}, does not tell where documents end"
+        problem = f"its format, {unknown.format}, does not tell where documents end"
         raise UsageError(f"data.packing=true: {unknown.shard.path}: {problem}")
     tokenizer = _tokenizer_of(files[0])
     notes = tuple(dict.fromkeys(each.hint for each in both if each.hint))
-    if any(each.shard.flags is not None for each in both):
+    if any(each.shard.loss_mask is not None for each in both):
         notes += (f"tokens that NAME{LOSS} excludes from the loss are not trained on",)
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
         notes += _check_tokenizer(key, files[0], tokenizer)
     known = 0 if config.tokenizer is None else tokenizer.vocab_size
-    about = opened.found.about(validates=validates)
+    about = opened.found.summary(validates=validates)
     description = path if about == "1 file" else f"{path}, {about}"
     return DataSet(
         train, val, tokenizer, files[0].vocab_size or known, description, both, notes,
@@ -113,7 +113,7 @@ def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[s
     path = file.shard.path
     if file.tokenizer_xxh3 is None:
         named = "no tokenizer" if file.tokenizer is None else f"the tokenizer {file.tokenizer}"
-        return (f"{path} ({file.kind}) names {named}: read as tokens of {tokenizer.name}",)
+        return (f"{path} ({file.format}) names {named}: read as tokens of {tokenizer.name}",)
     if file.tokenizer_xxh3 == tokenizer.checksum:
         return ()
     same = file.tokenizer == tokenizer.name

@@ -8,19 +8,19 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data import CHAT, TEXT, DataConfig
-from fsdpctl.config.data_files import DataFiles, kind_of
+from fsdpctl.config.data_files import DataFiles, option_of_file
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.documents import hold_out, left_out, read_text, standard_library
+from fsdpctl.data.documents import hold_out, read_text, skipped_summary, standard_library
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.streams import TokenStream
-from fsdpctl.data.token_cache import name_of, read_cache, write_cache
-from fsdpctl.data.tokenizer import BATCH, ByteTokenizer, TextPiece, Tokenizer
+from fsdpctl.data.token_cache import entry_name, read_cache, write_cache
+from fsdpctl.data.tokenizer import BATCH_BYTES, ByteTokenizer, TextPiece, Tokenizer
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import doing
-from fsdpctl.io.texts import batches
+from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB, Count, as_type
 
-OWN = "python_stdlib"
+STDLIB = "python_stdlib"
 _ENCODING = 5  # increase it if the same text gives other tokens
 _SMALL = 16 * MIB  # bytes of text; with bytes as tokens, not worth a file
 
@@ -57,8 +57,8 @@ def open_text(
     UsageError if there is no text, or none to train on.
     """
     files = tuple[Path, ...]()
-    if config.name == OWN:
-        texts = _own(config)
+    if config.name == STDLIB:
+        texts = _standard_library(config)
         index, train, val = _encoded(tokenizer, config, texts, [])
         about = f"Python's standard library, {len(texts)} files"
     else:
@@ -71,8 +71,8 @@ def open_text(
             if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
                 write_cache(name, {}, asdict(opened[0]))
         index, train, val = opened
-        about = f"{path}, {found.about(validates=validates, skipped=len(index.skipped))}"
-        about += left_out(index.skipped)
+        about = f"{path}, {found.summary(validates=validates, skipped=len(index.skipped))}"
+        about += skipped_summary(index.skipped)
     return DataSet(
         train, val, tokenizer, tokenizer.vocab_size, about, files=files, notes=(*index.notes,),
         has_val_files=index.has_val_files,
@@ -81,16 +81,16 @@ def open_text(
 
 def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
     about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
-    return name_of("texts", about, files)
+    return entry_name("texts", about, files)
 
 
-def has_read_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
+def has_cached_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
     return _mapped(_name_of((*files.train, *files.validation), tokenizer, config)) is not None
 
 
-def _own(config: DataConfig) -> list[bytes]:
+def _standard_library(config: DataConfig) -> list[bytes]:
     if config.path is not None:
-        is_chat = kind_of(Path(config.path)) == CHAT
+        is_chat = option_of_file(Path(config.path)) == CHAT
         kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
         raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
     return standard_library()
@@ -122,8 +122,8 @@ def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) 
     if config.takes_validation and found.validation:
         of_val = DataFiles(found.option, found.validation)
         held, more = read_text(of_val, key, shorten_list([*map(str, of_val.train)]))
-        passed.skipped += more.skipped
-    return _encoded(tokenizer, config, texts, held, passed.skipped, passed.notes())
+        passed.files += more.files
+    return _encoded(tokenizer, config, texts, held, passed.files, passed.notes())
 
 
 def _encoded(
@@ -156,7 +156,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenS
         digest.update(text)
     part = _Part(f"text-{digest.hexdigest()}", size)
     if (stream := _stream(part)) is None:
-        some = batches(pieces, lambda piece: piece.size, BATCH)
+        some = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
         with doing("tokenizing text"):
             tokens = np.concatenate([tokenizer.encode_pieces(each) for each in some])
         entry = write_cache(part.name, {"tokens": tokens}, {})

@@ -17,7 +17,7 @@ Indices = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 
 
-def mixed_bits(values: Indices, key: int) -> Indices:
+def splitmix64(values: Indices, key: int) -> Indices:
     """Return 64 bits for each value: the finalizer of splitmix64 over value and key."""
     mixed = values + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -37,7 +37,7 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
     def feistel(values: Indices) -> Indices:
         left, right = values >> half_bits, values & mask
         for key in keys:
-            left, right = right, left ^ (mixed_bits(right, key) & mask)
+            left, right = right, left ^ (splitmix64(right, key) & mask)
         return (left << half_bits) | right
 
     with np.errstate(over="ignore"):
@@ -61,7 +61,7 @@ def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
     return result
 
 
-def pack(lengths: Sequence[int] | Numbers, room: int, seed: int) -> list[list[int]]:
+def pack_documents(lengths: Sequence[int] | Numbers, capacity: int, seed: int) -> list[list[int]]:
     """Return the numbers of the documents in each sequence of at most `room` tokens.
 
     `lengths` are the tokens of each document, from 1 to `room`. Uses best-fit decreasing (Johnson,
@@ -73,12 +73,12 @@ def pack(lengths: Sequence[int] | Numbers, room: int, seed: int) -> list[list[in
     rows: list[list[int]] = []
     for start in range(0, count, _WINDOW):
         window = sorted(order[start : start + _WINDOW].tolist(), key=lambda each: -lengths[each])
-        rows += _best_fit(window, lengths, room)
+        rows += _best_fit(window, lengths, capacity)
     return rows
 
 
 def _best_fit(
-    documents: Sequence[int], lengths: Sequence[int] | Numbers, room: int
+    documents: Sequence[int], lengths: Sequence[int] | Numbers, capacity: int
 ) -> list[list[int]]:
     """Put each document into the sequence that it leaves the least room in.
 
@@ -86,21 +86,21 @@ def _best_fit(
     high enough is found without a search over sequences.
     """
     rows: list[list[int]] = []
-    by_room: dict[int, list[list[int]]] = defaultdict(list)
+    by_capacity: dict[int, list[list[int]]] = defaultdict(list)
     open_rows = 0
     for document in documents:
         length = int(lengths[document])
         fitting = open_rows >> length
         if fitting:
             left = length + (fitting & -fitting).bit_length() - 1
-            row = by_room[left].pop()
-            if not by_room[left]:
+            row = by_capacity[left].pop()
+            if not by_capacity[left]:
                 open_rows &= ~(1 << left)
         else:
-            left, row = room, []
+            left, row = capacity, []
             rows.append(row)
         row.append(document)
         if left > length:
-            by_room[left - length].append(row)
+            by_capacity[left - length].append(row)
             open_rows |= 1 << (left - length)
     return rows

@@ -10,11 +10,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fsdpctl.data.order import Indices, Numbers, pack, samples_at
+from fsdpctl.data.order import Indices, Numbers, pack_documents, samples_at
 from fsdpctl.data.tokenizer import Tokens
 
-Flags = NDArray[np.bool_]
-IGNORED = -100  # a target that is masked
+Mask = NDArray[np.bool_]
+IGNORE_INDEX = -100  # a target that is masked
 DROP, TRUNCATE = "drop", "truncate"
 
 
@@ -23,32 +23,32 @@ class Sample:
     """A sequence of tokens with their targets."""
 
     tokens: Numbers  # (seq_len,)
-    targets: Numbers  # (seq_len,): the token after each of them, or IGNORED
+    targets: Numbers  # (seq_len,): the token after each of them, or IGNORE_INDEX
     lengths: tuple[int, ...] = ()  # of its documents, if a sample can have several
-    filling: int = 0  # tokens of the last document that are padding
+    padding: int = 0  # tokens of the last document that are padding
 
     def documents(self) -> list[list[int]]:
         """Return the tokens of each document, with its last target if that is trained."""
         found, start = [], 0
         for length in self.lengths or (len(self.tokens),):
             end = start + length
-            after = [int(self.targets[end - 1])] if self.targets[end - 1] != IGNORED else []
+            after = [int(self.targets[end - 1])] if self.targets[end - 1] != IGNORE_INDEX else []
             found.append([*self.tokens[start:end].tolist(), *after])
             start = end
-        return found[:-1] if self.filling else found
+        return found[:-1] if self.padding else found
 
 
-class Rows(ABC):
+class Samples(ABC):
     """The sequences of data, all of one length."""
 
     seq_len: int
     origin: str  # that errors name
-    holds_documents = False  # which do not see one another
+    isolates_documents = False  # which do not see one another
     is_remote = False  # whether they are fetched from an object store
 
     @property
     @abstractmethod
-    def emptiness(self) -> str:
+    def empty_message(self) -> str:
         """The error if there are none."""
 
     @property
@@ -65,7 +65,7 @@ class Rows(ABC):
     def fetch(self, numbers: Iterable[int]) -> None:  # noqa: B027  # most are here
         """Begin to fetch some of them from an object store."""
 
-    def content(self, numbers: Sequence[int]) -> Any:
+    def script_batch(self, numbers: Sequence[int]) -> Any:
         """Return what these have in place of tokens; None: they have tokens."""
         return None
 
@@ -81,7 +81,7 @@ class Rows(ABC):
 class Packing:
     """How documents become sequences."""
 
-    shares_rows: bool = True  # else each document has a sequence of its own
+    shares_sequences: bool = True  # else each document has a sequence of its own
     too_long: str = TRUNCATE  # or DROP: for documents with more tokens than a sequence
     seed: int = 0  # determines which documents share a sequence
 
@@ -91,7 +91,7 @@ class DocumentSet:
     """Documents, concatenated. A token is predicted from those before it in its document."""
 
     tokens: Tokens  # 1-D; may be memory-mapped
-    trained: Flags  # same shape: whether a token is a target, unless it is the first one
+    trained: Mask  # same shape: whether a token is a target, unless it is the first one
     starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
@@ -103,7 +103,7 @@ class DocumentSet:
         packing = self.packing
         # Checkpoints store this value, so the text does not follow the names of settings.
         too_long = DROP if packing.too_long == DROP else "cut"
-        text = f"Packing(shares_rows={packing.shares_rows}, {too_long=}, seed={packing.seed})"
+        text = f"Packing(shares_rows={packing.shares_sequences}, {too_long=}, seed={packing.seed})"
         digest = xxhash.xxh3_64(f"{text} {self.checksum or ''}".encode())
         if self.checksum is None:
             for part in (self.tokens, self.trained, self.starts):
@@ -130,11 +130,11 @@ class DocumentSet:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, number: int) -> tuple[Tokens, Flags]:
+    def __getitem__(self, number: int) -> tuple[Tokens, Mask]:
         span = slice(int(self.starts[number]), int(self.starts[number + 1]))
         return self.tokens[span], self.trained[span]
 
-    def rows(self, seq_len: int) -> "PackedRows":
+    def samples(self, seq_len: int) -> "PackedSamples":
         return _packed(self, seq_len)
 
     def __hash__(self) -> int:
@@ -145,17 +145,17 @@ class DocumentSet:
 
 
 @lru_cache(maxsize=32)
-def _packed(documents: DocumentSet, seq_len: int) -> "PackedRows":
-    return PackedRows(documents, seq_len)
+def _packed(documents: DocumentSet, seq_len: int) -> "PackedSamples":
+    return PackedSamples(documents, seq_len)
 
 
-class PackedRows(Rows):
+class PackedSamples(Samples):
     """Sequences of whole documents, padded with ignored targets.
 
     A document of N tokens takes N - 1 tokens of its sequence: the last one is only a target.
     """
 
-    holds_documents = True
+    isolates_documents = True
 
     def __init__(self, documents: DocumentSet, seq_len: int) -> None:
         """Pack all documents that have a trained token within `seq_len`."""
@@ -174,13 +174,13 @@ class PackedRows(Rows):
         self.num_targets = int(trained[kept].sum())
         self._num_tokens = int(self._lengths[kept].sum())
         numbers = np.flatnonzero(kept)
-        if documents.packing.shares_rows and len(numbers):
-            packed = pack(self._lengths[numbers], seq_len, documents.packing.seed)
-            self._rows: Sequence[Sequence[int]] = [numbers[row].tolist() for row in packed]
+        if documents.packing.shares_sequences and len(numbers):
+            packed = pack_documents(self._lengths[numbers], seq_len, documents.packing.seed)
+            self._sequences: Sequence[Sequence[int]] = [numbers[row].tolist() for row in packed]
         else:
-            self._rows = [[int(number)] for number in numbers]
+            self._sequences = [[int(number)] for number in numbers]
 
-    def _count_trained(self, too_long: Flags) -> Numbers:
+    def _count_trained(self, too_long: Mask) -> Numbers:
         starts, flags = self._documents.starts, self._documents.trained
         if not len(self._lengths):
             return self._lengths
@@ -192,7 +192,7 @@ class PackedRows(Rows):
         return counts
 
     @property
-    def emptiness(self) -> str:
+    def empty_message(self) -> str:
         return (
             f"{self.origin}: nothing to train on within train.seq_len={self.seq_len}: of "
             f"{len(self._documents)} samples, {self.num_too_long} are longer and "
@@ -205,22 +205,22 @@ class PackedRows(Rows):
         return self._num_tokens
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        return int(sum(self._lengths[self._rows[number]].sum() for number in numbers))
+        return int(sum(self._lengths[self._sequences[number]].sum() for number in numbers))
 
     def __getitem__(self, number: int) -> Sample:
         """Return a sequence. Its padding is one more document, without trained tokens."""
         tokens = np.zeros(self.seq_len, dtype=np.int64)
-        targets = np.full(self.seq_len, IGNORED, dtype=np.int64)
+        targets = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         at, lengths = 0, []
-        for document in self._rows[number]:
+        for document in self._sequences[number]:
             length, start = int(self._lengths[document]), int(self._documents.starts[document])
             whole = self._documents.tokens[start : start + length + 1].astype(np.int64)
             trained = self._documents.trained[start + 1 : start + length + 1]
             tokens[at : at + length] = whole[:-1]
-            targets[at : at + length] = np.where(trained, whole[1:], IGNORED)
+            targets[at : at + length] = np.where(trained, whole[1:], IGNORE_INDEX)
             lengths.append(length)
             at += length
         filling = self.seq_len - at

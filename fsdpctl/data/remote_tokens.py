@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
-from fsdpctl.data.token_reads import Shard, Values
+from fsdpctl.data.token_reads import TokenArray, TokenShard
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import cache_folder, replace
-from fsdpctl.io.stores import POOL, StoredFile, asked, open_store
+from fsdpctl.io.files import cache_folder, write_atomic
+from fsdpctl.io.stores import POOL, StoredFile, open_store, with_retries
 
 _START = 4096  # bytes of a file that tell its format
 _MOST_AHEAD = 1 << 14  # samples that are kept until they are used
@@ -34,54 +34,54 @@ _VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteShard(Shard):
+class RemoteShard(TokenShard):
     """The tokens of a file in an object store; `path` is its description in the cache."""
 
     is_remote: ClassVar[bool] = True
-    place: StoredFile
+    file: StoredFile
     version: str
-    ahead: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
+    prefetched: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
-    asking: Any = field(default_factory=Lock, compare=False)
-    checked: list[float] = field(default_factory=lambda: [0.0], compare=False)  # since the boot
+    check_lock: Any = field(default_factory=Lock, compare=False)
+    last_check: list[float] = field(default_factory=lambda: [0.0], compare=False)  # since the boot
 
-    def read(self, start: int, stop: int) -> Values:
+    def read(self, start: int, stop: int) -> TokenArray:
         """Return tokens, which may have been fetched before.
 
         FsdpctlError if the store does not answer after several attempts. UsageError if the file has
         changed since it was listed.
         """
         with self.lock:
-            known = self.ahead.pop((start, stop), None)
+            known = self.prefetched.pop((start, stop), None)
         failed = known is None or known.exception() is not None  # then, perhaps no longer
         content = self._get(start, stop) if known is None or failed else known.result()
         return np.frombuffer(content, dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
         with self.lock:
-            if (start, stop) not in self.ahead and len(self.ahead) < _MOST_AHEAD:
-                self.ahead[start, stop] = POOL.submit(self._get, start, stop)
+            if (start, stop) not in self.prefetched and len(self.prefetched) < _MOST_AHEAD:
+                self.prefetched[start, stop] = POOL.submit(self._get, start, stop)
 
     def _get(self, start: int, stop: int) -> bytes:
         size = self.dtype.itemsize
         first, last = self.offset + start * size, self.offset + stop * size
-        content = self.place.read(first, last)
+        content = self.file.read(first, last)
         self._check()
         return content
 
     def _check(self) -> None:
         """Check that the file is the one that was listed, once for all that were fetched before."""
         fetched = time.monotonic()
-        with self.asking:
-            if self.checked[0] > fetched:
+        with self.check_lock:
+            if self.last_check[0] > fetched:
                 return
             began = time.monotonic()
-            if _version(self.place.about()) != self.version:
-                raise UsageError(f"{self.place.url}: changed since the run started")
-            self.checked[0] = began
+            if _version(self.file.info()) != self.version:
+                raise UsageError(f"{self.file.url}: changed since the run started")
+            self.last_check[0] = began
 
 
-def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFile, str]]]:
+def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFile, str]]]:
     """Return a directory with descriptions of the token files at a URL, and what each describes.
 
     The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
@@ -102,7 +102,7 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFi
     def fetch(url: str) -> None:
         size, is_whole = files[url][0], url in beside and not url.endswith(LOSS)
         most = size if is_whole else min(_START, size)
-        places[url].copy_start(folder / os.path.relpath(url, root), most, size)
+        places[url].copy_prefix(folder / os.path.relpath(url, root), most, size)
 
     wanted = [*bins, *sorted(beside)]
     places = {url: StoredFile(store, url, url) for url in wanted}
@@ -110,7 +110,7 @@ def describe_remote(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFi
         with doing(f"looking at {path}", "files", len(wanted)) as advance:
             for _ in POOL.map(fetch, wanted):
                 advance(1)
-        replace(folder / _COMPLETE, "")
+        write_atomic(folder / _COMPLETE, "")
     here = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
     return folder, {file: (places[url], files[url][1]) for url, file in here.items()}
 
@@ -133,13 +133,17 @@ def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
     store, root = place.store, place.path
     is_glob = re.search(r"[*?\[]", root) is not None
     with doing(f"listing {path}"):
-        if is_glob or asked(path, lambda: store.isfile(root), UsageError):
+        if is_glob or with_retries(path, lambda: store.isfile(root), UsageError):
             folder = os.path.dirname(re.split(r"[*?\[]", root)[0])
-            matches = set(asked(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
+            matches = (
+                set(with_retries(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
+            )
         else:
             folder, matches = root, set[str]()
         depth = 1 if matches and not is_glob else None
-        found = asked(path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError)
+        found = with_retries(
+            path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError
+        )
     files = {}
     for url, about in found.items():
         if about["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from fsdpctl.data.packing import IGNORED, Rows, Sample
+from fsdpctl.data.packing import IGNORE_INDEX, Sample, Samples
 from fsdpctl.data.token_formats import TokenFile
 from fsdpctl.data.token_reads import ShardTokens
 from fsdpctl.data.tokenizer import Tokens
@@ -20,7 +20,7 @@ class TokenStream:
     num_bytes: int | None  # of the text, if known
     checksum: str | None = None  # xxh3 of the tokens, if known
     origin: str = "the data"
-    isolates: bool = False  # whether the documents in a sample do not see one another
+    isolates_documents: bool = False  # whether the documents in a sample do not see one another
 
     @property
     def fingerprint(self) -> str:
@@ -33,19 +33,19 @@ class TokenStream:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def cut(self, at: int) -> tuple["TokenStream", "TokenStream"]:
+    def split(self, at: int) -> tuple["TokenStream", "TokenStream"]:
         """Return the first `at` tokens and the others; a known checksum need not read them."""
         checksum = None if self.checksum is None else f"{self.checksum}/{at}"
-        about = None, checksum, self.origin, self.isolates
-        rest = TokenStream(_part(self.tokens, at, self.num_tokens), *about)
-        return TokenStream(_part(self.tokens, 0, at), *about), rest
+        about = None, checksum, self.origin, self.isolates_documents
+        rest = TokenStream(_slice(self.tokens, at, self.num_tokens), *about)
+        return TokenStream(_slice(self.tokens, 0, at), *about), rest
 
-    def rows(self, seq_len: int) -> "StreamRows":
+    def samples(self, seq_len: int) -> "StreamSamples":
         """Split the stream into samples of `seq_len` tokens, each with the token after it."""
-        return StreamRows(self, seq_len)
+        return StreamSamples(self, seq_len)
 
 
-def stream_of(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
+def concatenated(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
     sizes = [each.num_bytes for each in files]
     known = [each for each in sizes if each is not None]
     size = sum(known) if len(known) == len(files) else None
@@ -58,24 +58,26 @@ def _fingerprint(files: Sequence[TokenFile]) -> str:
     digest = xxhash.xxh3_64()
     for file in files:
         shard = file.shard
-        digest.update(f"{shard.count} {shard.dtype.str} {file.xxh3 or file.start};".encode())
+        digest.update(
+            f"{shard.count} {shard.dtype.str} {file.xxh3 or file.start_checksum};".encode()
+        )
     return digest.hexdigest()
 
 
-def _part(tokens: Tokens | ShardTokens, start: int, stop: int) -> Tokens | ShardTokens:
-    return tokens.part(start, stop) if isinstance(tokens, ShardTokens) else tokens[start:stop]
+def _slice(tokens: Tokens | ShardTokens, start: int, stop: int) -> Tokens | ShardTokens:
+    return tokens.span(start, stop) if isinstance(tokens, ShardTokens) else tokens[start:stop]
 
 
-class StreamRows(Rows):
+class StreamSamples(Samples):
     """The samples of a token stream, without the remainder at its end."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
         self.stream, self.seq_len, self.origin = stream, seq_len, stream.origin
-        self.holds_documents = stream.isolates
+        self.isolates_documents = stream.isolates_documents
         self.is_remote = isinstance(stream.tokens, ShardTokens) and stream.tokens.is_remote
 
     @property
-    def emptiness(self) -> str:
+    def empty_message(self) -> str:
         return (
             f"train.seq_len={self.seq_len}: longer than the data of {self.stream.num_tokens} tokens"
         )
@@ -89,11 +91,11 @@ class StreamRows(Rows):
         found = tokens[start : start + self.seq_len + 1].astype(np.int64)
         targets = found[1:].copy()
         if isinstance(tokens, ShardTokens) and tokens.flags is not None:
-            targets[tokens.flags[start : start + len(found)][1:] == 0] = IGNORED
-        if not (self.stream.isolates and isinstance(tokens, ShardTokens)):
+            targets[tokens.flags[start : start + len(found)][1:] == 0] = IGNORE_INDEX
+        if not (self.stream.isolates_documents and isinstance(tokens, ShardTokens)):
             return Sample(found[:-1], targets)
         ends = [each - start for each in tokens.ends(start, start + self.seq_len)]
-        targets[[each - 1 for each in ends]] = IGNORED
+        targets[[each - 1 for each in ends]] = IGNORE_INDEX
         lengths = np.diff([0, *ends, self.seq_len])
         return Sample(found[:-1], targets, tuple(int(each) for each in lengths if each))
 

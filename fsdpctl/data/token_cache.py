@@ -92,7 +92,7 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
     return read_cache(name) or CacheEntry(dict(arrays), checksums, dict(facts))
 
 
-def name_of(kind: str, about: object, files: Iterable[Path]) -> str:
+def entry_name(kind: str, about: object, files: Iterable[Path]) -> str:
     """Return the name of an entry of files by their sizes and times."""
     states = [(str(each.absolute()), each.stat()) for each in files]
     found = [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in states]

@@ -16,16 +16,16 @@ from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.find_data import find_data
-from fsdpctl.data.remote_tokens import RemoteShard, describe_remote
-from fsdpctl.data.token_reads import Index, Shard, ShardTokens, stamp_of
+from fsdpctl.data.remote_tokens import RemoteShard, cache_descriptions
+from fsdpctl.data.token_reads import DocumentIndex, ShardTokens, TokenShard, file_stamp
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import open_regular, refusing
+from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.stores import StoredFile, is_remote
 from fsdpctl.io.untrusted import as_type, check_version, read_json
 
-OURS = "fsdpctl-tokens", 1  # format and version in NAME.json
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TOKEN_FILE_FORMAT = "fsdpctl-tokens", 1  # format and version in NAME.json
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _START, _LLM_C_HEADER = 4096, 1024  # bytes
 # Magic number and version, the dtype, and the vocabulary: of GPT-2, and of Llama 3.
 _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
@@ -40,9 +40,9 @@ _GLOB = re.compile(r"[*?\[]")
 class TokenFile:
     """The tokens in a file, and what is known about them."""
 
-    shard: Shard
-    kind: str  # the format
-    start: str  # a checksum of the first bytes
+    shard: TokenShard
+    format: str  # the format
+    start_checksum: str  # a checksum of the first bytes
     vocab_size: int | None = None
     tokenizer: str | None = None  # its name
     tokenizer_xxh3: str | None = None  # its checksum
@@ -74,7 +74,7 @@ class _Sidecar:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenedFile:
     """A file that is looked at; errors name the key and the file."""
 
     path: Path
@@ -82,18 +82,22 @@ class _Opened:
     stamp: tuple[int, int]
     start: bytes  # the first ones
     names: Collection[str]  # of all files in its directory
-    where: str
+    location: str
 
     @property
     def checksum(self) -> str:
         return xxhash.xxh3_64_hexdigest(self.start)
 
     def error(self, problem: str) -> UsageError:
-        return UsageError(f"{self.where}: {problem}")
+        return UsageError(f"{self.location}: {problem}")
 
     def shard(
-        self, dtype: Any, offset: int = 0, count: int | None = None, index: Index | None = None
-    ) -> Shard:
+        self,
+        dtype: Any,
+        offset: int = 0,
+        count: int | None = None,
+        index: DocumentIndex | None = None,
+    ) -> TokenShard:
         """Return the tokens after `offset` bytes; `count`: as many as a header promises."""
         dtype = np.dtype(dtype)
         found, rest = divmod(self.size - offset, dtype.itemsize)
@@ -102,7 +106,7 @@ class _Opened:
             raise self.error(f"cut: expected {told}{dtype.itemsize} bytes each, got {self.size}")
         if not found:
             raise self.error("contains no tokens")
-        return Shard(self.path, dtype, found, offset, self.stamp, index)
+        return TokenShard(self.path, dtype, found, offset, self.stamp, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def open_token_files(
     """
     places: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
-        folder, places = describe_remote(path, key)
+        folder, places = cache_descriptions(path, key)
         is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
         local, where = [Path(each) for each in sorted(places)], f"{key}={path}"
         found = select_files(local, folder, where, TOKENS, is_folder=is_folder)
@@ -144,7 +148,7 @@ def open_token_files(
             if ours != theirs:
                 problem = f"{what}: expected {ours}, as in {first.shard.path}, got {theirs}"
                 raise UsageError(f"{key}: {other.shard.path}: {problem}")
-    lacking = [each.shard.path for each in opened if each.shard.flags is None]
+    lacking = [each.shard.path for each in opened if each.shard.loss_mask is None]
     if lacking and len(lacking) < len(opened):
         problem = f"{lacking[0]}{LOSS}: not found; expected one next to every token file, or none"
         raise UsageError(f"{key}: {problem}")
@@ -174,42 +178,42 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
         raise UsageError(f"{path}: corrupted: the checksum differs from its header")
 
 
-def _in_store(shard: Shard, places: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
-    flags = None if shard.flags is None else _in_store(shard.flags, places)
+def _in_store(shard: TokenShard, places: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
+    flags = None if shard.loss_mask is None else _in_store(shard.loss_mask, places)
     about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
     place, version = places[str(shard.path)]
-    return RemoteShard(Path(place.url), *about, place=place, version=version)
+    return RemoteShard(Path(place.url), *about, file=place, version=version)
 
 
 def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:
     names: dict[Path, frozenset[str]] = {}  # listed once: there may be ten thousand
     for folder in {each.parent for each in paths}:
-        with refusing(f"{key}={folder}"):
+        with os_errors_as(f"{key}={folder}"):
             names[folder] = frozenset(os.listdir(folder))
     return [_open(each, names[each.parent], key, kind) for each in paths]
 
 
 def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
-    opened = _look(path, names, key)
-    kind = _kind(opened) if kind == "auto" else kind
+    opened = _inspect(path, names, key)
+    kind = _detect_format(opened) if kind == "auto" else kind
     if not opened.size:
         raise opened.error("contains no tokens")
     found = _READERS[kind](opened)
     if f"{path.name}{LOSS}" not in names:
         return found
-    loss = _look(_beside(path, LOSS), names, key)  # as datatrove writes it
-    shard = replace(found.shard, flags=loss.shard("u1", 0, found.shard.count))
-    return replace(found, shard=shard, start=f"{found.start} {loss.checksum}")
+    loss = _inspect(_beside(path, LOSS), names, key)  # as datatrove writes it
+    shard = replace(found.shard, loss_mask=loss.shard("u1", 0, found.shard.count))
+    return replace(found, shard=shard, start_checksum=f"{found.start_checksum} {loss.checksum}")
 
 
-def _look(path: Path, names: Collection[str], key: str) -> _Opened:
-    descriptor = open_regular(path, follows=True)
+def _inspect(path: Path, names: Collection[str], key: str) -> _OpenedFile:
+    descriptor = open_regular(path, follow_links=True)
     with open(descriptor, "rb") as file:
         about, start = os.fstat(descriptor), file.read(_START)
-    return _Opened(path, about.st_size, stamp_of(about), start, names, f"{key}={path}")
+    return _OpenedFile(path, about.st_size, file_stamp(about), start, names, f"{key}={path}")
 
 
-def _kind(file: _Opened) -> str:
+def _detect_format(file: _OpenedFile) -> str:
     path, stem = file.path, file.path.stem
     magic = struct.unpack_from("<2i", file.start) if len(file.start) >= _LLM_C_HEADER else None
     if f"{stem}.json" in file.names:
@@ -233,12 +237,14 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _ours(file: _Opened) -> TokenFile:
+def _ours(file: _OpenedFile) -> TokenFile:
     sidecar = file.path.with_suffix(".json")
-    content = read_json(sidecar, dict[str, Any], follows=True)
-    check_version(content, OURS, "the header of a token file", str(sidecar), UsageError)
+    content = read_json(sidecar, dict[str, Any], follow_links=True)
+    check_version(
+        content, TOKEN_FILE_FORMAT, "the header of a token file", str(sidecar), UsageError
+    )
     header = as_type(content, _Sidecar, str(sidecar))
-    dtype = DTYPES[header.dtype]
+    dtype = TOKEN_DTYPES[header.dtype]
     if file.size != header.num_tokens * dtype.itemsize:
         raise file.error(
             f"expected {header.num_tokens} tokens of {dtype.itemsize} bytes by its header, got "
@@ -248,7 +254,7 @@ def _ours(file: _Opened) -> TokenFile:
     return TokenFile(file.shard(dtype), "fsdpctl", file.checksum, *about, header.num_bytes)
 
 
-def _llm_c(file: _Opened) -> TokenFile:
+def _llm_c(file: _OpenedFile) -> TokenFile:
     if len(file.start) < _LLM_C_HEADER:
         raise file.error(f"cut: expected a header of {_LLM_C_HEADER} bytes")
     magic, version, count = struct.unpack_from("<3i", file.start)
@@ -256,14 +262,14 @@ def _llm_c(file: _Opened) -> TokenFile:
         raise file.error(f"not of llm.c: magic number {magic}, version {version}")
     dtype, vocab_size = _LLM_C[magic, version]
     return TokenFile(
-        file.shard(DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", file.checksum, vocab_size
+        file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", file.checksum, vocab_size
     )
 
 
-def _megatron(file: _Opened) -> TokenFile:
+def _megatron(file: _OpenedFile) -> TokenFile:
     path = file.path.with_suffix(".idx")
     size = struct.calcsize(_MEGATRON_HEADER)
-    with open(open_regular(path, follows=True), "rb") as index:
+    with open(open_regular(path, follow_links=True), "rb") as index:
         start, whole = index.read(size), os.fstat(index.fileno()).st_size
         if len(start) < size or not start.startswith(_MEGATRON):
             raise UsageError(f"{path}: not an index of Megatron")
@@ -282,14 +288,14 @@ def _megatron(file: _Opened) -> TokenFile:
     if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
         raise UsageError(f"{path}: damaged: its documents are not those of {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
-    about = Index(path, pointers, sequences, dtype.itemsize, (places, documents))
+    about = DocumentIndex(path, pointers, sequences, dtype.itemsize, (places, documents))
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), about)
     return TokenFile(shard, "megatron", file.checksum)
 
 
-def _datatrove(file: _Opened) -> TokenFile:
+def _datatrove(file: _OpenedFile) -> TokenFile:
     path, about = _beside(file.path, ".index"), _beside(file.path, ".metadata")
-    with open(open_regular(path, follows=True), "rb") as index:
+    with open(open_regular(path, follow_links=True), "rb") as index:
         size = os.fstat(index.fileno()).st_size
         index.seek(max(0, size - 8))
         last = index.read(8)
@@ -301,16 +307,16 @@ def _datatrove(file: _Opened) -> TokenFile:
         raise file.error(f"cut: expected {count} tokens by {path.name}, got {file.size} bytes")
     name = None
     if about.exists():
-        with open(open_regular(about, follows=True), "rb") as metadata:
+        with open(open_regular(about, follow_links=True), "rb") as metadata:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
         name = line.rpartition("|")[0] or line
-    shard = file.shard(f"<u{each}", 0, count, Index(path, 0, size // 8, 1))
+    shard = file.shard(f"<u{each}", 0, count, DocumentIndex(path, 0, size // 8, 1))
     name = None if name == "Unknown Tokenizer" else name
     return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
 
 
-def _numpy(file: _Opened) -> TokenFile:
-    with open(open_regular(file.path, follows=True), "rb") as content:
+def _numpy(file: _OpenedFile) -> TokenFile:
+    with open(open_regular(file.path, follow_links=True), "rb") as content:
         try:
             version = np.lib.format.read_magic(content)
             read = np.lib.format.read_array_header_1_0
@@ -325,11 +331,11 @@ def _numpy(file: _Opened) -> TokenFile:
     return TokenFile(file.shard(dtype, offset, shape[0]), "numpy", file.checksum)
 
 
-def _raw(name: str) -> Callable[[_Opened], TokenFile]:
-    def read(file: _Opened) -> TokenFile:
+def _raw(name: str) -> Callable[[_OpenedFile], TokenFile]:
+    def read(file: _OpenedFile) -> TokenFile:
         if file.start.startswith(_NUMPY):
             raise file.error(f"data.format={name}: has a header of NumPy; set data.format=auto")
-        shard = file.shard(DTYPES[name])
+        shard = file.shard(TOKEN_DTYPES[name])
         return TokenFile(shard, name, file.checksum, hint=_hint(file.start, shard.dtype))
 
     return read
@@ -348,7 +354,7 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     return ""
 
 
-_READERS: dict[str, Callable[[_Opened], TokenFile]] = {
+_READERS: dict[str, Callable[[_OpenedFile], TokenFile]] = {
     "fsdpctl": _ours, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
     "numpy": _numpy, "uint16": _raw("uint16"), "uint32": _raw("uint32"),
 }  # fmt: skip

@@ -18,40 +18,40 @@ from numpy.typing import NDArray
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
-Values = NDArray[np.integer[Any]]
-Dtype = np.dtype[Any]
+TokenArray = NDArray[np.integer[Any]]
+NumpyDtype = np.dtype[Any]
 _MOST_OPEN = 32  # files, of the 64 and more that a process may usually open
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class DocumentIndex:
     """Numbers in a file from which the ends of documents follow."""
 
     path: Path
     offset: int  # bytes before them
     count: int  # numbers
     scale: int  # numbers are in units of a `scale`-th token
-    places: tuple[int, int] | None = None  # offset and count of numbers that select from them
+    selection: tuple[int, int] | None = None  # offset and count of numbers that select from them
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TokenShard:
     """The tokens in a file, and what the file was like when it was opened."""
 
     is_remote: ClassVar[bool] = False
     path: Path
-    dtype: Dtype
+    dtype: NumpyDtype
     count: int  # tokens
     offset: int  # bytes before them
     stamp: tuple[int, int]  # size and time of change
-    index: Index | None = None  # of its documents, if known
-    flags: "Shard | None" = None  # a byte per token, 0 if it is not trained on
+    index: DocumentIndex | None = None  # of its documents, if known
+    loss_mask: "TokenShard | None" = None  # a byte per token, 0 if it is not trained on
 
-    def read(self, start: int, stop: int) -> Values:
+    def read(self, start: int, stop: int) -> TokenArray:
         """Return tokens; UsageError if the file has changed since it was opened."""
         size, descriptor = self.dtype.itemsize, _opened(self.path, self.stamp).descriptor
         try:
-            if stamp_of(os.stat(self.path)) != self.stamp:  # another file of this name, too
+            if file_stamp(os.stat(self.path)) != self.stamp:  # another file of this name, too
                 raise UsageError(f"{self.path}: changed since the run started")
             content = os.pread(descriptor, (stop - start) * size, self.offset + start * size)
         except OSError as error:
@@ -68,7 +68,7 @@ class _OpenFile:
     """A file that is closed once it is dropped."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = open_regular(path, follows=True)
+        self.descriptor = open_regular(path, follow_links=True)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -80,7 +80,7 @@ def _opened(path: Path, stamp: tuple[int, int]) -> _OpenFile:
     return _OpenFile(path)
 
 
-def stamp_of(found: os.stat_result) -> tuple[int, int]:
+def file_stamp(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
@@ -90,37 +90,41 @@ class ShardTokens:
     A slice is read when it is taken, as an array.
     """
 
-    def __init__(self, shards: Sequence[Shard], start: int = 0, stop: int | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[TokenShard], start: int = 0, stop: int | None = None
+    ) -> None:
         self.shards = tuple(shards)
-        self._begins = np.cumsum([0, *(each.count for each in shards)], dtype=np.int64)
+        self._starts = np.cumsum([0, *(each.count for each in shards)], dtype=np.int64)
         self._start = start
-        self._stop = int(self._begins[-1]) if stop is None else stop
+        self._stop = int(self._starts[-1]) if stop is None else stop
         self.is_remote = any(each.is_remote for each in shards)
-        flags = [each.flags for each in shards if each.flags is not None]  # of all shards, or none
-        self.flags = ShardTokens(flags, start, stop) if flags else None
+        loss_mask = [
+            each.loss_mask for each in shards if each.loss_mask is not None
+        ]  # of all shards, or none
+        self.flags = ShardTokens(loss_mask, start, stop) if loss_mask else None
 
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def part(self, start: int, stop: int) -> "ShardTokens":
+    def span(self, start: int, stop: int) -> "ShardTokens":
         return ShardTokens(self.shards, self._start + start, self._start + stop)
 
-    def __getitem__(self, span: slice) -> Values:
+    def __getitem__(self, span: slice) -> TokenArray:
         start, stop, _ = span.indices(len(self))
-        pieces = [self.shards[n].read(first, last) for n, first, last in self._in(start, stop)]
+        pieces = [self.shards[n].read(first, last) for n, first, last in self._pieces(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint16)])
 
     def fetch(self, start: int, stop: int) -> None:
-        for number, first, last in self._in(start, stop):
+        for number, first, last in self._pieces(start, stop):
             self.shards[number].fetch(first, last)
         if self.flags is not None:
             self.flags.fetch(start, stop)
 
-    def _in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         at, end = self._start + start, self._start + stop
-        number = bisect_right(self._begins, at) - 1
+        number = bisect_right(self._starts, at) - 1
         while at < end:
-            begin, after = int(self._begins[number]), int(self._begins[number + 1])
+            begin, after = int(self._starts[number]), int(self._starts[number + 1])
             if at < after:
                 yield number, at - begin, min(end, after) - begin
                 at = min(end, after)
@@ -129,8 +133,8 @@ class ShardTokens:
     def ends(self, start: int, stop: int) -> list[int]:
         """Return where documents end after `start` and up to `stop`; a file is an end, too."""
         found = []
-        for number, first, last in self._in(start, stop):
-            base = int(self._begins[number]) - self._start
+        for number, first, last in self._pieces(start, stop):
+            base = int(self._starts[number]) - self._start
             ends = _ends(self.shards[number])
             low, high = np.searchsorted(ends, (first, last), side="right")
             found += [base + int(each) for each in ends[low:high]]
@@ -145,14 +149,14 @@ def _numbers(file: IO[bytes], path: Path, count: int) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=64)
-def _ends(shard: Shard) -> NDArray[np.int64]:
+def _ends(shard: TokenShard) -> NDArray[np.int64]:
     about = shard.index
     assert about is not None
-    with open(open_regular(about.path, follows=True), "rb") as file:
+    with open(open_regular(about.path, follow_links=True), "rb") as file:
         file.seek(about.offset)
         found = _numbers(file, about.path, about.count)
-        if about.places is not None:
-            offset, count = about.places
+        if about.selection is not None:
+            offset, count = about.selection
             file.seek(offset)
             places = _numbers(file, about.path, count)
             inside = places[(places > 0) & (places < about.count)]

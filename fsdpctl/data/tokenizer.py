@@ -23,17 +23,17 @@ from fsdpctl.data.tokenizer_files import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     TOKENIZER_JSON,
-    guarded,
     has_tokenizer,
+    library_errors_as_usage,
     load_tokenizer,
     read_files,
 )
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CONFIG_JSON
 
-BYTES = "bytes"
-CONTEXT = 1 << 15  # characters around a piece of text that are tokenized with it
-BATCH = 4 << 20  # bytes of text that are tokenized together
+BYTE_TOKENIZER = "bytes"
+CONTEXT_CHARS = 1 << 15  # characters around a piece of text that are tokenized with it
+BATCH_BYTES = 4 << 20  # bytes of text that are tokenized together
 Tokens = NDArray[np.unsignedinteger]
 
 
@@ -50,10 +50,10 @@ class TextPiece(NamedTuple):
 class ByteTokenizer:
     """A tokenizer whose tokens are the bytes of UTF-8."""
 
-    name = BYTES
+    name = BYTE_TOKENIZER
     vocab_size = 256
     dtype = np.uint16  # of token files
-    has_parts = True
+    splits_text = True
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
         texts = (each.text[slice(*each.span or (None,))] for each in pieces)
@@ -68,7 +68,7 @@ class ByteTokenizer:
         known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
         return known.decode("utf-8", errors="replace")
 
-    def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    def decode_stream(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text of tokens that arrive one by one, as characters are complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
@@ -78,7 +78,7 @@ class ByteTokenizer:
     @property
     def checksum(self) -> str:
         """The name: its tokens never change."""
-        return BYTES
+        return BYTE_TOKENIZER
 
     def files(self) -> dict[str, bytes]:
         """Return a byte-level BPE without merges, whose 256 tokens are the bytes in order."""
@@ -105,7 +105,7 @@ def _byte_alphabet() -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedText:
     """The tokens of a text and the span of characters of each: 1-D, of one length."""
 
     tokens: Tokens
@@ -122,31 +122,33 @@ class FileTokenizer:
         UsageError if transformers can't load the tokenizer, or if it exceeds a limit.
         """
         self.name = name
-        self._where = f"tokenizer {name}"
+        self._location = f"tokenizer {name}"
         self._files = {
             each: content
             for each, content in files.items()
             if each in TOKENIZER_FILES or each.startswith(f"{TEMPLATES}/")
         }
         self.model_config = files.get(CONFIG_JSON)
-        self.auto = load_tokenizer(name, files)
-        with guarded(self._where):
-            self._backend = _backend(self.auto)
-            self.vocab_size = 1 + max(self.auto.get_vocab().values(), default=0)
-            self.end: int | None = self.auto.eos_token_id
-            added = self.auto.added_tokens_decoder
-            self.controls = {each.content: token for token, each in added.items() if each.special}
-            if self.end is not None:
-                self.controls[str(self.auto.eos_token)] = self.end
-            self._specials = set(self.controls.values())
-            self.before, self.after = self._added()
-        self.first_new: int | None = None  # of those that `data.new_tokens` has added
+        self.hf = load_tokenizer(name, files)
+        with library_errors_as_usage(self._location):
+            self._backend = _backend(self.hf)
+            self.vocab_size = 1 + max(self.hf.get_vocab().values(), default=0)
+            self.eos_id: int | None = self.hf.eos_token_id
+            added = self.hf.added_tokens_decoder
+            self.control_tokens = {
+                each.content: token for token, each in added.items() if each.special
+            }
+            if self.eos_id is not None:
+                self.control_tokens[str(self.hf.eos_token)] = self.eos_id
+            self._control_ids = set(self.control_tokens.values())
+            self.prefix, self.suffix = self._added_tokens()
+        self.first_new_id: int | None = None  # of those that `data.new_tokens` has added
         if self.vocab_size > MOST_TOKENS:
             problem = f"token {self.vocab_size - 1}: exceeds the limit of {MOST_TOKENS:,} tokens"
-            raise UsageError(f"{self._where}: {problem}")
+            raise UsageError(f"{self._location}: {problem}")
 
-    def _added(self) -> tuple[list[int], list[int]]:
-        plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        plain, whole = (next(self._ids(["-"], add_special_tokens=adds)) for adds in (False, True))
         size = len(plain)
         for start in range(len(whole) - size + 1):
             if whole[start : start + size] == plain:
@@ -157,10 +159,10 @@ class FileTokenizer:
     def checksum(self) -> str:
         """A checksum of everything that decides the tokens of a text."""
         if self._backend is None:
-            about = [type(self.auto).__name__, *sorted(map(str, self._files.items()))]
+            about = [type(self.hf).__name__, *sorted(map(str, self._files.items()))]
         else:
             about = [self._backend.to_str(), str(self._backend.encode_special_tokens)]
-        text = "\0".join([*about, str(self.end)])
+        text = "\0".join([*about, str(self.eos_id)])
         return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
@@ -168,34 +170,34 @@ class FileTokenizer:
 
         UsageError if the tokens of a part depend on text that is far from it.
         """
-        with guarded(self._where):
+        with library_errors_as_usage(self._location):
             rows, found = self._ids([each.text for each in pieces if each.span is None]), []
             for piece in pieces:
                 row = next(rows) if piece.span is None else self._ids_of_part(piece)
-                before, after = self.around(row, begins=piece.begins)
+                before, after = self.boundary_tokens(row, begins=piece.begins)
                 tokens = before + row + after * piece.ends
                 found.append(np.array(tokens, dtype=self.dtype))
             return np.concatenate(found)
 
-    def around(
+    def boundary_tokens(
         self, tokens: Sequence[int] | Tokens, *, begins: bool = True
     ) -> tuple[list[int], list[int]]:
         """Return the tokens to add before and after a document of these, without those it has.
 
         `begins`: whether they are those of the beginning of a document.
         """
-        before, after = self.before * begins, self.after
-        if before and len(tokens) and tokens[0] == before[0] and before[0] in self._specials:
+        before, after = self.prefix * begins, self.suffix
+        if before and len(tokens) and tokens[0] == before[0] and before[0] in self._control_ids:
             before = []
-        if after and [*tokens[-1:]] == after[-1:] and after[-1] in self._specials:
+        if after and [*tokens[-1:]] == after[-1:] and after[-1] in self._control_ids:
             after = []
-        has_end = self.end is None or self.end in self.after
-        if has_end or [*before, *tokens[-1:], *after][-1:] == [self.end]:
+        has_end = self.eos_id is None or self.eos_id in self.suffix
+        if has_end or [*before, *tokens[-1:], *after][-1:] == [self.eos_id]:
             return before, after
-        return before, [*after, int(self.end or 0)]
+        return before, [*after, int(self.eos_id or 0)]
 
     @property
-    def has_parts(self) -> bool:
+    def splits_text(self) -> bool:
         """Whether a long text can be tokenized in parts, by the characters of each token."""
         return self._backend is not None
 
@@ -216,13 +218,15 @@ class FileTokenizer:
 
     def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
         assert self._backend is not None
-        around = text[at - CONTEXT : at + CONTEXT]
+        around = text[at - CONTEXT_CHARS : at + CONTEXT_CHARS]
         near = self._backend.encode(around, add_special_tokens=False)
-        starts, stops = np.array(near.offsets, dtype=np.int64).reshape(-1, 2).T + at - CONTEXT
+        starts, stops = np.array(near.offsets, dtype=np.int64).reshape(-1, 2).T + at - CONTEXT_CHARS
         alone = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
         if len(alone):
             number = int(alone[np.abs(starts[alone] - at).argmin()])
-            first, last = np.searchsorted(starts, (at - CONTEXT // 2, at + CONTEXT // 2))
+            first, last = np.searchsorted(
+                starts, (at - CONTEXT_CHARS // 2, at + CONTEXT_CHARS // 2)
+            )
             index = whole.char_to_token(int(starts[number]))
             shift = len(ids) if index is None else index - number
             theirs = range(max(0, first + shift), min(len(ids), last + shift))
@@ -232,26 +236,26 @@ class FileTokenizer:
             if index is not None and first <= number < last and is_same:
                 return index
         raise UsageError(
-            f"{self._where}: the tokens of a long text depend on text that is far away; split the "
-            "file into shorter ones"
+            f"{self._location}: the tokens of a long text depend on text that is far away; split "
+            "the file into shorter ones"
         )
 
-    def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode_texts(self, texts: Sequence[str]) -> list[EncodedText]:
         """Tokenize each text as it is; control tokens in it become control tokens.
 
         UsageError if the tokenizer doesn't give the characters of each token.
         """
-        if not self.auto.is_fast:
+        if not self.hf.is_fast:
             raise UsageError(
-                f"{self._where}: {type(self.auto).__name__} gives no positions of tokens, which "
+                f"{self._location}: {type(self.hf).__name__} gives no positions of tokens, which "
                 "data=chat requires; expected a tokenizer with a tokenizer.json"
             )
-        with guarded(self._where):
+        with library_errors_as_usage(self._location):
             return [self._encoded(*each) for each in self._with_offsets(list(texts))]
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize each text as it is, which takes a third of the time of `encode_texts`."""
-        with guarded(self._where):
+        with library_errors_as_usage(self._location):
             return [np.array(each, dtype=self.dtype) for each in self._ids(list(texts))]
 
     def _with_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
@@ -260,28 +264,32 @@ class FileTokenizer:
             yield from ((each.ids, each.offsets) for each in found)
             return
         for text in texts:
-            each = self.auto(text, add_special_tokens=False, return_offsets_mapping=True)
+            each = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
             yield each["input_ids"], each["offset_mapping"]
 
-    def _encoded(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+    def _encoded(self, ids: list[int], offsets: list[tuple[int, int]]) -> EncodedText:
         spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        return Encoded(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
+        return EncodedText(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
-    def encode_prompt(self, prompt: str, *, adds: bool = True) -> list[int]:
+    def encode_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize the prompt; an empty one becomes the end of a previous document.
 
         `adds`: whether to add the tokens that the tokenizer adds to texts.
         """
-        with guarded(self._where):
-            tokens = next(self._ids([prompt], adds=adds))
-        return tokens or [self.end or 0]
+        with library_errors_as_usage(self._location):
+            tokens = next(self._ids([prompt], add_special_tokens=add_special_tokens))
+        return tokens or [self.eos_id or 0]
 
-    def decode(self, tokens: Sequence[int], *, skips: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text, without special tokens if it `skips` them."""
-        with guarded(self._where):
-            return str(self.auto.decode([int(each) for each in tokens], skip_special_tokens=skips))
+        with library_errors_as_usage(self._location):
+            return str(
+                self.hf.decode(
+                    [int(each) for each in tokens], skip_special_tokens=skip_special_tokens
+                )
+            )
 
-    def pieces(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    def decode_stream(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text of tokens that arrive one by one, as characters are complete.
 
         Without a backend, which takes single tokens, yield the whole text at the end.
@@ -289,7 +297,7 @@ class FileTokenizer:
         stream, left = DecodeStream([*before], skip_special_tokens=True), list[int]()
         for token in tokens:
             left.append(token)
-            with guarded(self._where):
+            with library_errors_as_usage(self._location):
                 piece = stream.step(self._backend, token) if self._backend is not None else None
             if piece is not None:
                 left.clear()
@@ -300,20 +308,25 @@ class FileTokenizer:
         """Return the unchanged files of the tokenizer, without the model's config.json."""
         return dict(self._files)
 
-    def saved(self) -> dict[str, bytes]:
+    def files_as_saved(self) -> dict[str, bytes]:
         """Return the files that transformers writes, which name the class of the tokenizer."""
-        with guarded(self._where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
-            self.auto.save_pretrained(folder)
+        with (
+            library_errors_as_usage(self._location),
+            tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder,
+        ):
+            self.hf.save_pretrained(folder)
             return read_files(Path(folder))
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def _ids(self, texts: list[str], *, adds: bool = False) -> Iterator[list[int]]:
+    def _ids(self, texts: list[str], *, add_special_tokens: bool = False) -> Iterator[list[int]]:
         if self._backend is None:
-            return (self.auto(each, add_special_tokens=adds)["input_ids"] for each in texts)
-        found = self._backend.encode_batch_fast(texts, add_special_tokens=adds)
+            return (
+                self.hf(each, add_special_tokens=add_special_tokens)["input_ids"] for each in texts
+            )
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return (each.ids for each in found)
 
 
@@ -345,7 +358,7 @@ def open_tokenizer(name: str | None) -> Tokenizer:
 
     UsageError if the directory has no valid tokenizer.
     """
-    if name in (None, BYTES):
+    if name in (None, BYTE_TOKENIZER):
         return ByteTokenizer()
     folder = Path(str(name))
     if not has_tokenizer(folder):

@@ -17,8 +17,8 @@ from typing import Any
 
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.errors import FsdpctlError, SignalError, UsageError
-from fsdpctl.io.files import plain_name, read_regular, silenced_errors
-from fsdpctl.io.gguf_header import GGUF_TOKENIZER, TOKENS, is_gguf, read_header
+from fsdpctl.io.files import checked_name, read_regular, silenced_stderr
+from fsdpctl.io.gguf_header import GGUF_TOKENIZER, GGUF_TOKENS, is_gguf, read_header
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
@@ -38,8 +38,8 @@ TOKENIZER_FILES = (
     "emoji.json", "word_shape.json", "word_pronunciation.json", "byte_maps.json", TEMPLATE_FILE,
     TEMPLATE_JSON,
 )  # fmt: skip
-_OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
-_NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
+_CLASS_KEYS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
+_IGNORED_KEYS = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
 _TEMPLATE_PIECE = f"{TEMPLATES}/"
 
 
@@ -74,7 +74,10 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
     found = {CONFIG_JSON: json.dumps(config_of_gguf(path)).encode()}
     if not has_tokenizer(path):
         return found
-    with guarded(f"tokenizer {path}"), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+    with (
+        library_errors_as_usage(f"tokenizer {path}"),
+        tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder,
+    ):
         from transformers import PreTrainedTokenizerFast  # takes a second
         from transformers.integrations import gguf
 
@@ -89,7 +92,7 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
     metadata = read_header(path).metadata
     about, settings = (json.loads(found[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))
     # Classes of transformers add their usual tokens, for which an embedding has no rows.
-    added, count = about["added_tokens"], metadata[TOKENS].count
+    added, count = about["added_tokens"], metadata[GGUF_TOKENS].count
     about["added_tokens"] = [each for each in added if each["id"] < count]
     more = {each["content"] for each in added if each["id"] >= count}
     settings = {name: None if value in more else value for name, value in settings.items()}
@@ -98,16 +101,16 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
     return found | {TOKENIZER_JSON: own.encode(), TOKENIZER_CONFIG: json.dumps(settings).encode()}
 
 
-def asset_name(name: str, where: str, refusal: type[FsdpctlError]) -> str:
+def asset_name(name: str, location: str, error_type: type[FsdpctlError]) -> str:
     """Return `name` if it can be that of a file with the weights: of data, in this directory.
 
     An error of type `refusal` if it isn't.
     """
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
     if name.startswith(_TEMPLATE_PIECE):
-        plain_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", where, refusal)
+        checked_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", location, error_type)
         return name
-    return plain_name(name, kinds, where, refusal)
+    return checked_name(name, kinds, location, error_type)
 
 
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
@@ -117,7 +120,7 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
     """
     where = f"tokenizer {name}"
     copied = _copied(files, where)
-    with guarded(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+    with library_errors_as_usage(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
         for each, content in copied.items():
             path = Path(folder, each)
             path.parent.mkdir(exist_ok=True)
@@ -150,19 +153,19 @@ def _refusal(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
 
 
 @contextmanager
-def guarded(where: str) -> Iterator[None]:
+def library_errors_as_usage(location: str) -> Iterator[None]:
     """Convert exceptions and panics of the libraries to UsageError, without their messages.
 
     Panics aren't Exceptions, and the library prints them first: standard error is redirected.
     """
     try:
-        with silenced_errors(), warnings.catch_warnings():
+        with silenced_stderr(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except (KeyboardInterrupt, SystemExit, SignalError, FsdpctlError, MemoryError):
         raise
     except BaseException as error:
-        raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None
+        raise UsageError(f"{location}: {' '.join(str(error).split()):.200}") from None
 
 
 def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
@@ -183,7 +186,7 @@ def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
         changed[TOKENIZER_CONFIG] = {
             key: value
             for key, value in settings.items()
-            if key not in _NOT_A_SETTING and not key.endswith("_file")
+            if key not in _IGNORED_KEYS and not key.endswith("_file")
         }
     if CONFIG_JSON in parsed:
         changed[CONFIG_JSON] = class_keys(files[CONFIG_JSON])
@@ -193,8 +196,8 @@ def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
 def class_keys(content: bytes | None) -> dict[str, Any]:
     """Return the keys of a config.json that decide the class of the tokenizer next to it."""
     config = parse_json(content or b"{}", dict[str, Any], CONFIG_JSON)
-    found = {key: config[key] for key in _OF_THE_CLASS if key in config}
+    found = {key: config[key] for key in _CLASS_KEYS if key in config}
     for part in ("encoder", "decoder"):
         if isinstance(inner := config.get(part), dict):
-            found[part] = {key: inner[key] for key in _OF_THE_CLASS if key in inner}
+            found[part] = {key: inner[key] for key in _CLASS_KEYS if key in inner}
     return found

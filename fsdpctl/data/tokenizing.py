@@ -20,22 +20,22 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data_files import TOKENIZE, DataFiles
-from fsdpctl.data.documents import PIECE, PassedOver, documents, left_out
+from fsdpctl.data.documents import PIECE_BYTES, SkippedInput, documents, skipped_summary
 from fsdpctl.data.find_data import find_data
-from fsdpctl.data.token_formats import OURS
-from fsdpctl.data.tokenizer import BATCH, TextPiece, Tokenizer, Tokens
+from fsdpctl.data.token_formats import TOKEN_FILE_FORMAT
+from fsdpctl.data.tokenizer import BATCH_BYTES, TextPiece, Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
 from fsdpctl.io.activity import BYTES, doing
-from fsdpctl.io.files import open_own, refusing
-from fsdpctl.io.texts import batches
+from fsdpctl.io.files import open_nofollow, os_errors_as
+from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import read_json
 
 _PIECES = "3"  # increase it if the same files give other pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class TokenOutput:
     """The files to write."""
 
     path: Path  # NAME.bin; with a size, files are called NAME-00000.bin and so on
@@ -46,7 +46,7 @@ class Output:
             return self.path
         return self.path.with_name(f"{self.path.stem}-{number:05d}.bin")
 
-    def owns(self, file: Path) -> bool:
+    def contains(self, file: Path) -> bool:
         """Return whether a file is one of these, which may be next to the input."""
         is_here = os.path.realpath(file.parent) == os.path.realpath(self.path.parent)
         name = re.escape(self.path.stem)
@@ -63,7 +63,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TokenizeResult:
     """The result: files, tokens, bytes of text."""
 
     files: int
@@ -86,17 +86,17 @@ class _State:
 
 
 def tokenize_files(
-    source: str, output: Output, tokenizer: Tokenizer, *, overwrite: bool = False
-) -> Written:
+    source: str, output: TokenOutput, tokenizer: Tokenizer, *, overwrite: bool = False
+) -> TokenizeResult:
     """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
 
     A killed run with the same input and settings is continued after its last complete file.
     UsageError if there is no text, if a row has none, or if a file cannot be written.
     """
     found = find_data(source, "SRC", TOKENIZE)
-    train = tuple(each for each in found.train if not output.owns(each))
-    found = DataFiles(found.option, train, found.validation, found.left_out)
-    passed = PassedOver()
+    train = tuple(each for each in found.train if not output.contains(each))
+    found = DataFiles(found.option, train, found.validation, found.unused)
+    passed = SkippedInput()
     known, about = None, _about(found, output, tokenizer)
     if output.state.exists():
         known = read_json(output.state, _State)
@@ -105,10 +105,10 @@ def tokenize_files(
     existing = _existing(output)
     if existing and not (overwrite or continues):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
-    with refusing(output.path), closing(_Writer(output, tokenizer, state)) as writer:
+    with os_errors_as(output.path), closing(_Writer(output, tokenizer, state)) as writer:
         size = sum(each.stat().st_size for each in found.train)
         with doing("tokenizing", BYTES, size) as advance:
-            most = PIECE if tokenizer.has_parts else None
+            most = PIECE_BYTES if tokenizer.splits_text else None
             pieces = documents(found, "SRC", passed, most, advance)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
                 writer.write(batch, tokens)
@@ -119,12 +119,12 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    about = found.about(validates=False, skipped=len(passed.skipped))
-    used = f"{about}{left_out(passed.skipped)}"
-    return Written(state.files, state.total, state.num_bytes, used, passed.notes())
+    about = found.summary(validates=False, skipped=len(passed.files))
+    used = f"{about}{skipped_summary(passed.files)}"
+    return TokenizeResult(state.files, state.total, state.num_bytes, used, passed.notes())
 
 
-def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
+def _about(found: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
     parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens)]
     for file in found.train:
         about = file.stat()
@@ -132,7 +132,7 @@ def _about(found: DataFiles, output: Output, tokenizer: Tokenizer) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 
-def _existing(output: Output) -> list[Path]:
+def _existing(output: TokenOutput) -> list[Path]:
     if output.shard_tokens is None:
         return [each for each in (output.path, output.path.with_suffix(".json")) if each.exists()]
     name = f"{glob.escape(output.path.stem)}-[0-9][0-9][0-9][0-9][0-9]"
@@ -143,7 +143,7 @@ def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     with ThreadPoolExecutor(1) as pool:
-        found = batches(pieces, lambda piece: piece.size, BATCH)
+        found = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
         begun = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in found)
         for (batch, tokens), _ in pairwise(chain(begun, [([], Future[Tokens]())])):
             yield batch, tokens.result()
@@ -152,13 +152,13 @@ def _encoded(
 class _Writer:
     """Writes tokens to files of the set size, and a state after each file."""
 
-    def __init__(self, output: Output, tokenizer: Tokenizer, state: _State) -> None:
+    def __init__(self, output: TokenOutput, tokenizer: Tokenizer, state: _State) -> None:
         self._state, self._output, self._tokenizer = state, output, tokenizer
         self._dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
         self._begin()
 
     def _begin(self) -> None:
-        self._file, self._digest = open_own(self._output.part, "wb"), xxhash.xxh3_64()
+        self._file, self._digest = open_nofollow(self._output.part, "wb"), xxhash.xxh3_64()
         self._count = 0  # tokens in the file
 
     def write(self, batch: list[TextPiece], tokens: Tokens) -> None:
@@ -191,7 +191,7 @@ class _Writer:
         self._output.state.unlink(missing_ok=True)
 
     def _save(self, state: _State) -> None:
-        files.replace(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
+        files.write_atomic(self._output.state, json.dumps(asdict(state)) + "\n", durable=True)
 
     def _complete(self) -> None:
         path = self._output.file(self._state.files)
@@ -212,9 +212,10 @@ class _Writer:
 def write_header(
     path: Path, tokenizer: Tokenizer, num_tokens: int, xxh3: str, num_bytes: int | None
 ) -> None:
+    name, version = TOKEN_FILE_FORMAT
     header = {
-        "format": OURS[0], "version": OURS[1], "dtype": np.dtype(tokenizer.dtype).name,
+        "format": name, "version": version, "dtype": np.dtype(tokenizer.dtype).name,
         "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
         "tokenizer_xxh3": tokenizer.checksum, "num_bytes": num_bytes, "xxh3": xxh3,
     }  # fmt: skip
-    files.replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")
+    files.write_atomic(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import EngineError, FsdpctlError
-from fsdpctl.io.resources import allowed_cpus, core_of, is_bound, num_cores
+from fsdpctl.io.resources import allowed_cpus, core_of, is_pinned, num_cores
 
 T = TypeVar("T")
 Moment: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
@@ -158,7 +158,7 @@ def host_cpus(node: str | None) -> set[int]:
         near = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    if is_bound():
+    if is_pinned():
         return near
     count = max(1, len(allowed) // ranks)
     ordered = sorted(near, key=lambda cpu: (core_of(cpu), cpu))

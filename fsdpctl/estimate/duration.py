@@ -12,7 +12,7 @@ from fsdpctl.estimate.accuracy import ErrorBand, band_of
 from fsdpctl.estimate.cluster_specs import ASSUMED, with_specs
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.io.texts import figure
+from fsdpctl.io.texts import three_digits
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
 from fsdpctl.resolve.auto_values import total_steps
 from fsdpctl.resolve.data import notes_on_epochs
@@ -91,16 +91,14 @@ class RunTime:
         found = ((name, self.totals[name]) for name in names)
         known = [(_TEXTS[name], amount) for name, amount in found if amount is not None]
         if band is None:
-            return [text.format(figure(amount)) for text, amount in known]
-        return [
-            f"{text.format(figure(x))} ({figure(x * band.low)} to {figure(x * band.high)})"
-            for text, x in known
-        ]
+            return [text.format(three_digits(amount)) for text, amount in known]
+        ranges = ((text, map(three_digits, (x, x * band.low, x * band.high))) for text, x in known)
+        return [f"{text.format(x)} ({low} to {high})" for text, (x, low, high) in ranges]
 
     def lines(self) -> Iterator[str]:
         """Yield a line about a step, and one about the run, with the range of each figure."""
         about = self.spec_source if self.band is None else f"{self.spec_source}; {self.band}"
-        seconds, speed = figure(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
+        seconds, speed = three_digits(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
         yield f"time    {seconds} s/step predicted, {speed} ({about})"
         if line := self.length.line(self.tokens):
             yield ": ".join([line, *filter(None, [", ".join(self.texts(*_TEXTS, band=self.band))])])
@@ -162,7 +160,7 @@ def run_length(config: Settled, tokens: int, estimator: Estimator) -> RunLength:
         return RunLength(steps or -(-(train.tokens or 0) // tokens))
     try:
         data = estimator.data_of(config)
-        return RunLength(total_steps(config, data), standard_error=data.spread)
+        return RunLength(total_steps(config, data), standard_error=data.relative_error)
     except UsageError as error:
         text = f"train.epochs={train.epochs:g}: size of the data unknown; set train.tokens"
         return RunLength(unknown=f"{text} ({error})")

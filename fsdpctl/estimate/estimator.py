@@ -236,7 +236,7 @@ def _machine(config: Settled, place: RankPlace) -> Machine:
 def write_estimate(run_dir: Path, plan: RunPlan, found: RunEstimate, estimator: Estimator) -> None:
     """Write the estimate of a run, and the predicted time of its steps on GPUs."""
     text = json.dumps({**found.to_dict(), **_prediction(plan, estimator)}, indent=2)
-    files.replace(run_dir / ESTIMATE, text + "\n")
+    files.write_atomic(run_dir / ESTIMATE, text + "\n")
 
 
 def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:

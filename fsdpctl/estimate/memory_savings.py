@@ -12,7 +12,7 @@ from fsdpctl.config.keys import NONE
 from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
-from fsdpctl.io.texts import figure
+from fsdpctl.io.texts import three_digits
 from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.recomputation import BLOCKS, MODES, Recomputation
@@ -45,7 +45,7 @@ class Suggestion:
         """Its predicted time and cost, or in words, and its effect."""
         shown = [self.cost]
         if self.time is not None:
-            shown = [f"{figure(self.time.step_seconds)} s/step"]
+            shown = [f"{three_digits(self.time.step_seconds)} s/step"]
             shown += self.time.texts("gpu_hours", "cost")
         return "; ".join(filter(None, [", ".join(shown), self.effect]))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.chats.formats import detect_format, parse_row
-from fsdpctl.chats.lines import first_row
+from fsdpctl.chats.rows import first_row
 from fsdpctl.config.data import CHAT, TEXT
-from fsdpctl.config.data_files import option_of_data
+from fsdpctl.config.data_files import option_of_path
 from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.config.training import TRACKERS
 from fsdpctl.errors import UsageError
@@ -277,7 +277,7 @@ def read_data(
     absent = _absent(found, paths, "data.path")
     files = [x for path, part in paths.items() if (x := _place_of(found, path, part)) is not None]
     local = [each for each in files if not each.startswith("hf://")]
-    option = TEXT if is_text else (option_of_data(local[0]) if local else CHAT)
+    option = TEXT if is_text else (option_of_path(local[0]) if local else CHAT)
     shown = value or SourceKey("(data)", "")
     found.add(shown, f"data={option}")
     if paths and not absent and not own:

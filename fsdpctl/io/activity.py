@@ -30,12 +30,12 @@ _NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 Advance = Callable[[int], None]
 
 
-class Talk(NamedTuple):
+class Reporter(NamedTuple):
     """Functions that print for a command."""
 
-    say: Callable[[str], None]  # a line of its result
+    result: Callable[[str], None]  # a line of its result
     note: Callable[[str], None]  # a line about its progress; `-q` hides it, and the next
-    plan: Callable[[str], None]  # a line about what follows
+    info: Callable[[str], None]  # a line about what follows
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Activity:
         return f"{one_line(self.what)}{how_far}, {seconds // 60}:{seconds % 60:02d}{left}"
 
 
-def is_first() -> bool:
+def is_first_process() -> bool:
     """Return whether this process is the only one, or the first of those of a launcher."""
     return all(os.environ.get(name, "0") == "0" for name in _NUMBERS)
 
@@ -102,7 +102,7 @@ class Display:
             self._stream = stream
         threading.Thread(target=self._show, args=(stream,), name="activity", daemon=True).start()
 
-    def started(self) -> None:
+    def end_startup(self) -> None:
         """Show nothing while nothing else is done."""
         with self._lock:
             self._erase()
@@ -114,7 +114,7 @@ class Display:
             self._erase()
             self._stream = self._beginning = None
 
-    def give_to(self, bar: Callable[[str], None] | None) -> None:
+    def attach_bar(self, bar: Callable[[str], None] | None) -> None:
         """Let `bar`, a live line of this terminal, show activities instead; None: no longer."""
         with self._lock:
             self._erase()
@@ -135,7 +135,7 @@ class Display:
             if bar is not None:
                 bar("")
 
-    def tell(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line that stays, unless quiet."""
         with self._lock:
             self._erase()

@@ -13,22 +13,22 @@ from fsdpctl.errors import DISK_FULL, FsdpctlError, UsageError, did_you_mean
 from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 
 _MOST_NAMED = 5  # runs
-Refusal = type[FsdpctlError]
-MOST_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
+ErrorType = type[FsdpctlError]
+MAX_READ_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _CACHE_INSTEAD = "FSDPCTL_CACHE"  # for the ranks that this process starts
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
+def checked_name(name: object, pattern: str, location: str, error_type: ErrorType) -> str:
     """Return `name`; raise `refusal` unless it is a plain file name that matches `pattern`."""
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
-    raise refusal(f"{where}: {str(name)[:80]!r} is not the name of such a file")
+    raise error_type(f"{location}: {str(name)[:80]!r} is not the name of such a file")
 
 
-def nearest_path(path: str) -> str:
+def nearest_path_hint(path: str) -> str:
     """Return `; did you mean X?` for the file or directory whose name is closest, or no text."""
     above, name = os.path.split(path)
     try:
@@ -38,7 +38,7 @@ def nearest_path(path: str) -> str:
     return hint.replace("mean ", f"mean {above.rstrip('/')}/", 1) if above else hint
 
 
-def _by_start(folder: Path) -> list[Path]:
+def _runs_by_start(folder: Path) -> list[Path]:
     found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
     return [each.parent for each in sorted(found, key=os.path.getmtime)]
 
@@ -47,22 +47,24 @@ def latest_run(folder: Path) -> Path | None:
     """Return the run that the link `latest` leads to; without links, the one that started last."""
     if (link := folder / LATEST).is_symlink() and link.is_dir():
         return folder / Path(os.path.realpath(link)).name
-    return next(reversed(_by_start(folder)), None)
+    return next(reversed(_runs_by_start(folder)), None)
 
 
-def runs_in(folder: Path) -> str:
+def newest_runs_hint(folder: Path) -> str:
     """Return `, such as` and the newest directories with a run; empty without any."""
-    newest = sorted(map(str, _by_start(folder)[-_MOST_NAMED:]))
+    newest = sorted(map(str, _runs_by_start(folder)[-_MOST_NAMED:]))
     return f", such as {', '.join(newest)}" if newest else ""
 
 
-def nearest_run(run: Path) -> str:
+def nearest_run_hint(run: Path) -> str:
     """Return, as `nearest_path`, which run is meant, or else the newest ones in its folder."""
-    known = runs_in(run.parent)
-    return nearest_path(str(run)) or (f"; expected a run{known}" if known else "")
+    known = newest_runs_hint(run.parent)
+    return nearest_path_hint(str(run)) or (f"; expected a run{known}" if known else "")
 
 
-def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
+def open_regular(
+    path: Path, error_type: ErrorType = UsageError, *, follow_links: bool = False
+) -> int:
     """Open a regular file and return its descriptor, or raise `refusal`. No named pipe blocks.
 
     Symbolic links may lead to the same directory and, in a snapshot in the cache of
@@ -71,27 +73,27 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
     """
     try:
         real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        if not follows:
+        if not follow_links:
             real, flags = Path(os.path.realpath(path)), flags | os.O_NOFOLLOW
             if not _stays_inside(Path(os.path.realpath(path.parent)), real):
                 problem = f"links to {real}, outside its directory; copy the file there"
-                raise refusal(f"{path}: {problem}")
+                raise error_type(f"{path}: {problem}")
         descriptor = os.open(real, flags)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
     except OSError as error:
-        raise refusal(f"{path}: {error.strerror}") from None
-    raise refusal(f"{path}: not a regular file")
+        raise error_type(f"{path}: {error.strerror}") from None
+    raise error_type(f"{path}: not a regular file")
 
 
-def check_inside(files: Iterable[Path], folder: Path, where: str) -> None:
+def check_inside(files: Iterable[Path], folder: Path, location: str) -> None:
     """Refuse a file found below a directory that is a link out of it; `where` begins messages."""
     root = Path(os.path.realpath(folder))
     for file in files:
         if not _stays_inside(root, real := Path(os.path.realpath(file))):
             way = f"to read such files, name them, as {folder}/*"
-            raise UsageError(f"{where}: {file} links to {real}, outside the directory; {way}")
+            raise UsageError(f"{location}: {file} links to {real}, outside the directory; {way}")
 
 
 def _stays_inside(folder: Path, real: Path) -> bool:
@@ -108,26 +110,30 @@ def _stays_inside(folder: Path, real: Path) -> bool:
     return bool(is_shared) or real.parent == above / "blobs"
 
 
-def read_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> bytes:
+def read_regular(
+    path: Path, error_type: ErrorType = UsageError, *, follow_links: bool = False
+) -> bytes:
     """Read a regular file of at most `MOST_BYTES`, opened by `open_regular`, or raise `refusal`."""
-    with open(open_regular(path, refusal, follows=follows), "rb") as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
-            raise refusal(f"{path}: larger than the limit of {MOST_BYTES >> 20:,} MiB")
+    with open(open_regular(path, error_type, follow_links=follow_links), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_READ_BYTES:
+            raise error_type(f"{path}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
         try:
             return file.read()
         except OSError as error:
-            raise refusal(f"{path}: {error.strerror}") from None
+            raise error_type(f"{path}: {error.strerror}") from None
 
 
-def read_text_file(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> str:
+def read_text_file(
+    path: Path, error_type: ErrorType = UsageError, *, follow_links: bool = False
+) -> str:
     """Read a UTF-8 text file with the limits and errors of `read_regular`."""
     try:
-        return read_regular(path, refusal, follows=follows).decode("utf-8")
+        return read_regular(path, error_type, follow_links=follow_links).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise refusal(f"{path}: not UTF-8: {error}") from None
+        raise error_type(f"{path}: not UTF-8: {error}") from None
 
 
-def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
+def open_nofollow(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
     """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
 
     Its last `folders` directories must not be links either; a run directory may be one. `mode` is
@@ -162,7 +168,7 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "fsdpctl" / name
 
 
-def keep_cache(instead: Path) -> str | None:
+def ensure_cache(fallback: Path) -> str | None:
     """Let this process and its children use another cache if the user's cannot be written.
 
     Return why that is.
@@ -176,11 +182,11 @@ def keep_cache(instead: Path) -> str | None:
         why = os.strerror(errno.EACCES)
     except OSError as error:
         why = str(error.strerror)
-    os.environ[_CACHE_INSTEAD] = os.path.abspath(instead)
+    os.environ[_CACHE_INSTEAD] = os.path.abspath(fallback)
     return f"{usual}: {why}"
 
 
-def leads_to(path: Path, file: IO[Any]) -> bool:
+def is_same_file(path: Path, file: IO[Any]) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -190,15 +196,15 @@ def leads_to(path: Path, file: IO[Any]) -> bool:
 
 
 @contextmanager
-def refusing(
-    where: object, refusal: Refusal = UsageError, full: Refusal | None = None
+def os_errors_as(
+    location: object, error_type: ErrorType = UsageError, full_disk: ErrorType | None = None
 ) -> Iterator[None]:
     """Raise `refusal`, which begins with `where`, in place of an OSError; `full` of a full disk."""
     try:
         yield
     except OSError as error:
-        kind = full if full and error.errno in DISK_FULL else refusal
-        raise kind(f"{where}: {error.strerror or error}") from None
+        kind = full_disk if full_disk and error.errno in DISK_FULL else error_type
+        raise kind(f"{location}: {error.strerror or error}") from None
 
 
 def last_line(path: Path) -> str:
@@ -210,7 +216,7 @@ def last_line(path: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
+def open_atomic(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends without an exception.
 
     Other processes see the old file or the complete new one. The error of a full disk names it. If
@@ -233,14 +239,14 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
         scratch.unlink(missing_ok=True)
 
 
-def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a file whole, as `replacing`. Text is encoded in UTF-8."""
-    with replacing(path, durable=durable) as file:
+    with open_atomic(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def silenced_errors() -> Iterator[None]:
+def silenced_stderr() -> Iterator[None]:
     """Drop what this process, its libraries included, writes to standard error in the block."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

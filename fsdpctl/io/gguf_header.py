@@ -11,12 +11,12 @@ from typing import Any
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
-from fsdpctl.io.packages import load
+from fsdpctl.io.packages import import_package
 
-SUFFIX = ".gguf"
-OWN_CONFIG = "fsdpctl.config_json"  # of exports: all of config.json, beyond the format's keys
+GGUF_SUFFIX = ".gguf"
+GGUF_CONFIG_JSON = "fsdpctl.config_json"  # of exports: all of config.json, beyond the format's keys
 GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json
-EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
+GGUF_EMBEDDING, GGUF_TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 SPECIAL_TOKENS = ("bos", "eos", "unknown", "padding")
 _MOST_DIMENSIONS = 4  # of ggml
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
@@ -25,7 +25,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "a number above 0": lambda value: type(value) in (int, float) and 0 < value < math.inf,
     "a text": lambda value: type(value) is str,
     "true or false": lambda value: type(value) is bool,
-    "a list of texts": lambda value: type(value) is Texts,
+    "a list of texts": lambda value: type(value) is TextList,
     "a list of numbers": lambda value: type(value) is list and {*map(type, value)} < {int, float},
 }
 # The keys that are read, without the name of the architecture, by what is expected of them.
@@ -40,17 +40,17 @@ _KEYS = {
     "attention.scale attn_logit_softcapping final_logit_softcapping rope.freq_base "
     "rope.freq_base_swa rope.scaling.factor",
     "a text": "general.architecture rope.scaling.type tokenizer.ggml.model tokenizer.ggml.pre "
-    f"tokenizer.chat_template {GGUF_TOKENIZER} {OWN_CONFIG}",
+    f"tokenizer.chat_template {GGUF_TOKENIZER} {GGUF_CONFIG_JSON}",
     "true or false": "tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token "
     "tokenizer.ggml.add_space_prefix",
-    "a list of texts": f"{TOKENS} tokenizer.ggml.merges",
+    "a list of texts": f"{GGUF_TOKENS} tokenizer.ggml.merges",
     "a list of numbers": "tokenizer.ggml.scores tokenizer.ggml.token_type",
 }
 _EXPECTED = {name: kind for kind, names in _KEYS.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextList:
     """A list of texts, of which only the length is kept."""
 
     count: int
@@ -84,7 +84,7 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX and path.is_file()
+    return path.suffix == GGUF_SUFFIX and path.is_file()
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -93,8 +93,8 @@ def read_header(path: Path) -> GgufHeader:
     UsageError if the file is damaged, a value has another type than the format says, or the file is
     one of several that a model is split into.
     """
-    os.close(open_regular(path, follows=True))
-    load("gguf", str(path))
+    os.close(open_regular(path, follow_links=True))
+    import_package("gguf", str(path))
     from transformers.integrations.gguf import reader
 
     theirs: Any = reader
@@ -127,7 +127,7 @@ def _metadata(content: Any, theirs: Any) -> tuple[dict[str, Any], int, int]:
         is_list = kind == 9 and isinstance(value, int)
         if name in metadata:
             raise ValueError(f"{name} is in it twice")
-        metadata[name], place = Texts(value) if is_list else value, after
+        metadata[name], place = TextList(value) if is_list else value, after
     if "general.architecture" not in metadata:
         raise ValueError("general.architecture not found")
     return metadata, tensors, place
@@ -164,11 +164,11 @@ def _problem(header: GgufHeader) -> str:
         if kind is not None and not _CHECKS[kind](value):
             shown = f"a list of {len(value)}" if isinstance(value, list) else str(value)
             return f"{name}={shown:.40}: expected {kind}"
-    rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors else None
-    count = metadata[TOKENS].count if TOKENS in metadata else rows
+    rows = tensors[GGUF_EMBEDDING].shape[0] if GGUF_EMBEDDING in tensors else None
+    count = metadata[GGUF_TOKENS].count if GGUF_TOKENS in metadata else rows
     size = header.get("vocab_size", rows)
     if rows is not None and ((count or 0) > rows or size != rows):
-        return f"{EMBEDDING} has {rows} rows, for {count} tokens and vocab_size={size}"
+        return f"{GGUF_EMBEDDING} has {rows} rows, for {count} tokens and vocab_size={size}"
     for name, value in metadata.items():
         if isinstance(value, list) and name in _EXPECTED and len(value) != count:
             return f"{name}: expected {count} numbers, got {len(value)}"

@@ -13,15 +13,15 @@ _STDOUT = 1  # descriptor
 _GONE = (errno.EPIPE, errno.ECONNRESET)  # a reader that has enough, such as head
 
 
-def guarded(stream: TextIO) -> "PatientStream":
+def open_stdout(stream: TextIO) -> "LenientStream":
     """Return standard output with a buffer, which writes all: with PYTHONUNBUFFERED it has none."""
     if isinstance(getattr(stream, "buffer", None), RawIOBase):
         how = stream.encoding, stream.errors
         stream = open(_STDOUT, "w", -1, *how, closefd=False)  # noqa: SIM115  # to the end
-    return PatientStream(stream)
+    return LenientStream(stream)
 
 
-class PatientStream:
+class LenientStream:
     """A text stream whose failures raise nothing when they happen; the program continues."""
 
     def __init__(self, stream: IO[str] | None) -> None:

@@ -17,15 +17,15 @@ def versions() -> dict[str, str]:
     return {"fsdpctl": __version__, **found, "python": platform.python_version()}
 
 
-def load(package: str, where: str) -> Any:
+def import_package(package: str, location: str) -> Any:
     """Import a package that only some commands need; `where` begins the UsageError if it fails."""
     try:
         return import_module(package)
     except ImportError as error:
-        raise UsageError(f"{where}: {lacking(package, error)}") from None
+        raise UsageError(f"{location}: {install_hint(package, error)}") from None
 
 
-def lacking(module: str, error: ImportError | None = None) -> str:
+def install_hint(module: str, error: ImportError | None = None) -> str:
     """Return what an import of a module lacks, and the command that installs it."""
     name = _NAMES.get(module, module)
     needed, installs = _requirement(name)

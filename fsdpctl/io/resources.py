@@ -14,7 +14,7 @@ CPUS = Path("/sys/devices/system/cpu")
 # A rank's, unless OMP_NUM_THREADS is set: threads that sleep are woken one after another, and
 # PyTorch divides the operators of small models among few.
 _MOST_THREADS = 16
-ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT, PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def allowed_cpus() -> set[int]:
@@ -34,7 +34,7 @@ def core_of(cpu: int) -> int:
 def num_cores() -> int:
     """Return the cores that the affinity mask and the control group's CPU time allow, or 1."""
     limits = [len({core_of(cpu) for cpu in allowed_cpus()})]
-    for file in group_files("cpu.max", "cpu.cfs_quota_us", ROOT, OWN):
+    for file in cgroup_files("cpu.max", "cpu.cfs_quota_us", CGROUP_ROOT, PROC_CGROUP):
         with suppress(OSError, ValueError):
             quota, *period = file.read_text().split()
             period = period or [file.with_name("cpu.cfs_period_us").read_text()]
@@ -42,14 +42,14 @@ def num_cores() -> int:
     return max(1, min(limits))
 
 
-def is_bound() -> bool:
+def is_pinned() -> bool:
     """Return whether another launcher has given this rank cores of its own."""
     of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")
     total = int(of_job) if of_job.isdecimal() else os.cpu_count() or 1
     return "FSDPCTL_LAUNCHER" not in os.environ and len(allowed_cpus()) < total
 
 
-def threads_of_rank(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """Return the threads of each of `ranks`; UsageError if OMP_NUM_THREADS is not a number."""
     if (text := os.environ.get("OMP_NUM_THREADS")) is None:
         return min(_MOST_THREADS, max(1, num_cores() // ranks))
@@ -58,7 +58,9 @@ def threads_of_rank(ranks: int) -> int:
     return int(found[1])
 
 
-def group_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Iterator[Path]:
+def cgroup_files(
+    v2: str, v1: str, root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP
+) -> Iterator[Path]:
     """Yield a file of a controller by its name in either version.
 
     The innermost group comes first. Within a container, only the outermost may exist.
@@ -79,12 +81,12 @@ def group_files(v2: str, v1: str, root: Path = ROOT, cgroup: Path = OWN) -> Iter
             yield top / name
 
 
-def host_memory(root: Path = ROOT, cgroup: Path = OWN) -> int:
+def host_memory(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
     """Return the bytes of this machine's memory that the processes of this group may use."""
     import psutil  # takes a moment
 
     limits = [int(psutil.virtual_memory().total)]
-    for file in group_files("memory.max", "memory.limit_in_bytes", root, cgroup):
+    for file in cgroup_files("memory.max", "memory.limit_in_bytes", root, cgroup):
         with suppress(OSError):
             text = file.read_text().strip()
             limits += [int(text)] if text.isdecimal() else []  # otherwise max

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdpctl.errors import UsageError
 
 RUNS = "runs"  # the folder of runs without a given directory
-OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
+OVERRIDES_FILE, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
 LOCK = "lock"
 HEARTBEAT, ENVIRONMENT, DATA = "heartbeat.json", "environment.json", "data_files.json"
@@ -26,7 +26,7 @@ BEST = "best"  # a link to the checkpoint with the lowest validation loss
 STEP = re.compile(r"step-(\d{8,18})")
 _LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
 _WHOLE = (
-    OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD,
+    OVERRIDES_FILE, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD,
     TRACKER_ID, HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA,
     CACHE,
 )  # fmt: skip
@@ -34,7 +34,7 @@ _SNAPSHOT = "memory-snapshot-"
 _NEXT = "remove it, or copy what it leads to"
 
 
-def check_own(run_dir: Path) -> None:
+def check_run_files(run_dir: Path) -> None:
     """Check that no file that a run reads or writes in `run_dir` is a link or a special file.
 
     The directory itself may be a link. Files of the user are not looked at, and neither are those
@@ -45,17 +45,17 @@ def check_own(run_dir: Path) -> None:
             _check(each)
         elif each.name in (CHECKPOINTS, "wandb") and (each.is_symlink() or not each.is_dir()):
             raise UsageError(f"{each.path}: expected a directory, not a link; {_NEXT}")
-    check_steps(run_dir / CHECKPOINTS)
+    check_checkpoint_dirs(run_dir / CHECKPOINTS)
 
 
-def check_is_no_file(run_dir: Path) -> None:
+def check_run_dir(run_dir: Path) -> None:
     """Check that a run directory does not exist, or is one whose files are its own."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
-    check_own(run_dir)
+    check_run_files(run_dir)
 
 
-def check_steps(checkpoints: Path) -> None:
+def check_checkpoint_dirs(checkpoints: Path) -> None:
     """Check that the only link in a checkpoints directory is the one to the newest of them.
 
     Whatever has the name of a checkpoint, or of an interrupted save, is a directory.

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import Refusal, replacing
-from fsdpctl.io.packages import lacking
-from fsdpctl.io.texts import printable, refuse_secret
+from fsdpctl.io.files import ErrorType, open_atomic
+from fsdpctl.io.packages import install_hint
+from fsdpctl.io.texts import printable, refuse_credentials
 
 STORES = ("s3", "gs", "file")  # protocols; a file:// is a path of this machine
 _DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
@@ -30,18 +30,18 @@ _FINAL = (FileNotFoundError, PermissionError)  # answers that another attempt do
 POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
 
 
-def is_remote(path: str, where: str = "") -> bool:
+def is_remote(path: str, location: str = "") -> bool:
     """Return whether a path is in a store, as s3://BUCKET/NAME; UsageError for other URLs."""
     url = _URL.match(path)
     if url is None or path.startswith(_HUB):
         return False
-    refuse_secret(path, where.removesuffix(path).rstrip(" =") or url[1])
+    refuse_credentials(path, location.removesuffix(path).rstrip(" =") or url[1])
     if url[1] in STORES and "::" not in path:
         return True
     if os.path.exists(path):
         return False
     problem = "not supported; expected a local path, or a URL of s3:// or gs://"
-    raise UsageError(f"{where or path}: {problem}")
+    raise UsageError(f"{location or path}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class StoredFile:
     store: Any
     url: str  # as the user would write it
     path: str  # as the store takes it
-    refusal: Refusal = FsdpctlError  # if the store does not answer
+    error_type: ErrorType = FsdpctlError  # if the store does not answer
 
-    def inside(self, name: str) -> "StoredFile":
+    def child(self, name: str) -> "StoredFile":
         url, path = f"{self.url}/{name}", f"{self.path}/{name}"
-        return StoredFile(self.store, url, path, self.refusal)
+        return StoredFile(self.store, url, path, self.error_type)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a range of its bytes; an answer that is too short is asked for again."""
@@ -66,28 +66,30 @@ class StoredFile:
                 raise EOFError(f"cut at byte {start + len(found)}, or replaced")
             return found
 
-        content: bytes = asked(self.url, ask, self.refusal)
+        content: bytes = with_retries(self.url, ask, self.error_type)
         return content
 
-    def copy_start(self, file: Path, count: int, size: int) -> None:
+    def copy_prefix(self, file: Path, count: int, size: int) -> None:
         """Write its first `count` bytes to a file of `size` bytes, of which the rest is empty."""
         content = self.read(0, count)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as out:
+        with open_atomic(file) as out:
             out.write(content)
             out.truncate(size)
 
-    def about(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         self.store.invalidate_cache(self.path)
-        found: dict[str, Any] = asked(self.url, lambda: self.store.info(self.path), self.refusal)
+        found: dict[str, Any] = with_retries(
+            self.url, lambda: self.store.info(self.path), self.error_type
+        )
         return found
 
     def size(self) -> int:
-        return int(self.about()["size"] or 0)
+        return int(self.info()["size"] or 0)
 
     def exists(self) -> bool:
         try:
-            self.about()
+            self.info()
         except FsdpctlError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return False
@@ -96,38 +98,40 @@ class StoredFile:
 
     def remove(self, *, recursive: bool = False) -> None:
         try:
-            asked(self.url, lambda: self.store.rm(self.path, recursive=recursive))
+            with_retries(self.url, lambda: self.store.rm(self.path, recursive=recursive))
         except FsdpctlError:
             if self.exists():
                 raise
 
 
-def open_store(url: str, where: str, refusal: Refusal = FsdpctlError) -> StoredFile:
+def open_store(url: str, location: str, error_type: ErrorType = FsdpctlError) -> StoredFile:
     """Return what a URL leads to, with fsspec's file system; `where` begins messages."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
-    if not is_remote(url, where):
-        raise UsageError(f"{where}: not in an object store")
+    if not is_remote(url, location):
+        raise UsageError(f"{location}: not in an object store")
     try:
         store, path = url_to_fs(url)
     except ImportError as error:  # its cause is that of the driver
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        raise UsageError(f"{where}: {lacking(_DRIVERS[url.partition(':')[0]], cause)}") from None
+        raise UsageError(
+            f"{location}: {install_hint(_DRIVERS[url.partition(':')[0]], cause)}"
+        ) from None
     except Exception as error:  # some drivers connect now
-        raise UsageError(f"{where}: {error}") from None
-    return StoredFile(store, url, str(path), refusal)
+        raise UsageError(f"{location}: {error}") from None
+    return StoredFile(store, url, str(path), error_type)
 
 
-def asked(url: str, ask: Callable[[], Any], refusal: Refusal = FsdpctlError) -> Any:
+def with_retries(url: str, request: Callable[[], Any], error_type: ErrorType = FsdpctlError) -> Any:
     """Return the answer of a store, or raise `refusal` from its error after several attempts."""
     for number in range(_TRIES):
         try:
-            return ask()
+            return request()
         except Exception as error:  # drivers raise those of their libraries
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
             reason = printable(" ".join(f"{kind}{error}".split())[:200])
             if isinstance(error, _FINAL) or number == _TRIES - 1:
-                raise refusal(f"{url}: {reason}") from error
+                raise error_type(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
             time.sleep(_PAUSE * 2**number)
     raise AssertionError

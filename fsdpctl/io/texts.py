@@ -26,7 +26,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 T = TypeVar("T")
 
 
-def by_name(text: str) -> str:
+def shorten_snapshots(text: str) -> str:
     """Return a text with ORG/NAME@REVISION, cut short, for the directory of a model or of data."""
     return _SNAPSHOT.sub(r"\1/\2@\3", text)
 
@@ -55,12 +55,12 @@ def escaped(text: str) -> str:
     return "".join(x if x.isprintable() or x == "\n" else f"\\U{ord(x):08x}" for x in text)
 
 
-def refuse_secret(text: str, where: str) -> None:
+def refuse_credentials(text: str, location: str) -> None:
     """Refuse a setting or an argument that has a URL with a user, a token or a signature."""
     if _SECRET.search(text):
         raise UsageError(
-            f"{where}: a URL with a user, password, token or signature, which would be recorded; "
-            "give credentials to the store's driver, in the environment or its own files"
+            f"{location}: a URL with a user, password, token or signature, which would be "
+            "recorded; give credentials to the store's driver, in the environment or its own files"
         )
 
 
@@ -69,18 +69,20 @@ def format_bytes(count: float) -> str:
     return f"{sign}{size / _GIB:.2f} GiB" if size >= _GIB else f"{sign}{size / _MIB:.1f} MiB"
 
 
-def figure(amount: float) -> str:
+def three_digits(amount: float) -> str:
     """Format a number with three digits, or all before the point."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:#.3g}"
 
 
-def batches(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+def batched_by_size(
+    items: Iterable[T], size: Callable[[T], int], min_size: int
+) -> Iterator[list[T]]:
     """Yield items in order, as many as have `least` together; the last ones may have less."""
     batch, total = list[T](), 0
     for item in items:
         batch.append(item)
         total += size(item)
-        if total >= least:
+        if total >= min_size:
             yield batch
             batch, total = [], 0
     if batch:

@@ -11,28 +11,28 @@ import msgspec
 import yaml
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import Refusal, read_text_file
+from fsdpctl.io.files import ErrorType, read_text_file
 
 MIB = 1 << 20
-MOST_DEEP = 64  # levels; a tokenizer.json has ten
+MAX_DEPTH = 64  # levels; a tokenizer.json has ten
 T = TypeVar("T")
-MOST_COUNT = 1 << 60  # bytes, elements, steps
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+MAX_COUNT = 1 << 60  # bytes, elements, steps
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 def read_json(
-    path: Path, schema: type[T], *, refusal: Refusal = UsageError, follows: bool = False
+    path: Path, schema: type[T], *, error_type: ErrorType = UsageError, follow_links: bool = False
 ) -> T:
     """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`."""
-    text = read_text_file(path, refusal, follows=follows)
-    return parse_json(text, schema, str(path), refusal)
+    text = read_text_file(path, error_type, follow_links=follow_links)
+    return parse_json(text, schema, str(path), error_type)
 
 
 def parse_json(
     text: str | bytes,
     schema: type[T],
-    where: str,
-    refusal: Refusal = UsageError,
+    location: str,
+    error_type: ErrorType = UsageError,
     *,
     finite: bool = True,
 ) -> T:
@@ -47,32 +47,40 @@ def parse_json(
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         content = json.loads(text, object_pairs_hook=_without_doubles, **numbers)
     except RecursionError:
-        raise refusal(f"{where}: nested deeper than {MOST_DEEP} levels") from None
+        raise error_type(f"{location}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
-        raise refusal(f"{where}: not JSON: {error}") from None
+        raise error_type(f"{location}: not JSON: {error}") from None
     if _is_deep(content):
-        raise refusal(f"{where}: nested deeper than {MOST_DEEP} levels")
-    return as_type(content, schema, where, refusal)
+        raise error_type(f"{location}: nested deeper than {MAX_DEPTH} levels")
+    return as_type(content, schema, location, error_type)
 
 
-def as_type(content: object, schema: type[T], where: str, refusal: Refusal = UsageError) -> T:
+def as_type(
+    content: object, schema: type[T], location: str, error_type: ErrorType = UsageError
+) -> T:
     """Convert `content`, made of built-in types, to the type `schema`, or raise `refusal`."""
     try:
         return msgspec.convert(content, schema)
     except ValueError as error:  # another type, or text that isn't valid Unicode
-        raise refusal(f"{where}: not as expected: {error}") from None
+        raise error_type(f"{location}: not as expected: {error}") from None
 
 
 def check_version(
-    content: Mapping[str, Any], expected: tuple[str, int], what: str, where: str, refusal: Refusal
+    content: Mapping[str, Any],
+    expected: tuple[str, int],
+    noun: str,
+    location: str,
+    error_type: ErrorType,
 ) -> None:
     """Raise `refusal` unless a document of fsdpctl declares the `expected` format and version."""
     format_name, version = expected
     if content.get("format") != format_name:
-        raise refusal(f"{where}: not {what}")
+        raise error_type(f"{location}: not {noun}")
     if content.get("version") != version:
         way = f"expected version {version}"
-        raise refusal(f"{where}: version {content.get('version')!s:.20} is not supported; {way}")
+        raise error_type(
+            f"{location}: version {content.get('version')!s:.20} is not supported; {way}"
+        )
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,7 +107,7 @@ def _finite_float(text: str) -> float:
 
 def _is_deep(content: object) -> bool:
     level: list[Any] = [content]
-    for _ in range(MOST_DEEP + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [each for each in level if isinstance(each, dict | list)]
         if not level:
             return False
@@ -126,7 +134,7 @@ class _Loader(yaml.BaseLoader):
 
 def read_yaml(path: Path) -> object:
     """Read a YAML file without aliases. All scalars are text, also numbers, true and null."""
-    return parse_yaml(read_text_file(path, follows=True), str(path))
+    return parse_yaml(read_text_file(path, follow_links=True), str(path))
 
 
 def parse_yaml(text: str, path: str) -> object:

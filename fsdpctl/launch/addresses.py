@@ -16,7 +16,7 @@ import psutil
 
 from fsdpctl.comm.world import TCPStore
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import silenced_errors
+from fsdpctl.io.files import silenced_stderr
 from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
@@ -134,7 +134,7 @@ def create_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
         listening.listen()
         port = int(listening.getsockname()[1])
         about: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-        with silenced_errors():
+        with silenced_stderr():
             file = listening.detach()
             store = TCPStore(address, port, timeout=_STORE_TIMEOUT, master_listen_fd=file, **about)
     except (OSError, RuntimeError) as error:  # torch's, if it has no port to connect from
@@ -177,7 +177,7 @@ def connect_store(address: str, port: int, patience: float) -> TCPStore:
 
     threading.Thread(target=connect, daemon=True).start()
     try:
-        with silenced_errors():
+        with silenced_stderr():
             store = found.result(most + _BACKOFF_SECONDS)
         store.set_timeout(timedelta(seconds=patience + 2 * _ANSWER_SECONDS))
         return store

@@ -22,7 +22,7 @@ from fsdpctl.comm.world import PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import read_text_file, refusing
+from fsdpctl.io.files import os_errors_as, read_text_file
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
@@ -69,8 +69,8 @@ class Handshake:
             str(run_dir.absolute()), secrets.token_hex(16), _software(), source_digest(),
             nproc_per_node, members=self.count,
         )  # fmt: skip
-        with refusing(token):
-            files.replace(token, invitation.token)
+        with os_errors_as(token):
+            files.write_atomic(token, invitation.token)
         self._send("plan", invitation)
         self._has_invited = True
         answers = [self._receive(key, str) for key in self._other_keys("ready")]

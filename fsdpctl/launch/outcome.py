@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, ExitCode, shorten_list
-from fsdpctl.io.resources import OWN, ROOT, group_files
+from fsdpctl.io.resources import CGROUP_ROOT, PROC_CGROUP, cgroup_files
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 # Of collectives and of the store of ranks, whose peers have exited or are unreachable.
@@ -187,9 +187,9 @@ def to_failure(rank: int, process_failure: Any, *, oom_killed: bool = False) -> 
     return Failure(rank, socket.gethostname(), code, text, int(process_failure.timestamp), starved)
 
 
-def count_oom_kills(root: Path = ROOT, cgroup: Path = OWN) -> int:
+def count_oom_kills(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
     """Return the kills in this process's control group, else on the machine."""
-    files = [*group_files("memory.events", "memory.oom_control", root, cgroup), _MACHINE_COUNTERS]
+    files = [*cgroup_files("memory.events", "memory.oom_control", root, cgroup), _MACHINE_COUNTERS]
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 
 

@@ -19,7 +19,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import resolve_auto_of_run
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
-from fsdpctl.io.activity import Talk, doing
+from fsdpctl.io.activity import Reporter, doing
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.launch.run_summary import describe_run
 from fsdpctl.resolve.launchers import Role
@@ -53,7 +53,7 @@ def prepare_run(
     composed: Composed,
     settings: Sequence[str],
     resume: str,
-    talk: Talk,
+    reporter: Reporter,
     role: Role | None = None,
     *,
     task: Task | None = None,
@@ -67,16 +67,16 @@ def prepare_run(
     opened = prepare(composed, role, task=task, resume=resume)
     state = inspect_run_dir(opened.config, resume)
     may_lack = state.source is None and remote_of(state.config) is not None
-    if not may_lack and is_finished(state, talk.say):
+    if not may_lack and is_finished(state, reporter.result):
         return None
     waiting = f"waiting for the workers of the last start of {state.run_dir}"
-    with locked_run_dir(state.run_dir, lambda: talk.say(waiting)) as lock:
+    with locked_run_dir(state.run_dir, lambda: reporter.result(waiting)) as lock:
         state = inspect_run_dir(
             opened.config, resume, state.run_dir
         )  # the run may have moved on, or finished
         if state.resume_state is ResumeState.FINISHED:
             _upload_remaining(state)
-        if is_finished(state, talk.say):
+        if is_finished(state, reporter.result):
             lock.release()
             return None
         assets = check_start(opened, state)
@@ -88,18 +88,18 @@ def prepare_run(
                 state.config,
                 state.stored_config,
                 state.stored_config_location,
-                talk.note,
+                reporter.note,
             )
         else:
             plan = settle(state.config)
         described = describe_run(opened, plan, state, estimate)
         for line in (*lines, *described):
-            (talk.say if line.startswith("note ") else talk.plan)(line)
+            (reporter.result if line.startswith("note ") else reporter.info)(line)
         if estimate is not None:
-            check_fits(estimate, estimator, talk.say)
+            check_fits(estimate, estimator, reporter.result)
         write_data_record(state.run_dir, opened.data)
         if lacks_link := prepare_run_dir(state, plan.config, settings, assets):
-            talk.say(f"note    {lacks_link}")
+            reporter.result(f"note    {lacks_link}")
         if estimate is not None:
             write_estimate(state.run_dir, plan, estimate, estimator)
     return PreparedRun(state.run_dir, lock, plan, plan.config, state.step)

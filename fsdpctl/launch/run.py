@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.activity import Talk, doing
-from fsdpctl.io.resources import is_bound
+from fsdpctl.io.activity import Reporter, doing
+from fsdpctl.io.resources import is_pinned
 from fsdpctl.resolve.launchers import LauncherRank, Role, endpoint_of, rank_of, role_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _tasks: "list[Task]" = []  # of this process
 
 
 def train_on_node(
-    composed: "Composed", settings: list[str], resume: str, talk: Talk
+    composed: "Composed", settings: list[str], resume: str, reporter: Reporter
 ) -> "tuple[RoundOutcome, Path] | None":
     """Train: start the ranks of this node, or become a rank that another launcher has started.
 
@@ -51,21 +51,21 @@ def train_on_node(
         from fsdpctl.config.hub import local_model, part_of_run
 
         local_model(model.path, part_of_run(model))
-    begun = partial(_prepare, composed, settings, resume, talk, role)
+    begun = partial(_prepare, composed, settings, resume, reporter, role)
     if rank is not None:
-        _run_as_rank(composed.config, role, rank, begun, talk)
+        _run_as_rank(composed.config, role, rank, begun, reporter)
         return None
     if not alone:
-        return _run_as_node(composed.config, role, begun, talk)
+        return _run_as_node(composed.config, role, begun, reporter)
     found = begun()
     if found is None:
         return None
     from fsdpctl.launch.restarts import train_with_restarts
 
-    return train_with_restarts(found, talk.say), found.run_dir
+    return train_with_restarts(found, reporter.result), found.run_dir
 
 
-def train_task(task: "Task", composed: "Composed", settings: list[str], talk: Talk) -> None:
+def train_task(task: "Task", composed: "Composed", settings: list[str], reporter: Reporter) -> None:
     """Train a module of a script as one rank; the process exits if the run is not complete."""
     if _tasks:
         raise UsageError("fsdpctl.train: called before in this process; start another one")
@@ -74,13 +74,13 @@ def train_task(task: "Task", composed: "Composed", settings: list[str], talk: Ta
     os.environ[_STARTED] = str(time.time())
     role = rank_of(composed.config.launch)
     assert role.rank is not None
-    begun = partial(_prepare, composed, settings, "auto", talk, role, task=task)
-    done = _run_as_rank(composed.config, role, role.rank, begun, talk, task)
+    begun = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
+    done = _run_as_rank(composed.config, role, role.rank, begun, reporter, task)
     from fsdpctl.launch.prepare_run import PreparedRun
 
     if isinstance(done, PreparedRun):
         done.lock.release()
-        talk.say(f"done: {done.run_dir}")
+        reporter.result(f"done: {done.run_dir}")
     os.environ.clear()  # of variables of a rank, for what the script starts
     os.environ.update(before)
 
@@ -92,36 +92,38 @@ def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
 
 
 def _run_as_node(
-    config: "Config", role: Role, begin: "Begin", talk: Talk
+    config: "Config", role: Role, begin: "Begin", reporter: Reporter
 ) -> "tuple[RoundOutcome, Path] | None":
     from fsdpctl.launch.nodes import NodeLauncher
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
     from fsdpctl.resolve.place import place
 
     launch = place(config, role).launch
-    talk.plan(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
+    reporter.info(
+        f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}"
+    )
     with doing("connecting"):
         nodes = NodeLauncher(launch)
     try:
         if nodes.node == 0:
-            begun = _invite(nodes.handshake, begin, talk)
+            begun = _invite(nodes.handshake, begin, reporter)
             if begun is None:
                 return None
-            return train_with_restarts(begun, talk.say, nodes), begun.run_dir
+            return train_with_restarts(begun, reporter.result, nodes), begun.run_dir
         with doing("waiting for node 0"):
             plan = _accept(nodes.handshake, launch)
         if plan is None:
-            talk.say("node 0: the run is finished; nothing to do")
+            reporter.result("node 0: the run is finished; nothing to do")
             return None
         count = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
-        talk.plan(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
+        reporter.info(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
         run_dir = Path(plan.run_dir)
-        return follow_restarts(run_dir, launch, nodes, talk.say), run_dir
+        return follow_restarts(run_dir, launch, nodes, reporter.result), run_dir
     finally:
         nodes.leave()
 
 
-def _invite(handshake: "Handshake", begin: "Begin", talk: Talk) -> "PreparedRun | None":
+def _invite(handshake: "Handshake", begin: "Begin", reporter: Reporter) -> "PreparedRun | None":
     try:
         begun = begin()
         if begun is None:
@@ -129,7 +131,7 @@ def _invite(handshake: "Handshake", begin: "Begin", talk: Talk) -> "PreparedRun 
             return None
         others = f"the other {handshake.count - 1} of {handshake.count} {handshake.noun}s"
         if handshake.count > 1:
-            talk.plan(f"waiting for {others}")
+            reporter.info(f"waiting for {others}")
         assert begun.launch.nproc_per_node is not None
         with doing(f"waiting for {others}"):
             handshake.invite(begun.run_dir, begun.launch.nproc_per_node)
@@ -159,7 +161,7 @@ def _run_as_rank(
     role: Role,
     rank: LauncherRank,
     begin: "Begin",
-    talk: Talk,
+    reporter: Reporter,
     task: "Task | None" = None,
 ) -> "PreparedRun | Invitation | None":
     """Meet the other ranks, then become the worker: this process exits with it.
@@ -167,7 +169,7 @@ def _run_as_rank(
     Returns only to a script: else the lock that rank 0 holds is released when the process exits.
     A rank without an address is the only one.
     """
-    own = config.launch.rank_environment(1 if is_bound() else rank.local_world_size)
+    own = config.launch.rank_environment(1 if is_pinned() else rank.local_world_size)
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
@@ -190,7 +192,7 @@ def _run_as_rank(
 
     store = PrefixStore(f"attempt-{rank.attempt}", shared)
     meeting = Handshake(store, rank.rank, rank.world_size, noun="rank", patience=launch.timeout)
-    begun = _invite(meeting, begin, talk) if rank.rank == 0 else _accept(meeting, launch)
+    begun = _invite(meeting, begin, reporter) if rank.rank == 0 else _accept(meeting, launch)
     if begun is None:
         return None
     terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None

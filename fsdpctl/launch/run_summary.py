@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from fsdpctl.chats.values import counted
+from fsdpctl.chats.values import with_count
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.any_decoder import family_of
@@ -11,12 +11,12 @@ from fsdpctl.config.model import OWN
 from fsdpctl.config.schema import LENGTHS, Config, Origin
 from fsdpctl.config.training import usual_length
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.own import OwnData
+from fsdpctl.data.script_data import ScriptData
 from fsdpctl.estimate.library_kernels import MODULES
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.packages import versions
-from fsdpctl.io.resources import num_cores, threads_of_rank
-from fsdpctl.io.texts import by_name, format_bytes
+from fsdpctl.io.resources import num_cores, threads_per_rank
+from fsdpctl.io.texts import format_bytes, shorten_snapshots
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
@@ -61,7 +61,7 @@ def describe_run(
         *(("changed", text) for text in changed_settings(state, plan.config)),
         ("changed", _changed_versions(state)),
     ]
-    yield from (by_name(f"{name:<8}{text}") for name, text in rows if text)
+    yield from (shorten_snapshots(f"{name:<8}{text}") for name, text in rows if text)
 
 
 def _origin(opened: Prepared, name: str, plan: RunPlan | None = None) -> str:
@@ -137,8 +137,8 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     threads = ""
     if config.launch.device == "cpu" and not config.model.is_own:  # a script has its own
-        threads = f"{counted(threads_of_rank(each or 1), 'thread')} each on "
-        threads += f"{counted(num_cores(), 'core')}, "
+        threads = f"{with_count(threads_per_rank(each or 1), 'thread')} each on "
+        threads += f"{with_count(num_cores(), 'core')}, "
     return (
         f"{total}{each}{_origin(opened, 'launch.nproc_per_node')} on "
         f"{config.launch.device}{_origin(opened, 'launch.device')}, {threads}"
@@ -167,7 +167,7 @@ def _strategy(config: Config, ranks: int) -> str:
 
 
 def _data(data: DataSet) -> str:
-    if isinstance(data.train, OwnData):
+    if isinstance(data.train, ScriptData):
         held = data.val.num_tokens if data.val else "none"
         return f"{data.description}: {data.train.num_tokens} samples, {held} for validation"
     whose = data.tokenizer.name if data.has_text else "unknown tokenizer"
@@ -203,7 +203,7 @@ def _length(opened: Prepared) -> str:
     assert train.steps is not None
     steps = train.steps
     tokens = steps * train.global_batch_size * train.seq_len
-    epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
+    epochs = steps * train.global_batch_size / len(opened.data.train.samples(train.seq_len))
     unit = "samples" if config.model.is_own else "tokens"
     warmup = warmup_steps(config.lr_scheduler, steps)
     reached = f" at step {warmup}" if warmup >= steps > 0 else ""

@@ -144,7 +144,7 @@ def _length(c: Config, f: Facts) -> int:
     if chats := [each for each in contents if isinstance(each, DocumentSet)]:
         longest = max(int(part.lengths.max(initial=2)) for part in chats) - 1
         length = 1 << max(6, (longest - 1).bit_length())
-        if chats[0].packing.shares_rows:
+        if chats[0].packing.shares_sequences:
             tokens = _epochs(c) * f.data.train.num_tokens / (_WANTED * _NOMINAL)
             length = max(length, _rounded_down(tokens))
         return min(usual, length)
@@ -165,7 +165,7 @@ def _samples(c: Config, f: Facts) -> int:
         return tokens // c.train.seq_len
     size = c.train.global_batch_size
     if c.data.name == CHAT and f.data is not None:
-        wanted = _rounded_down(_epochs(c) * len(f.data.train.rows(c.train.seq_len)) / _WANTED)
+        wanted = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _WANTED)
         size = min(size, max(wanted, _FEWEST))
     micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
     return max(size, c.num_groups * micro * passes)
@@ -229,8 +229,8 @@ def steps_of_epochs(c: Config, data: DataSet) -> int:
     plan = plan_batches(
         train.global_batch_size, c.num_ranks, context_parallel=train.context_parallel
     )
-    batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
-    if data.val is not None and not len(data.val.rows(train.seq_len)):
+    batches = Batches(data.train.samples(train.seq_len), plan, train.seed, data.vocab_size)
+    if data.val is not None and not len(data.val.samples(train.seq_len)):
         raise UsageError(
             f"train.seq_len={train.seq_len}: longer than the validation data, which has "
             f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "

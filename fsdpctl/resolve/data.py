@@ -9,10 +9,10 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet, contents_of
-from fsdpctl.data.find_data import HUB, is_fetched
+from fsdpctl.data.find_data import HUB, is_cached
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.open_estimated import open_estimated
-from fsdpctl.data.packing import PackedRows
+from fsdpctl.data.packing import PackedSamples
 from fsdpctl.data.token_formats import TokenFile, check_tokens
 from fsdpctl.errors import UsageError
 
@@ -99,8 +99,8 @@ def with_data(config: C, data: DataSet) -> C:
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     length = config.train.seq_len
-    rows = [each.rows(length) for each in contents_of(data.train)]
-    packed = [each for each in rows if isinstance(each, PackedRows)]
+    rows = [each.samples(length) for each in contents_of(data.train)]
+    packed = [each for each in rows if isinstance(each, PackedSamples)]
     if not packed:
         return data.notes
     count, used = sum(map(len, packed)), sum(each.num_tokens for each in packed)
@@ -116,7 +116,7 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
 
 def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...]:
     """Return a line about a run that reads its data many times, and was not asked to."""
-    samples = len(data.train.rows(config.train.seq_len))
+    samples = len(data.train.samples(config.train.seq_len))
     epochs = steps * config.train.global_batch_size / max(samples, 1)
     if config.train.epochs is not None or epochs < _MANY_EPOCHS:
         return ()
@@ -128,6 +128,6 @@ def is_here(data: DataConfig) -> bool:
     given = {"data.path": data.path, "data.val_path": data.val_path}
     paths = [x.path for key, text in given.items() if text for x in sources_in(text, key)]
     return bool(paths) and all(
-        is_fetched(each) if each.startswith(HUB) else glob(each) or os.path.exists(each)
+        is_cached(each) if each.startswith(HUB) else glob(each) or os.path.exists(each)
         for each in paths
     )

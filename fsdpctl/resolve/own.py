@@ -18,7 +18,7 @@ from fsdpctl.config.model import OWN
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import Origin
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.own import OwnData
+from fsdpctl.data.script_data import ScriptData
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.shard_model import check_module
 from fsdpctl.errors import UsageError
@@ -85,7 +85,7 @@ def make_task(
             )
         if not len(each):
             raise UsageError(f"{name}: expected at least one sample, got none")
-    train, *val = (OwnData(each, collate or default_collate, loss) for each in parts.values())
+    train, *val = (ScriptData(each, collate or default_collate, loss) for each in parts.values())
     held = val[0] if val else None
     return Task(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
 

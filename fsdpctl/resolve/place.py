@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from fsdpctl.chats.values import counted
+from fsdpctl.chats.values import with_count
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import KEYS, C, Config, Origin, Placed
 from fsdpctl.config.short_words import RANKS
 from fsdpctl.errors import UsageError
-from fsdpctl.io.resources import host_memory, num_cores, threads_of_rank
+from fsdpctl.io.resources import host_memory, num_cores, threads_per_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.precision import TF32
 from fsdpctl.plan.strategy import (
@@ -163,9 +163,10 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
     ranks = launch.nproc_per_node or 1
     if (launch.device, launch.name, config.cluster.name) != ("cpu", LOCAL, LOCAL):
         return ()
-    if (threads := threads_of_rank(ranks)) * ranks <= cores:
+    if (threads := threads_per_rank(ranks)) * ranks <= cores:
         return ()
-    who = f"{counted(ranks, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
+    total = f"{with_count(ranks, 'rank')} x {with_count(threads, 'thread')}"
+    who = f"{total} on {with_count(cores, 'core')}"
     return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
 
 

@@ -26,9 +26,9 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
-from fsdpctl.io.files import keep_cache, read_text_file
+from fsdpctl.io.files import ensure_cache, read_text_file
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.io.run_files import CACHE, OVERRIDES, RUN_CONFIG, RUNS
+from fsdpctl.io.run_files import CACHE, OVERRIDES_FILE, RUN_CONFIG, RUNS
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
@@ -196,7 +196,7 @@ class _Preparation:
             return self.task.data, ()
         if self.is_run:
             cache = Path(config.train.run_dir or RUNS) / CACHE
-            why = None if self.role.is_dry else keep_cache(cache)
+            why = None if self.role.is_dry else ensure_cache(cache)
             data = checked_data(config)
             return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
         is_needed = config.model.vocab_size is None
@@ -261,7 +261,7 @@ def _begun_in(config: Config) -> tuple[Config, set[str]] | None:
     run_dir = Path(str(config.train.run_dir))
     with suppress(UsageError):  # reported by `inspect_run_dir`
         if (run_dir / RUN_CONFIG).is_file():
-            lines = read_text_file(run_dir / OVERRIDES).splitlines()
+            lines = read_text_file(run_dir / OVERRIDES_FILE).splitlines()
             words = read_run_config(run_dir / RUN_CONFIG)
             return config_from_words(words), {each.partition("=")[0] for each in lines}
         remote = remote_of(config)

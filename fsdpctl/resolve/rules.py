@@ -15,7 +15,7 @@ from fsdpctl.config.model import LoraConfig
 from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.io.packages import lacking
+from fsdpctl.io.packages import install_hint
 from fsdpctl.io.stores import is_remote
 from fsdpctl.models.decoder_check import check_shared_rows
 from fsdpctl.plan.optimizers import (
@@ -297,7 +297,7 @@ def check_preflight(config: Config) -> None:
         raise UsageError(f"{price}: for estimates and compare --simulate only")
     for name in config.log.tracker_names:
         if not _is_installed(name):
-            raise UsageError(f"log.trackers={name}: {lacking(name)}")
+            raise UsageError(f"log.trackers={name}: {install_hint(name)}")
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
         problem = "expected a directory in an object store, such as s3://BUCKET/runs"

@@ -13,7 +13,7 @@ from fsdpctl.config.any_decoder import canonical, content_of, declared
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import keeps_ties
 from fsdpctl.config.schema import C, Config
-from fsdpctl.data.new_tokens import tokenizer_of
+from fsdpctl.data.new_tokens import open_run_tokenizer
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.models.describe import vocabulary_shapes
@@ -39,13 +39,13 @@ def with_vocabulary(config: C) -> C:
         data = replace(data, tokenizer=tokenizer_beside(Path(str(path))))
     if data.tokenizer is None and path is not None and not here:  # only its sizes are known
         return config.changed({"model.vocab_size": _padded(size + len(data.added))})
-    tokenizer = tokenizer_of(data)
+    tokenizer = open_run_tokenizer(data)
     assert isinstance(tokenizer, FileTokenizer)
     if tokenizer.vocab_size > size:
         config = config.changed({"model.vocab_size": _padded(tokenizer.vocab_size)})
-    if tokenizer.first_new is None or not config.model.is_pretrained:
+    if tokenizer.first_new_id is None or not config.model.is_pretrained:
         return config
-    return config.changed({"model.first_new_token": tokenizer.first_new})
+    return config.changed({"model.first_new_token": tokenizer.first_new_id})
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _has_new_tokens(adapters: str, base: str | None) -> bool:
     one, other = (open_tokenizer(each) for each in (adapters, base))
     if not (isinstance(one, FileTokenizer) and isinstance(other, FileTokenizer)):
         return True
-    return bool(one.auto.get_vocab().items() - other.auto.get_vocab().items())
+    return bool(one.hf.get_vocab().items() - other.hf.get_vocab().items())
 
 
 def _untied(model: ModelConfig) -> ModelConfig:

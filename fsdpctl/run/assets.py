@@ -62,7 +62,7 @@ def _files_of(
     configs = [json.dumps(exported).encode(), found.get(CONFIG_JSON)]
     others = (config for config in configs if class_keys(config) != here)
     places = [{} if config is None else {CONFIG_JSON: config} for config in others]
-    for attempt in (tokenizer.files, tokenizer.saved):
+    for attempt in (tokenizer.files, tokenizer.files_as_saved):
         files = attempt()
         read = (FileTokenizer(tokenizer.name, {**files, **place}) for place in places)
         if all(each.checksum == tokenizer.checksum for each in read):
@@ -95,8 +95,8 @@ def end_tokens(
     found = [*_token_ids(_parsed(files, GENERATION_CONFIG, where).get("eos_token_id"))]
     for section in _sections(_parsed(files, CONFIG_JSON, where)):
         found += _token_ids(section.get("eos_token_id"))
-    if isinstance(tokenizer, FileTokenizer) and tokenizer.end is not None:
-        found.append(tokenizer.end)
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
+        found.append(tokenizer.eos_id)
     return tuple(dict.fromkeys(found))
 
 
@@ -124,7 +124,7 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
             if folder.is_symlink():
                 raise UsageError(f"{folder}: expected a directory, got a link")
             folder.mkdir(exist_ok=True)
-        files.replace(file, content)
+        files.write_atomic(file, content)
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:

@@ -17,8 +17,8 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
-from fsdpctl.io.run_files import CHECKPOINTS, METRICS, OVERRIDES
-from fsdpctl.io.texts import by_name, one_line
+from fsdpctl.io.run_files import CHECKPOINTS, METRICS, OVERRIDES_FILE
+from fsdpctl.io.texts import one_line, shorten_snapshots
 from fsdpctl.run.metrics import read_metrics
 
 _LOCAL_SETTINGS = ("checkpoint", "cluster", "launch", "log", "train.run_dir", "train.profile")
@@ -82,7 +82,7 @@ def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
 
 def _command(reader: CheckpointReader) -> list[str]:
     with suppress(UsageError):
-        typed = read_text_file(reader.folder.parent.parent / OVERRIDES).splitlines()
+        typed = read_text_file(reader.folder.parent.parent / OVERRIDES_FILE).splitlines()
         words = [_typed(reader, x) for x in typed if not _is_left_out(x)]
         parts = (x.split(" ", 1) if x.startswith("--") else [x] for x in words)  # --recipe NAME
         return [f"fsdpctl train {shlex.join(chain(*parts))}"]
@@ -107,8 +107,12 @@ def _public(name: str, text: str) -> str:
     """Return a value without directories, and without what looks like a token of the Hub."""
     text = _TOKEN.sub("hf_***", text)
     if not _is_path(name):
-        return _FOLDERS.sub("", by_name(text))
+        return _FOLDERS.sub("", shorten_snapshots(text))
     return ",".join(
-        x if x.startswith("hf://") else by_name(x) if by_name(x) != x else Path(x).name
+        x
+        if x.startswith("hf://")
+        else shorten_snapshots(x)
+        if shorten_snapshots(x) != x
+        else Path(x).name
         for x in text.split(",")
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.data.own import OwnData
+from fsdpctl.data.script_data import ScriptData
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io import files
 from fsdpctl.io.run_files import DATA
@@ -37,19 +37,21 @@ def _current_record(data: DataSet) -> DataRecord:
         for each in data.token_files:
             path = each.shard.path
             name = os.path.abspath(path) if each.is_local else str(path)
-            found[name] = f"{each.size} {each.xxh3 or each.start}"
+            found[name] = f"{each.size} {each.xxh3 or each.start_checksum}"
     return DataRecord(data.fingerprint, data.tokenizer.checksum, count, found)
 
 
 def _state(file: Path) -> str:
-    with files.refusing(str(file)), file.open("rb") as content:
+    with files.os_errors_as(str(file)), file.open("rb") as content:
         start = content.read(_FIRST_BYTES)
         return f"{os.fstat(content.fileno()).st_size} {xxhash.xxh3_64_hexdigest(start)}"
 
 
 def write_data_record(run_dir: Path, data: DataSet) -> None:
-    with files.refusing(f"train.run_dir={run_dir}"):
-        files.replace(run_dir / DATA, json.dumps(asdict(_current_record(data)), indent=1) + "\n")
+    with files.os_errors_as(f"train.run_dir={run_dir}"):
+        files.write_atomic(
+            run_dir / DATA, json.dumps(asdict(_current_record(data)), indent=1) + "\n"
+        )
 
 
 def recorded_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
@@ -73,7 +75,7 @@ def check_same_data(run_dir: Path, data: DataSet, known: str, where: str | None 
     way = "; restore it"
     if where is None:
         state = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW to train on it from "
-        own = isinstance(data.train, OwnData)
+        own = isinstance(data.train, ScriptData)
         way += ", or " + ("set another train.run_dir" if own else f"{state}the run's state")
     problem = f"the data has changed since the run's earlier steps{_difference(run_dir, data)}{way}"
     raise UsageError(f"{where or f'train.run_dir={run_dir}'}: {problem}")

@@ -47,12 +47,12 @@ from fsdpctl.io.run_files import (
     LOCK,
     LOGS,
     METRICS,
-    OVERRIDES,
+    OVERRIDES_FILE,
     RUN_ASSETS,
     RUN_CONFIG,
     RUNS,
-    check_is_no_file,
-    check_own,
+    check_run_dir,
+    check_run_files,
 )
 from fsdpctl.io.stores import is_remote
 from fsdpctl.plan.optimizers import get_optimizer
@@ -112,7 +112,7 @@ class RunDirState:
 
 def read_config(run_dir: Path) -> Config:
     """Return the configuration of the last start in `run_dir`, or of the last restart."""
-    check_own(run_dir)
+    check_run_files(run_dir)
     file = run_dir / RUN_CONFIG
     try:
         return config_from_words(read_run_config(file))
@@ -220,7 +220,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
 
 def _is_run(run_dir: Path) -> bool:
     """Return whether a run has started in a directory; UsageError if none may start there."""
-    check_is_no_file(run_dir)
+    check_run_dir(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not nearest_folder.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is a file")
@@ -298,7 +298,9 @@ def _may_be_from_start(file: Path) -> bool:
     """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
     if file.name == CHECKPOINTS:
         return not complete_checkpoints(file)
-    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS, DATA, CACHE) or ".tmp-" in file.name
+    return (
+        file.name in (LOCK, LOGS, OVERRIDES_FILE, RUN_ASSETS, DATA, CACHE) or ".tmp-" in file.name
+    )
 
 
 def _check_same_run(
@@ -350,8 +352,8 @@ def prepare_run_dir(
     """
     run_dir = state.run_dir
     checkpoints = run_dir / CHECKPOINTS
-    with files.refusing(f"train.run_dir={run_dir}"):
-        files.replace(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
+    with files.os_errors_as(f"train.run_dir={run_dir}"):
+        files.write_atomic(run_dir / OVERRIDES_FILE, "".join(f"{each}\n" for each in settings))
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
@@ -364,23 +366,23 @@ def prepare_run_dir(
             copy_checkpoint(state.source, step_folder(checkpoints, state.step))
         restore_links(checkpoints)
         # Last: a start that is interrupted before this line does not count.
-        files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
+        files.write_atomic(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
     return point_to(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
 
 
 def prepare_restart(state: RunDirState, number: int) -> None:
     """Prepare a directory in use for restart `number`; keep logs and settings of the failure."""
     logs, run_dir = state.run_dir / LOGS, state.run_dir
-    with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
+    with files.os_errors_as(f"train.run_dir={run_dir}", full_disk=FsdpctlError):
         kept = logs / f"{_RESTART}{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
-        files.replace(kept / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
+        files.write_atomic(kept / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
         if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
-            with files.open_own(run_dir / f"{METRICS}.old", "ab") as old:
+            with files.open_nofollow(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)
-        files.replace(run_dir / RUN_CONFIG, config_to_yaml(state.config), durable=True)
+        files.write_atomic(run_dir / RUN_CONFIG, config_to_yaml(state.config), durable=True)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import nearest_run, read_text_file
+from fsdpctl.io.files import nearest_run_hint, read_text_file
 from fsdpctl.io.packages import versions
-from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES, RUN_CONFIG, check_own
+from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES_FILE, RUN_CONFIG, check_run_files
 from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.run.metrics import Figure
 
@@ -41,8 +41,8 @@ class _File:
 def read_settings(run_dir: Path) -> dict[str, str]:
     """Read the settings of a run as text, without torch; UsageError if there is no run."""
     if not run_dir.exists():
-        raise UsageError(f"{run_dir}: not found{nearest_run(run_dir)}")
-    check_own(run_dir)
+        raise UsageError(f"{run_dir}: not found{nearest_run_hint(run_dir)}")
+    check_run_files(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     return dict(read_recipe(run_dir / RUN_CONFIG))
@@ -79,7 +79,7 @@ def write_start_record(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
     with contextlib.suppress(OSError):
-        files.replace(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
+        files.write_atomic(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _arguments(run_dir: Path) -> list[str]:
     try:
-        return read_text_file(run_dir / OVERRIDES).splitlines()
+        return read_text_file(run_dir / OVERRIDES_FILE).splitlines()
     except UsageError:
         return []
 

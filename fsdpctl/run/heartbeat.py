@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import leads_to, open_own, read_text_file, refusing
+from fsdpctl.io.files import is_same_file, open_nofollow, os_errors_as, read_text_file
 from fsdpctl.io.run_files import HEARTBEAT, LOCK
 from fsdpctl.io.untrusted import Count, read_json
 
@@ -116,7 +116,7 @@ def record_cause(run_dir: Path, cause: str) -> None:
         record = read_heartbeat(run_dir)
         if record is not None and record.host == socket.gethostname():
             record = replace(record, state=FAILED, cause=cause[:_LONGEST_CAUSE])
-            files.replace(run_dir / HEARTBEAT, json.dumps(asdict(record)) + "\n")
+            files.write_atomic(run_dir / HEARTBEAT, json.dumps(asdict(record)) + "\n")
 
 
 class RunLock:
@@ -124,7 +124,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
-        self._file = open_own(self._path, "ab+")
+        self._file = open_nofollow(self._path, "ab+")
 
     def acquire(self, on_wait: Callable[[], None]) -> None:
         """Lock the run directory for this launcher.
@@ -165,7 +165,7 @@ class RunLock:
     @property
     def is_current(self) -> bool:
         """Whether the file is still in the directory: a launcher that gives up removes its own."""
-        return leads_to(self._path, self._file)
+        return is_same_file(self._path, self._file)
 
     def _try(self, kind: int) -> bool:
         try:
@@ -199,7 +199,7 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     `on_wait` is called before a wait for the ranks of a killed launcher. UsageError if the
     directory is not writable, full or in use.
     """
-    with refusing(f"train.run_dir={run_dir}"):
+    with os_errors_as(f"train.run_dir={run_dir}"):
         while True:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir)

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import leads_to, open_own, open_regular, refusing
+from fsdpctl.io.files import is_same_file, open_nofollow, open_regular, os_errors_as
 from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
@@ -79,7 +79,7 @@ def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[Metri
 
 
 def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, MetricsLine]]:
-    with open(open_regular(path), "rb") as file, refusing(path):
+    with open(open_regular(path), "rb") as file, os_errors_as(path):
         size = file.seek(0, os.SEEK_END)
         start = 0 if last_bytes is None else max(0, size - last_bytes)
         file.seek(start)
@@ -120,25 +120,27 @@ class MetricsFile:
         self._path = path
         self.earlier: list[dict[str, Any]] = []  # the removed lines, and some before them
         self._writing = threading.Lock()
-        with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
+        with os_errors_as(
+            path, full_disk=FsdpctlError
+        ):  # a full disk is not a mistake in the settings
             if path.is_file():  # nothing else records rejected steps
                 kept, removed = list[bytes](), list[bytes]()
                 for text, line in _read(path):
                     stays = line.step <= step or line.rejected_step is not None
                     (kept if stays else removed).append(text)
                 self.earlier = [json.loads(text) for text in (*kept[-_BEFORE:], *removed)]
-                files.replace(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
-            self._file = open_own(path, "ab")
+                files.write_atomic(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
+            self._file = open_nofollow(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object; FsdpctlError if that fails. Any thread may call it."""
-        with refusing(self._path, FsdpctlError), self._writing:
+        with os_errors_as(self._path, FsdpctlError), self._writing:
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
 
     @property
     def is_in_place(self) -> bool:
-        return leads_to(self._path, self._file)
+        return is_same_file(self._path, self._file)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the last `write` has raised it already

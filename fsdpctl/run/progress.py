@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdpctl.io.activity import DISPLAY, QUIET, doing
-from fsdpctl.io.console import PatientConsole, journal, wrapped
+from fsdpctl.io.terminal import LenientConsole, journal, wrapped
 from fsdpctl.io.texts import format_bytes, printable
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RunProgress:
         self._numbers = ""  # of the newest step, in the bar
         self._began = time.monotonic()
         self._first = ExitStack()  # until a step is complete
-        self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
+        self._console = LenientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._hides = bool(os.environ.get(QUIET))  # the bar and remarks
         if shows and not self._hides and self._console.is_terminal:
             self._live = Progress(
@@ -62,14 +62,14 @@ class RunProgress:
         compiling = "compiling, and " if compiles else ""
         self._first.enter_context(doing(f"{compiling}computing the first step"))
         if self._live is not None:
-            DISPLAY.give_to(self._note)
+            DISPLAY.attach_bar(self._note)
             self._live.start()
 
     def stop(self, *, is_complete: bool = True) -> None:
         """Leave the bar of a complete run, or erase it: an error names the step."""
         self._first.close()
         if self._live is not None:
-            DISPLAY.give_to(None)
+            DISPLAY.attach_bar(None)
             self._live.live.transient = not is_complete
             self._live.stop()
 
@@ -80,7 +80,7 @@ class RunProgress:
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
         self._done_here += 1
-        DISPLAY.started()
+        DISPLAY.end_startup()
         self._first.close()
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total

@@ -257,8 +257,8 @@ def _load(
     ranks.gather_objects(None)
     RANK_STATUS.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
-    trained = Batches(data.train.rows(train.seq_len), batches, train.seed, vocab_size)
-    held = None if val is None else Batches(val.rows(train.seq_len), batches, 0, vocab_size)
+    trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
+    held = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)
     made = data, model, optimizer, trained, held
     return TrainingParts(config, run_dir, *made, world.device), done, bases
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.data.batches import Batches, MicroBatch
-from fsdpctl.data.mixture import MixedRows
+from fsdpctl.data.mixture import MixedSamples
 from fsdpctl.models.row_documents import Documents, make_documents, send
 from fsdpctl.models.transformers_decoder import OwnHead
 
@@ -26,7 +26,7 @@ def summed_loss(
 def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
     if not batch.lengths:
         return {}
-    are_rows = not batch.holds_documents
+    are_rows = not batch.isolates_documents
     documents = make_documents(
         batch.lengths, device, context=batch.context, are_rows=are_rows, ends=batch.ends
     )
@@ -40,9 +40,9 @@ class SourceLosses:
         """Begin a step. There are none without a mixture, or a head that computes losses."""
         self._device = device
         self._head: OwnHead | None = None
-        if isinstance(batches.rows, MixedRows):
+        if isinstance(batches.samples, MixedSamples):
             self._head = next((m for m in module.modules() if isinstance(m, OwnHead)), None)
-            self._count = len(batches.rows.parts)
+            self._count = len(batches.samples.sources)
             self._losses = torch.zeros(self._count, dtype=torch.float64, device=device)
             self._tokens = torch.zeros(self._count, dtype=torch.float64)
 

@@ -58,12 +58,12 @@ class RejectedStep:
 
     def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
         """Return the object for metrics.jsonl of a step after `position` samples."""
-        of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
+        of_rank = [] if self.rank is None else batches.sample_indices(position, self.rank)
         about = {
             "reason": self.reason, "action": self.action, "rank": self.rank,
             "loss": _json_number(self.loss), "grad_norm": _json_number(self.grad_norm),
             "threshold": self.threshold, "number": self.number,
-            "samples": batches.numbers(position), "rank_samples": of_rank,
+            "samples": batches.sample_indices(position), "rank_samples": of_rank,
         }  # fmt: skip
         return {"step": self.step, "rejected_step": about}
 

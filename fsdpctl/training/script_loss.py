@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.data.own import OwnBatch
+from fsdpctl.data.script_data import ScriptBatch
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import dtype_name
 from fsdpctl.models.row_documents import send
@@ -22,7 +22,7 @@ _NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
 
 
 def script_loss(
-    model: Any, own: OwnBatch, device: torch.device, named: "NamedSums"
+    model: Any, own: ScriptBatch, device: torch.device, named: "NamedSums"
 ) -> tuple[Tensor, int | Tensor]:
     """Return the sum and the count of a script's loss function, and add its other sums to `named`.
 
@@ -30,7 +30,7 @@ def script_loss(
     """
     dtype = model.compute_dtype
     with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-        total, count, *others = _check_result(own.of.loss(model, _to_device(own.value, device)))
+        total, count, *others = _check_result(own.data.loss(model, _to_device(own.value, device)))
     sums = check_sums(others[0]) if others else {}
     named.add(sums if own.is_counted else dict.fromkeys(sums, 0.0))
     return (total, count) if own.is_counted else (0 * total, 0)

@@ -23,8 +23,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.files import open_regular, plain_name, read_text_file
-from fsdpctl.io.packages import lacking
+from fsdpctl.io.files import checked_name, open_regular, read_text_file
+from fsdpctl.io.packages import install_hint
 from fsdpctl.io.run_files import TENSORBOARD, TRACKER_ID
 
 _LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
@@ -245,7 +245,7 @@ class Trackers:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            text = lacking(name, error) if isinstance(error, ImportError) else str(error)
+            text = install_hint(name, error) if isinstance(error, ImportError) else str(error)
             cause = " ".join(text.split())[:_LONGEST] or type(error).__name__
             self._warn(f"log.trackers={name}: {cause}; the run continues without it")
 
@@ -257,8 +257,8 @@ def _project(config: Config, variable: str) -> str:
 def _tracker_id(run_dir: Path) -> str:
     path = run_dir / TRACKER_ID
     if not path.exists():
-        files.replace(path, f"{secrets.token_hex(4)}\n")
-    return plain_name(read_text_file(path).strip(), _ID, str(path), UsageError)
+        files.write_atomic(path, f"{secrets.token_hex(4)}\n")
+    return checked_name(read_text_file(path).strip(), _ID, str(path), UsageError)
 
 
 def _steps_of_wandb(logs: Sequence[Path]) -> int:

@@ -173,9 +173,9 @@ def _run_micro_steps(
         with parts.model.no_sync() if holds else contextlib.nullcontext():
             chunk = config.train.loss_chunk_tokens or 0
             sources.start_forward()
-            if batch.content is not None:
+            if batch.script_batch is not None:
                 loss, count = script_loss(
-                    parts.model, batch.content, parts.device, parts.named_sums
+                    parts.model, batch.script_batch, parts.device, parts.named_sums
                 )
             else:
                 loss = summed_loss(parts.model, batch, parts.device, chunk)

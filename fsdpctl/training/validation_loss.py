@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.data_set import Corpus, DataSet
-from fsdpctl.data.own import OwnData
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORE_INDEX
+from fsdpctl.data.script_data import ScriptData
 from fsdpctl.models.row_documents import send
 from fsdpctl.models.transformers_decoder import Decoder, evaluating
 from fsdpctl.run.step_metrics import finite
@@ -54,7 +54,7 @@ def validation_loss(
     ranks, this returns None.
     """
     sums, others, named, done = {}, list[float](), NamedSums(), 0
-    for name, part in batches.parts().items():
+    for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
             for micro_step in range(part.num_validation_passes(number)):
@@ -81,22 +81,22 @@ def validation_loss(
 def _pass_loss(
     model: Decoder, batch: MicroBatch, device: torch.device, chunk_tokens: int, named: NamedSums
 ) -> tuple[Tensor, int | Tensor]:
-    if batch.content is not None:
-        return script_loss(model, batch.content, device, named)
-    count = int((batch.targets != IGNORED).sum())
+    if batch.script_batch is not None:
+        return script_loss(model, batch.script_batch, device, named)
+    count = int((batch.targets != IGNORE_INDEX).sum())
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens), count
     tokens = send(batch.tokens, device)
     logits = model(tokens, **documents_of(batch, device)).float().flatten(0, 1)
     targets = send(batch.targets, device).flatten()
-    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
     return losses.double().sum(), count
 
 
 def describe_validation(found: ValidationLoss, data: DataSet) -> str:
     loss = found.mean
     text = f"validation loss {loss:.4f}"
-    if isinstance(data.val, OwnData):
+    if isinstance(data.val, ScriptData):
         return ", ".join([text, *(f"{name} {each:.4g}" for name, each in found.named.items())])
     text += " nats per token"
     if found.by_source:

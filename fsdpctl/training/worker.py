@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fsdpctl.errors import STOP_SIGNALS
 from fsdpctl.io.activity import DISPLAY
-from fsdpctl.io.files import open_own
+from fsdpctl.io.files import open_nofollow
 from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
 def _redirect_stderr(logs: Path, rank: int) -> Path:
     """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
-    with contextlib.suppress(OSError), open_own(path, "wb", folders=1) as file:
+    with contextlib.suppress(OSError), open_nofollow(path, "wb", folders=1) as file:
         os.dup2(file.fileno(), 2)
     return path
 

@@ -37,7 +37,9 @@ def outcome(place: Path, name: str, kind: str, plain: str, marked: str) -> str:
     for token, one, other in zip(tokens, mask, made.train.trained.tolist(), strict=True):
         if bool(one) != other:
             differing[other].append(token)
-    ours, trl = (made.tokenizer.decode(each, skips=False) for each in differing.values())
+    ours, trl = (
+        made.tokenizer.decode(each, skip_special_tokens=False) for each in differing.values()
+    )
     return f"only TRL trains {trl!r}, only fsdpctl {ours!r}" if ours or trl else "equal"
 
 

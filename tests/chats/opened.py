@@ -32,9 +32,9 @@ def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str
             if flag:
                 run.append(token)
             elif run:
-                texts.append(tokenizer.decode(run, skips=False))
+                texts.append(tokenizer.decode(run, skip_special_tokens=False))
                 run = []
-        found.append([*texts, *([tokenizer.decode(run, skips=False)] if run else [])])
+        found.append([*texts, *([tokenizer.decode(run, skip_special_tokens=False)] if run else [])])
     return found
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from fsdpctl.chats.formats import Chat
-from fsdpctl.chats.lines import lines_of
 from fsdpctl.chats.render import Renderer
+from fsdpctl.chats.rows import read_rows
 from fsdpctl.chats.samples import LossPolicy, samples_of
 
 TEXT = '{"x":1,"b":[1,null]}'
@@ -30,7 +30,7 @@ def test_json_text_reaches_a_template_in_the_form_that_it_takes(written, shown, 
     row = {"messages": [{"role": "user", "content": "q"}, answer]}
     file = tmp_path / "c.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    chat = next(iter(lines_of(str(file))[1]))[0].content
+    chat = next(iter(read_rows(str(file))[1]))[0].content
     assert isinstance(chat, Chat)
     renderer = Renderer(LOOP.replace("WRITTEN", written), {}, "2026-01-31")
     made = samples_of(renderer, chat, LossPolicy("assistant", "split"), re.compile("<end>"))

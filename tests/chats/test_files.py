@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.chats.formats import Chat, Plain
-from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.formats import Chat, PlainText
+from fsdpctl.chats.rows import read_rows
 from fsdpctl.data.find_data import find_data
 from fsdpctl.errors import UsageError
 from tests.chats.families import say, write_lines
@@ -19,7 +19,7 @@ TEXTS: list[dict[str, Any]] = [{"text": "a"}, {"text": "b [] é", "id": 1}, {"te
 
 
 def read(file):
-    return [line.content for line, _ in lines_of(str(file))[1]]
+    return [line.content for line, _ in read_rows(str(file))[1]]
 
 
 def refusal(file, content=None):
@@ -41,15 +41,15 @@ def test_an_array_has_the_rows_of_json_lines(tmp_path):
     ):
         for data in (content.encode(), gzip.compress(content.encode())):
             file.write_bytes(data)
-            assert read(file) == [Plain(each["text"]) for each in TEXTS]
-            assert [line.where for line, _ in lines_of(str(file))[1]][2] == f"{file}, element 3"
+            assert read(file) == [PlainText(each["text"]) for each in TEXTS]
+            assert [line.location for line, _ in read_rows(str(file))[1]][2] == f"{file}, element 3"
 
 
 def test_an_array_takes_memory_of_its_size(tmp_path):
     row = json.dumps({"text": "x" * 100_000})
     (tmp_path / "a.json").write_text("[" + ",".join([row] * 80) + "]")
     tracemalloc.start()
-    assert sum(1 for _ in lines_of(str(tmp_path / "a.json"))[1]) == 80
+    assert sum(1 for _ in read_rows(str(tmp_path / "a.json"))[1]) == 80
     assert tracemalloc.get_traced_memory()[1] < 24 << 20  # of 8 MB
     tracemalloc.stop()
 
@@ -87,7 +87,7 @@ def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
     file = tmp_path / "a.jsonl.zst"
     with pyarrow.CompressedOutputStream(str(file), "zstd") as out:
         out.write(b"".join(json.dumps(each).encode() + b"\n" for each in TEXTS))
-    expected = [Plain(each["text"]) for each in TEXTS]
+    expected = [PlainText(each["text"]) for each in TEXTS]
     frame, skipped = file.read_bytes(), b"\x50\x2a\x4d\x18\4\0\0\0abcd"  # as pzstd writes
     other = b"\x5f\x2a\x4d\x18\0\0\0\0"
     for content in (frame, skipped + frame, other + skipped + frame + skipped):
@@ -101,18 +101,19 @@ def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
 def test_parts_of_gzip_are_one_file(tmp_path):
     rows = [json.dumps(each).encode() + b"\n" for each in TEXTS]
     (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, rows)))
-    assert read(tmp_path / "a.jsonl.gz") == [Plain(each["text"]) for each in TEXTS]
+    assert read(tmp_path / "a.jsonl.gz") == [PlainText(each["text"]) for each in TEXTS]
 
 
 @pytest.mark.parametrize("empty", ["", None])
 def test_rows_without_text_are_passed_over_and_counted(empty, tmp_path):
     rows = [{"text": empty, "id": 1}, *TEXTS, {"text": empty}, {"text": "d", "label": 1}]
     counts = Counter[str]()
-    name, found = lines_of(str(write_lines(tmp_path / "a.jsonl", rows)), counts)
+    name, found = read_rows(str(write_lines(tmp_path / "a.jsonl", rows)), counts)
     texts = [(line.content, line.keys.ignored) for line, _ in found]
     assert name == "text"
     assert texts == [
-        (Plain("a"), set()), (Plain("b [] é"), {"id"}), (Plain("c"), set()), (Plain("d"), {"label"})
+        (PlainText("a"), set()), (PlainText("b [] é"), {"id"}), (PlainText("c"), set()),
+        (PlainText("d"), {"label"}),
     ]  # fmt: skip
     assert counts == {"empty": 2}
 
@@ -133,10 +134,10 @@ def test_unused_columns_of_a_table_do_not_matter(tmp_path):
     with pa.ipc.new_stream(tmp_path / "b.arrow", table.schema) as out:
         out.write_table(table)
     for file in (tmp_path / "a.parquet", tmp_path / "b.arrow"):
-        lines = [line for line, _ in lines_of(str(file))[1]]
+        lines = [line for line, _ in read_rows(str(file))[1]]
         contents = [Chat(say("a", "b", system="be kind"), [True] * 3)] * 3
         assert [each.content for each in lines] == contents
-        assert [each.where for each in lines][2] == f"{file}, row 3"
+        assert [each.location for each in lines][2] == f"{file}, row 3"
         assert lines[0].keys.ignored == {"at", "price", "dotted.name"}
 
 
@@ -184,7 +185,7 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
     paths = ["chats/a.json", "chats/b.jsonl", "chats/d.jsonl.gz", "chats/sub/c.parquet"]
     files = find_data("chats", option="chat")
     assert [*map(str, files.train)] == paths
-    assert {name for _, name in files.left_out} == {"e.txt", "README.md", "dataset_info.json"}
+    assert {name for _, name in files.unused} == {"e.txt", "README.md", "dataset_info.json"}
     assert [*map(str, find_data("chats/*.jsonl*").train)] == [paths[1], paths[2]]
     with pytest.raises(UsageError, match="not found"):
         find_data("none/*")

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdpctl.commands.chat_preview import histogram, preview
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data import chat_tokens, open_chats, token_cache
-from fsdpctl.data.chat_preview import histogram, preview
 from fsdpctl.data.documents import is_held_out
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
@@ -34,7 +34,7 @@ def kept_folder():
 
 def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
-    monkeypatch.setattr(chat_tokens, "rendered", None)  # would be called to render again
+    monkeypatch.setattr(chat_tokens, "render_chats", None)  # would be called to render again
     with monkeypatch.context() as same:  # files, which are not read again
         same.setattr("tests.chats.opened.write_lines", lambda file, rows: file)
         for module in (token_cache, open_chats):
@@ -99,7 +99,7 @@ def test_keys_are_named_once_per_file(tmp_path):
             ignored, expected = f"functions (1 row), {ignored}", with_keys
         assert (
             found.notes[:2]
-            == found.about_files
+            == found.format_notes
             == (f"{path}: format messages, with {expected}", f"{path}: ignored: {ignored}")
         )
 
@@ -133,13 +133,13 @@ def test_chats_are_mixed_by_share_of_sequences(tmp_path):
     held = write_lines(tmp_path / "held.jsonl", numbered(9, 2000))
     about: Any = {"path": f"{a}:1,more={b}:3", "val_path": f"{held},{b}", "packing": False}
     found = opened(tmp_path, "chatml", [], **about)
-    rows = found.train.rows(64)
-    assert [(each.name, each.share) for each in rows.parts] == [("a", 0.25), ("more", 0.75)]
+    rows = found.train.samples(64)
+    assert [(each.name, each.share) for each in rows.sources] == [("a", 0.25), ("more", 0.75)]
     assert np.bincount([rows.source_of(int(n)) for n in rows.order(0, 64, 0)]).tolist() == [16, 48]
     texts = [found.tokenizer.decode(rows[int(n)].tokens.tolist()) for n in rows.order(0, 64, 0)]
     assert sum("maybe" in text for text in texts) == 48
-    assert rows.to_line(400)["tokens/more"] == rows.of_part[1].num_tokens * 3
-    assert [len(each.content) for each in found.val.parts] == [9, 100]
+    assert rows.to_line(400)["tokens/more"] == rows.per_source[1].num_tokens * 3
+    assert [len(each.content) for each in found.val.sources] == [9, 100]
     assert found.description == "a (25.0%), more (75.0%)"
     assert any(note.startswith("more: train: 100 conversations") for note in found.notes)
     assert any(note.startswith("held: validation: 9 conversations") for note in found.notes)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fsdpctl.chats.formats import Chat, Plain
-from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.formats import Chat, PlainText
+from fsdpctl.chats.rows import read_rows
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
 
@@ -231,8 +231,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
         ignored="messages[].value messages[].from")),
     "a prompt beside messages": ({"prompt": "a", "prompt_id": "x", "messages": TURN},
         means(*TURN, ignored="prompt prompt_id")),
-    "a text": ({"text": "x", "url": "y"}, (Plain("x"), {"url"})),
-    "two texts": ({"prompt": "a", "completion": "b"}, (Plain("ab", 1), set())),
+    "a text": ({"text": "x", "url": "y"}, (PlainText("x"), {"url"})),
+    "two texts": ({"prompt": "a", "completion": "b"}, (PlainText("ab", 1), set())),
     # Values that JSON or a library cannot hold.
     "an integer": (talk(tool_calls=[call({"wei": 10**21, "n": [-(2**63) - 1, 2**64 - 1]})]),
         means(user(), calls(call({"wei": 10**21, "n": [-(2**63) - 1, 2**64 - 1]}), content="b"))),
@@ -250,7 +250,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "half a pair": ('{"text": "' + SURROGATE + '"}', "line 1: contains half of a surrogate pair"),
     "half a pair in arguments": (json.dumps(talk(tool_calls=[call('{"a": "' + SURROGATE + '"}')])),
         "line 1: contains half of a surrogate pair"),
-    "half a pair in a key": ('{"text": "x", "' + SURROGATE + '": 1}', (Plain("x"), {"\ud800"})),
+    "half a pair in a key": ('{"text": "x", "' + SURROGATE + '": 1}', (PlainText("x"), {"\ud800"})),
     # Formats and damage.
     "messages as JSON": ({"messages": json.dumps(TURN)}, PLAIN),
     "a prompt of messages": ({"prompt": TURN[:1], "completion": TURN[1:]},
@@ -271,10 +271,10 @@ ROWS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def unpacked(chat: Chat | Plain) -> object:
+def unpacked(chat: Chat | PlainText) -> object:
     """Return a chat as a template's process receives it."""
     packed = msgspec.msgpack.encode(chat)
-    return msgspec.msgpack.decode(packed, type=Chat | Plain, ext_hook=from_extension)
+    return msgspec.msgpack.decode(packed, type=Chat | PlainText, ext_hook=from_extension)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -286,10 +286,10 @@ def test_a_row_means_what_its_program_means(name, tmp_path):
     file.write_text(row if isinstance(row, str) else json.dumps(row))
     if isinstance(expected, str):
         with pytest.raises(UsageError, match=expected) as caught:
-            list(lines_of(str(file))[1])
+            list(read_rows(str(file))[1])
         assert str(caught.value).startswith(f"{file}, line 1: ")
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 400
         return
-    ((line, _),) = lines_of(str(file))[1]
+    ((line, _),) = read_rows(str(file))[1]
     assert (unpacked(line.content), line.keys.ignored) == expected

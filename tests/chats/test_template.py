@@ -19,7 +19,7 @@ from tests.chats.opened import DATE, opened
 TALK = say("hello", "good day")
 
 
-def tokenizer_of(folder: Path) -> FileTokenizer:
+def open_run_tokenizer(folder: Path) -> FileTokenizer:
     found = open_tokenizer(str(folder))
     assert isinstance(found, FileTokenizer)
     return found
@@ -43,7 +43,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
             else:
                 (folder / name).write_text(content)
         theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-        found = open_template(tokenizer_of(folder), None)
+        found = open_template(open_run_tokenizer(folder), None)
         assert found.text == theirs.get_chat_template() == expected
         assert found.special_tokens == theirs.special_tokens_map
 
@@ -53,7 +53,7 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
     config = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": named}))
-    found = open_template(tokenizer_of(folder), None)
+    found = open_template(open_run_tokenizer(folder), None)
     assert (found.text, found.tool_text) == ("a", "b")
 
 
@@ -128,7 +128,9 @@ def test_a_template_of_two_days_has_the_date_of_each():
 def test_templates_get_the_configured_date(tmp_path):
     rows = [{"messages": TALK}]
     first = opened(tmp_path, "llama32", rows)
-    assert "31 Jan 2026" in first.tokenizer.decode(first.train.tokens.tolist(), skips=False)
+    assert "31 Jan 2026" in first.tokenizer.decode(
+        first.train.tokens.tolist(), skip_special_tokens=False
+    )
     other = opened(tmp_path, "llama32", rows, date="2025-06-01")
     assert other.fingerprint != first.fingerprint
     assert other.date == "2025-06-01"

@@ -15,8 +15,8 @@ from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer
 from fsdpctl.chats.samples import ChatSample, LossPolicy, samples_of
 from fsdpctl.chats.turns import first_absent
-from fsdpctl.data.chat_tokens import Encoder
-from fsdpctl.data.tokenizer import Encoded
+from fsdpctl.data.chat_tokens import ChatEncoder
+from fsdpctl.data.tokenizer import EncodedText
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of, trained_texts
@@ -81,9 +81,9 @@ def test_control_tokens_in_messages_do_not_move_boundaries(name, tmp_path):
 
 def test_the_end_of_a_message_may_differ_from_the_tokenizers_end(tmp_path):
     found = opened(tmp_path, "gemma2", [{"messages": TALK}])
-    end = found.tokenizer.controls["<end_of_turn>"]
+    end = found.tokenizer.control_tokens["<end_of_turn>"]
     assert found.end_tokens == (end,)
-    assert found.tokenizer.end == found.tokenizer.controls["<eos>"] != end
+    assert found.tokenizer.eos_id == found.tokenizer.control_tokens["<eos>"] != end
 
 
 def test_weights_mask_assistant_messages(tmp_path):
@@ -329,10 +329,10 @@ def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked)
     drawn = np.random.default_rng(seed)
     edges = np.sort(drawn.choice(400, 40, replace=False)).reshape(-1, 2)
     at = np.sort(drawn.choice(400, 120))
-    given = Encoded(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
-    tokenizer: Any = SimpleNamespace(vocab_size=9, controls={"<a>": 2, "<b>": 5})
+    given = EncodedText(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
+    tokenizer: Any = SimpleNamespace(vocab_size=9, control_tokens={"<a>": 2, "<b>": 5})
     spans = [(int(a), int(b)) for a, b in edges]
-    found = Encoder(tokenizer)._flags(ChatSample("", spans, is_marked), given)
+    found = ChatEncoder(tokenizer)._flags(ChatSample("", spans, is_marked), given)
     expected = [
         any(
             stop > a and start < b and (is_marked or token not in (2, 5) or start >= a)
@@ -341,7 +341,7 @@ def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked)
         for token, start, stop in zip(given.tokens, given.starts, given.stops, strict=True)
     ]
     assert found.tolist() == expected
-    assert Encoder(tokenizer)._flags(ChatSample("", []), given).sum() == 0
+    assert ChatEncoder(tokenizer)._flags(ChatSample("", []), given).sum() == 0
 
 
 class Searched(str):

@@ -172,9 +172,9 @@ def test_its_tokenizer_gives_the_tokens_of_transformers_that_the_model_has(kind,
     theirs = hf.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
     ours: Any = open_tokenizer(str(file))
     for text in ("Hello world, it isn't 1234?  x\n\n é", "<|begin|>a<think>b<|end|>", " "):
-        assert ours.auto(text)["input_ids"] == theirs(text)["input_ids"]
-    assert (ours.vocab_size, ours.end) == (320, theirs.eos_token_id)
-    assert ours.auto.chat_template == theirs.chat_template
+        assert ours.hf(text)["input_ids"] == theirs(text)["input_ids"]
+    assert (ours.vocab_size, ours.eos_id) == (320, theirs.eos_token_id)
+    assert ours.hf.chat_template == theirs.chat_template
 
 
 def of_three(writer: GGUFWriter) -> None:

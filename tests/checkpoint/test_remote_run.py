@@ -30,7 +30,7 @@ from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
-from fsdpctl.io.activity import Talk
+from fsdpctl.io.activity import Reporter
 from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.settle import as_kept
@@ -345,7 +345,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
     monkeypatch.setattr(prepare_run, "prepare", lambda *_, **__: SimpleNamespace(config=config))
     said: list[str] = []
-    talk = Talk(said.append, said.append, said.append)
+    talk = Reporter(said.append, said.append, said.append)
     assert prepare_run(compose_config(settings), [], "auto", talk) is None
     assert said[0] == f"{run}: finished at step 40; nothing to do"
     assert [each.name for each in RemoteCheckpoints(URL).complete()] == [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.io.console import wrapped
+from fsdpctl.io.terminal import wrapped
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import invoke
@@ -71,7 +71,7 @@ def test_the_length_of_a_run_is_known_by_its_data_or_the_reason_is_printed(tmp_p
     assert "time    launch.device=cpu: times are predicted for GPUs only; set cluster" in text
     assert "length  10 steps of 2,048 tokens" in text
     monkeypatch.setattr("fsdpctl.data.open_estimated.EXACT_BYTES", 1 << 10)
-    monkeypatch.setattr("fsdpctl.data.open_estimated.PLACE_BYTES", 1 << 7)
+    monkeypatch.setattr("fsdpctl.data.open_estimated.EXCERPT_BYTES", 1 << 7)
     (tmp_path / "text.txt").write_text("other words\n" * 10_000)
     _, text = invoke("estimate-memory", *words, path)
     assert " tokens (±0.0%: tokens of the data are estimated): " in text

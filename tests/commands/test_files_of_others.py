@@ -21,8 +21,8 @@ from fsdpctl.commands.training_data import samples_of_step
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.io.console import PatientConsole
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG
+from fsdpctl.io.terminal import LenientConsole
 from fsdpctl.io.texts import printable
 from tests.commands.run import invoke, make_text
 from tests.hostile import TINY_MODEL, make_checkpoint, reseal
@@ -316,7 +316,7 @@ def test_what_has_the_name_of_a_checkpoint_is_a_directory(run, here, name, kind)
 def test_many_tensors_are_printed_as_few_are(here, monkeypatch):
     make_checkpoint(here / "ck")
     few = invoke("inspect-checkpoint", "ck")
-    monkeypatch.setattr(PatientConsole, "is_terminal", True)
+    monkeypatch.setattr(LenientConsole, "is_terminal", True)
     monkeypatch.setattr(printing.out, "_width", 1000)
     monkeypatch.setattr(printing, "_MANY_ROWS", 1)
     assert invoke("inspect-checkpoint", "ck") == few

@@ -105,7 +105,7 @@ def test_text_arrives_in_pieces_of_whole_characters(seed):
     cut = [byte for byte in text if generator.random() < 0.9]  # some characters lack a byte
     for tokens in (list(text), cut):
         for tokenizer in (ByteTokenizer(), FileTokenizer("bytes", ByteTokenizer().files())):
-            pieces = [*tokenizer.pieces(tokens, [ord("x")])]
+            pieces = [*tokenizer.decode_stream(tokens, [ord("x")])]
             assert "".join(pieces) == tokenizer.decode(tokens)
             assert len([*filter(None, pieces)]) > 20
 
@@ -115,4 +115,6 @@ def test_spaces_between_pieces_are_kept(before):
     words = JsonTokenizer(WordLevel({f"▁w{n}": n for n in range(6)}, unk_token="▁w0"))
     words.decoder = Metaspace()
     tokenizer = FileTokenizer("words", {"tokenizer.json": words.to_str().encode()})
-    assert "".join(tokenizer.pieces([3, 4, 5], before)) == (" w3 w4 w5" if before else "w3 w4 w5")
+    assert "".join(tokenizer.decode_stream([3, 4, 5], before)) == (
+        " w3 w4 w5" if before else "w3 w4 w5"
+    )

@@ -19,7 +19,7 @@ from fsdpctl.estimate import estimator
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.suggestions import suggest
-from fsdpctl.io.activity import Talk
+from fsdpctl.io.activity import Reporter
 from fsdpctl.launch import restarts
 from fsdpctl.launch.outcome import RoundOutcome
 from fsdpctl.launch.prepare_run import PreparedRun, prepare_run
@@ -102,7 +102,7 @@ SMALL = [
     "data=text", "model.num_layers=2", "launch.device=cpu", "launch.nproc_per_node=2",
     "launch.nproc_min=1",
 ]  # fmt: skip
-QUIET = Talk(*[lambda line: None] * 3)
+QUIET = Reporter(*[lambda line: None] * 3)
 PACKAGE = str(Path(prepare_run.__code__.co_filename).parent.parent)
 
 
@@ -140,7 +140,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(tmp_path
     assert calls["role_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     calls = calls_of(
-        lambda: following.append(restarts.settle_for_nodes(begun, [0], QUIET.say, is_stuck=True))
+        lambda: following.append(restarts.settle_for_nodes(begun, [0], QUIET.result, is_stuck=True))
     )
     assert following[0] is not None
     assert following[0].launch.nproc_per_node == 1
@@ -159,7 +159,7 @@ def test_a_restart_on_fewer_ranks_prints_what_changed_and_a_start_by_hand_what_y
         said: list[str] = []
         typed = [word.replace("per_node=2", f"per_node={ranks}") for word in words]
         begun = prepare_run(
-            compose_config(typed), typed, "auto", Talk(said.append, print, said.append)
+            compose_config(typed), typed, "auto", Reporter(said.append, print, said.append)
         )
         assert begun is not None
         begun.lock.release()
@@ -187,7 +187,7 @@ def test_a_start_that_fails_leaves_no_directory_and_no_lock(tmp_path, monkeypatc
         composed = compose_config([*words, f"train.run_dir={run_dir}"])
         lines: list[str] = []
         with pytest.raises(DoesNotFitError, match="204.8 MiB available; change the settings"):
-            prepare_run(composed, words, "auto", Talk(lines.append, lines.append, lines.append))
+            prepare_run(composed, words, "auto", Reporter(lines.append, lines.append, lines.append))
         assert any("nothing fits; closest is strategy=" in line for line in lines)
         assert any(line.startswith("to fit  ") for line in lines)
     assert ((tmp_path / "some").exists(), list(there.iterdir())) == (False, [])

@@ -41,7 +41,7 @@ def test_weights_configuration_and_tokenizer_are_fetched_once_and_nothing_else(
     hub, monkeypatch, capfd
 ):
     told = list[str]()
-    monkeypatch.setattr(activity.DISPLAY, "tell", told.append)
+    monkeypatch.setattr(activity.DISPLAY, "print_line", told.append)
     hub.cuts = 3
     snapshot = Path(local_model("org/tiny"))
     assert snapshot.name == SHA

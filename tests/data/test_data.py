@@ -18,8 +18,8 @@ from fsdpctl.data.documents import hold_out, read_text, standard_library
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.order import permute, samples_at
-from fsdpctl.data.packing import IGNORED
-from fsdpctl.data.streams import TokenStream, stream_of
+from fsdpctl.data.packing import IGNORE_INDEX
+from fsdpctl.data.streams import TokenStream, concatenated
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
@@ -64,24 +64,24 @@ def test_any_range_of_positions_gives_the_same_sequence(position, length, count)
 def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_batch):
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
     plan = plan_batches(7, world_size, micro_batch_size=micro_batch)
-    batches = Batches(stream.rows(5), plan, 3, 101)
+    batches = Batches(stream.samples(5), plan, 3, 101)
     rows = []
     for rank in range(world_size):
         for micro_step in range(plan.num_micro_batches):
             batch = batches.training(14, rank, micro_step)
             assert batch.tokens.shape == (plan.micro_batch_size, 5)
             for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
-                if (targets != IGNORED).all():
+                if (targets != IGNORE_INDEX).all():
                     assert torch.equal(tokens[1:], targets[:-1])
                     rows.append(int(tokens[0]) // 5)
                 else:
-                    assert (targets == IGNORED).all()
+                    assert (targets == IGNORE_INDEX).all()
     assert rows == samples_at(14, 7, 20, seed=3).tolist()
 
 
 def test_validation_sees_every_sample_once_and_in_order():
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
-    batches = Batches(stream.rows(5), plan_batches(8, 2), 0, 101)
+    batches = Batches(stream.samples(5), plan_batches(8, 2), 0, 101)
     assert (batches.num_validation_batches(0), batches.num_validation_batches(2)) == (3, 2)
     rows = [
         int(tokens[0]) // 5
@@ -90,7 +90,7 @@ def test_validation_sees_every_sample_once_and_in_order():
         for tokens, targets in zip(
             *(lambda b: (b.tokens, b.targets))(batches.validation(number, rank, 0)), strict=True
         )
-        if (targets != IGNORED).all()
+        if (targets != IGNORE_INDEX).all()
     ]
     assert rows == list(range(20))
 
@@ -98,12 +98,12 @@ def test_validation_sees_every_sample_once_and_in_order():
 def test_a_sequence_longer_than_the_data_is_rejected():
     stream = TokenStream(np.arange(5, dtype=np.uint16), None)
     with pytest.raises(UsageError, match=r"train.seq_len=5: longer than the data"):
-        Batches(stream.rows(5), plan_batches(1, 1), 0, 101)
+        Batches(stream.samples(5), plan_batches(1, 1), 0, 101)
 
 
 def test_a_token_beyond_the_vocabulary_names_the_file():
     stream = TokenStream(np.arange(50, dtype=np.uint16), None, origin="t.bin")
-    batches = Batches(stream.rows(5), plan_batches(9, 1), 0, 20)
+    batches = Batches(stream.samples(5), plan_batches(9, 1), 0, 20)
     with pytest.raises(UsageError, match=r"t.bin: corrupted"):
         batches.training(0, 0, 0)
 
@@ -135,7 +135,7 @@ AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
 def read(path):
     found = find_data(str(path), option="text")
     text, passed = read_text(found, "data.path", str(path))
-    return text, passed.skipped, found.about(validates=True)
+    return text, passed.files, found.summary(validates=True)
 
 
 def test_files_directories_and_globs(tmp_path):
@@ -162,12 +162,12 @@ def _numbered(count: int) -> FileTokenizer:
 def test_parts_of_other_tokens_have_other_fingerprints():
     tokens = np.arange(9, dtype=np.uint16)
     one, other = TokenStream(tokens, None), TokenStream(tokens[::-1], None)
-    for part, its in zip(one.cut(6), other.cut(6), strict=True):
+    for part, its in zip(one.split(6), other.split(6), strict=True):
         assert part.fingerprint != its.fingerprint
     known = TokenStream(tokens, None, "abc", "t.bin")
-    assert [each.fingerprint for each in known.cut(6)] == ["abc/6", "abc/6"]
-    assert [each.origin for each in known.cut(6)] == ["t.bin", "t.bin"]
-    assert [list(each.tokens[:]) for each in known.cut(6)] == [[*range(6)], [6, 7, 8]]
+    assert [each.fingerprint for each in known.split(6)] == ["abc/6", "abc/6"]
+    assert [each.origin for each in known.split(6)] == ["t.bin", "t.bin"]
+    assert [list(each.tokens[:]) for each in known.split(6)] == [[*range(6)], [6, 7, 8]]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 70_000])
@@ -176,7 +176,7 @@ def test_token_files_round_trip(tmp_path, vocab_size):
     path = tmp_path / "t.bin"
     write_token_file(path, tokens, _numbered(vocab_size), num_bytes=9)
     (file,) = open_token_files(str(path)).train
-    assert stream_of([file], "t").tokens[:].tolist() == tokens.tolist()
+    assert concatenated([file], "t").tokens[:].tolist() == tokens.tolist()
     assert (file.vocab_size, file.num_bytes) == (vocab_size, 9)
     assert path.stat().st_size == 4 * (2 if vocab_size == 256 else 4)
 

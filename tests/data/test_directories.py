@@ -10,14 +10,14 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.data_files import data_files, kind_of, option_of_data
+from fsdpctl.config.data_files import local_data_files, option_of_file, option_of_path
 from fsdpctl.data.data_set import contents_of
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from tests.chats.families import say, write_lines, write_tokenizer
 from tests.data.token_file import write_token_file
@@ -147,21 +147,21 @@ LAYOUTS = {
 def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
     names, option, train, validation, about = LAYOUTS[name]
     path = write(tmp_path, names)
-    found = data_files(path)
+    found = local_data_files(path)
 
     def relative(files):
         return " ".join(each.relative_to(tmp_path).as_posix() for each in files)
 
     assert (relative(found.train), relative(found.validation)) == (train, validation)
-    assert option_of_data(path) == found.option == option
+    assert option_of_path(path) == found.option == option
     assert compose_config([f"data.path={path}"]).config.data.name == option
-    assert data_files(path, option=option) == found
+    assert local_data_files(path, option=option) == found
     if about is not None:
-        assert found.about(validates=True) == about
+        assert found.summary(validates=True) == about
     if validation:
-        held = data_files(path, "data.val_path", option)
+        held = local_data_files(path, "data.val_path", option)
         assert (relative(held.train), held.validation) == (validation, ())
-        assert f"{len(found.validation)} validation" in found.about(validates=False)
+        assert f"{len(found.validation)} validation" in found.summary(validates=False)
 
 
 ASKS = {
@@ -194,7 +194,7 @@ ASKS = {
 def test_a_directory_that_stays_ambiguous_asks_in_one_line(names, tmp_path):
     path = write(tmp_path, names)
     with pytest.raises(UsageError, match=r"^[^\n]*$") as caught:
-        data_files(path)
+        local_data_files(path)
     assert str(caught.value).startswith(f"data.path={path}: ")
     assert ASKS[names] in str(caught.value)
 
@@ -204,50 +204,50 @@ def test_a_card_with_several_configurations_asks_for_one(tmp_path):
     card = "---\nconfigs:\n- config_name: en\n  data_files: a.jsonl\n{}---\n# Texts\n"
     (tmp_path / "README.md").write_text(card.format("- config_name: fr\n  data_files: b.jsonl\n"))
     with pytest.raises(UsageError, match="several sets to train on, en, fr"):
-        data_files(path)
+        local_data_files(path)
     (tmp_path / "README.md").write_text(card.format(""))
-    assert len(data_files(path).train) == 2
+    assert len(local_data_files(path).train) == 2
 
 
 def test_a_typed_option_selects_among_several_kinds(tmp_path):
     path = write(tmp_path, "a.jsonl notes.txt train.bin README.md")
-    assert data_files(path, option="chat").about(validates=True) == (
+    assert local_data_files(path, option="chat").summary(validates=True) == (
         "1 file of 4; left out: README.md, notes.txt, train.bin"
     )
     for option, key in (("text", "data.path"), ("tokenize", "SRC")):
         said = r"=.*several kinds, 1 of text \(notes.txt\) and 1 of rows \(a.jsonl\); "
         with pytest.raises(UsageError, match=f"^{key}{said}.*name the files of one kind$"):
-            data_files(path, key, option)
-    rows = data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
+            local_data_files(path, key, option)
+    rows = local_data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
     assert [each.name for each in rows.train] == ["a.jsonl"]
-    text = data_files(write(tmp_path / "code", "a.py README.md b.bin"), option="text")
+    text = local_data_files(write(tmp_path / "code", "a.py README.md b.bin"), option="text")
     assert [each.name for each in text.train] == ["README.md", "a.py"]
-    assert text.left_out == (("", "b.bin"),)
-    assert [each.name for each in data_files(path, option="tokens").train] == ["train.bin"]
+    assert text.unused == (("", "b.bin"),)
+    assert [each.name for each in local_data_files(path, option="tokens").train] == ["train.bin"]
     for option, said in (("chat", "no conversations found"), ("tokens", "no token files")):
         with pytest.raises(UsageError, match=said):
-            data_files(write(tmp_path / "texts", "a.txt"), option=option)
+            local_data_files(write(tmp_path / "texts", "a.txt"), option=option)
 
 
 def test_a_path_that_names_files_reads_them(tmp_path):
     path = write(tmp_path, "test.jsonl test2.jsonl train.jsonl README.md dataset_info.json")
     for name in ("test.jsonl", "README.md"):
-        assert [each.name for each in data_files(f"{path}/{name}").train] == [name]
+        assert [each.name for each in local_data_files(f"{path}/{name}").train] == [name]
     for content in NAMED["OTHER"], NAMED["SQUAD"], NAMED["NONE"], "[1]", '{\n "text": "a"\n}':
         (tmp_path / "dataset_info.json").write_text(content)
         for option, way in ((None, ", or set data=text$"), ("tokenize", " objects$")):
             with pytest.raises(UsageError, match=f"JSON without rows; expected .*{way}"):
-                data_files(f"{path}/dataset_info.json", option=option)
-        assert data_files(f"{path}/dataset_info.json", option="text").option == "text"
-    tests = data_files(f"{path}/test*")
+                local_data_files(f"{path}/dataset_info.json", option=option)
+        assert local_data_files(f"{path}/dataset_info.json", option="text").option == "text"
+    tests = local_data_files(f"{path}/test*")
     assert [each.name for each in tests.train] == ["test.jsonl", "test2.jsonl"]
-    everything = data_files(f"{path}/*", option="chat")
+    everything = local_data_files(f"{path}/*", option="chat")
     assert [each.name for each in everything.train] == ["train.jsonl"]
-    assert "2 test" in everything.about(validates=True)
+    assert "2 test" in everything.summary(validates=True)
     with pytest.raises(UsageError, match=r"data.val_path=.*no files to validate on, but train"):
-        data_files(path, "data.val_path", "chat")
+        local_data_files(path, "data.val_path", "chat")
     alone = write(tmp_path / "held", "test-0.jsonl test-1.jsonl")
-    assert len(data_files(alone, "data.val_path", "chat").train) == 2
+    assert len(local_data_files(alone, "data.val_path", "chat").train) == 2
 
 
 CONTENT = {
@@ -269,12 +269,12 @@ CONTENT = {
 def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
     file = tmp_path / "a.json"
     file.write_text(content, "utf-8")
-    assert kind_of(file) == CONTENT[content]
+    assert option_of_file(file) == CONTENT[content]
     for name in ("a.txt", "part-00000"):
-        assert kind_of(file.rename(tmp_path / name)) == CONTENT[content]
+        assert option_of_file(file.rename(tmp_path / name)) == CONTENT[content]
         (tmp_path / name).rename(file)
     for name in ("a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "missing.json", "A.JSONL"):
-        assert kind_of(tmp_path / name) == "chat"
+        assert option_of_file(tmp_path / name) == "chat"
 
 
 def numbered(count, word):
@@ -315,7 +315,7 @@ def test_a_typed_fraction_is_of_the_files_to_train_on(tmp_path, option, typed, c
     found = open_data(compose_config(words).config.data)
     assert (found.train.num_tokens, found.val.num_tokens if found.val else 0) == counts
     assert isinstance(found.train, TokenStream)
-    assert {*found.train.rows(10)[0].tokens.tolist()} == {ord("t")}
+    assert {*found.train.samples(10)[0].tokens.tolist()} == {ord("t")}
     others = ", 1 of them to validate; left out: 1 test"
     if "=0" in str(typed):
         others = "; left out: 1 test, 1 validation"
@@ -329,7 +329,7 @@ def test_token_files_are_validated_on_those_that_are_called_so(tmp_path):
     found = open_data(DataConfig("tokens", str(tmp_path)))
     assert [part.num_tokens for part in (found.train, found.val) if part] == [50, 50]
     assert isinstance(found.val, TokenStream)
-    assert found.val.rows(10)[0].tokens.tolist() == [*range(100, 110)]
+    assert found.val.samples(10)[0].tokens.tolist() == [*range(100, 110)]
     assert "left out: 1 test" in found.description
     assert (found.has_val_files, len(found.token_files)) == (True, 2)
     typed = open_data(DataConfig("tokens", str(tmp_path), val_fraction=0.1))
@@ -351,7 +351,7 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
     found = open_data(DataConfig("text", str(tmp_path))).description
     said = said.replace(" sk", " files sk")
     assert found.endswith(f"2 files of 4, 2 of them to validate, {said}")
-    done = tokenize_files(str(tmp_path / "train"), Output(tmp_path / "t.bin"), ByteTokenizer())
+    done = tokenize_files(str(tmp_path / "train"), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert done.about == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
     (tmp_path / "val/c.py").write_bytes(b"\0")
     with pytest.raises(UsageError, match=r"/val/c.py, .*/val/d.py: no text found, 2 files skipped"):
@@ -367,7 +367,7 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     assert bytes(found.train.tokens[:]) == b"a bc"
     notes = ("2 documents without text, passed over", "columns ignored: label (2 rows)")
     assert found.notes == notes
-    done = tokenize_files(str(tmp_path), Output(tmp_path / "t.bin"), ByteTokenizer())
+    done = tokenize_files(str(tmp_path), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert (done.tokens, done.about) == (4, "1 file of 2; left out: README.md")
     assert done.notes == notes
     write_lines(tmp_path / "train.jsonl", numbered(2, "a"))
@@ -390,14 +390,14 @@ def test_rows_of_text_may_have_any_other_column(tmp_path, end):
     else:
         file.write_text("\n".join(map(json.dumps, rows)) if end == "jsonl" else json.dumps(rows))
     found = open_data(compose_config(["data=text", f"data.path={file}"]).config.data)
-    done = tokenize_files(str(file), Output(tmp_path / "t.bin"), ByteTokenizer())
+    done = tokenize_files(str(file), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert found.train.num_tokens + (found.val.num_tokens if found.val else 0) == done.tokens == 4
     assert found.notes == done.notes
     (ignored,) = (note for note in done.notes if note.startswith("columns ignored: "))
     assert all(key in ignored for key in OTHERS if OTHERS[key] is not None)
     write_lines(tmp_path / "b.jsonl", [{"text": "a"}, {"label": 1}])
     with pytest.raises(UsageError, match="line 2: text: required, as in the file's first row"):
-        tokenize_files(str(tmp_path / "b.jsonl"), Output(tmp_path / "u.bin"), ByteTokenizer())
+        tokenize_files(str(tmp_path / "b.jsonl"), TokenOutput(tmp_path / "u.bin"), ByteTokenizer())
 
 
 @pytest.mark.parametrize("other", [
@@ -454,7 +454,7 @@ def test_text_and_tokenize_refuse_rows_with_prompts(tmp_path):
         for name in ("a.jsonl", "a.json", "a.txt"):
             file = write_lines(tmp_path / name, [row, row])
             with pytest.raises(UsageError, match=f"line 1: {kind}; expected `text`, or set data="):
-                tokenize_files(str(file), Output(tmp_path / "t.bin"), ByteTokenizer())
+                tokenize_files(str(file), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
         (tmp_path / "rows").mkdir(exist_ok=True)
         write_lines(tmp_path / "rows/a.jsonl", [row, row])
         with pytest.raises(UsageError, match=f"line 1: {kind}; expected `text`"):

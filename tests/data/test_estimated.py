@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.chats import places
+from fsdpctl.chats import partial_reads
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data import open_estimated as module
-from fsdpctl.data.estimated import Estimated
+from fsdpctl.data.estimated import EstimatedData
 from fsdpctl.data.mixture import Mixture
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.open_estimated import open_estimated
@@ -97,7 +97,7 @@ KINDS = [
 def tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "EXACT_BYTES", 1 << 14)
-    monkeypatch.setattr(module, "PLACE_BYTES", 1 << 8)
+    monkeypatch.setattr(module, "EXCERPT_BYTES", 1 << 8)
     return str(write_tokenizer(tmp_path / "tokenizer", "qwen3"))
 
 
@@ -122,22 +122,22 @@ def test_estimated_tokens_and_rows_are_those_of_a_run(kind, files, tokenizer, tm
     size = written(tmp_path / "data", files)
     config = DataConfig(name=kind, path=str(tmp_path / "data"), tokenizer=tokenizer)
     found, exact = open_estimated(config), open_data(config)
-    assert isinstance(found.train, Estimated)
-    assert isinstance(found.val, Estimated)
-    assert found.train.sample.num_tokens < 0.55 * exact.train.num_tokens
-    assert near(found.train.num_tokens, exact.train.num_tokens, found.spread)
-    assert near(len(found.train.rows(512)), len(exact.train.rows(512)), 0.05)
+    assert isinstance(found.train, EstimatedData)
+    assert isinstance(found.val, EstimatedData)
+    assert found.train.excerpt.num_tokens < 0.55 * exact.train.num_tokens
+    assert near(found.train.num_tokens, exact.train.num_tokens, found.relative_error)
+    assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
     assert found.val.num_tokens == pytest.approx(found.train.num_tokens * 0.02 / 0.98, abs=1)
-    assert 0 < (found.spread or 0) < 0.06
+    assert 0 < (found.relative_error or 0) < 0.06
     assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 places)")
     again = open_estimated(config)  # the cache has the tokens now
-    assert (again.fingerprint, again.spread) == (exact.fingerprint, None)
+    assert (again.fingerprint, again.relative_error) == (exact.fingerprint, None)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "chats.jsonl", "chats.jsonl.gz"])
 def test_most_of_large_data_is_not_read(name, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PLACE_BYTES", 128)
-    monkeypatch.setattr(places, "MIB", 1 << 16)
+    monkeypatch.setattr(module, "EXCERPT_BYTES", 128)
+    monkeypatch.setattr(partial_reads, "MIB", 1 << 16)
     kind = "chat" if "chats" in name else "text"
     content = (
         "\n".join(TEXTS).encode() if name == "a.txt" else lines(CHATS if kind == "chat" else ROWS)
@@ -164,11 +164,11 @@ def test_a_small_source_is_counted_and_files_of_validation_have_their_share(toke
     config = replace(config, path=f"{tmp_path}/few.jsonl:1,{tmp_path}/many.jsonl:3")
     found, exact = both(config)
     assert isinstance(found.train, Mixture)
-    few, many = found.train.parts
-    assert [type(each.content) for each in (few, many)] == [Estimated, Estimated]
-    assert few.content.num_tokens == exact.train.parts[0].content.num_tokens
-    assert near(found.train.num_tokens, exact.train.num_tokens, found.spread)
-    assert near(len(found.train.rows(512)), len(exact.train.rows(512)), 0.05)
+    few, many = found.train.sources
+    assert [type(each.content) for each in (few, many)] == [EstimatedData, EstimatedData]
+    assert few.content.num_tokens == exact.train.sources[0].content.num_tokens
+    assert near(found.train.num_tokens, exact.train.num_tokens, found.relative_error)
+    assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
     assert any(each.startswith("many: ") and "places" in each for each in found.notes)
     for about in (
         {"path": "both"},
@@ -188,7 +188,7 @@ def test_a_run_cannot_train_on_an_estimate(tokenizer, tmp_path):
     config = DataConfig(name="text", path=f"{tmp_path}/a.jsonl", tokenizer=tokenizer)
     found = open_estimated(config)
     with pytest.raises(AssertionError, match="no data to train on"):
-        found.train.rows(512)[0]
+        found.train.samples(512)[0]
     with pytest.raises(AssertionError, match="no data to train on"):
         assert found.fingerprint
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.data_files import option_of_data
+from fsdpctl.config.data_files import option_of_path
 from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_estimated import open_estimated
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.data import is_here
 from tests.hub_server import SHA, Hub, serving
@@ -132,7 +132,7 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
         assert (len(hub.requests), names("hf://org/plain")) == (count, ["train-0.jsonl"])
         assert hub.fetched().isdisjoint({"data/test-0.jsonl", "x.pkl", "load.py"})
         for path in ("org/cards:table", "org/csv"):
-            done = tokenize_files(f"hf://{path}", Output(tmp_path / f"{path[-3:]}.bin"), BYTES)
+            done = tokenize_files(f"hf://{path}", TokenOutput(tmp_path / f"{path[-3:]}.bin"), BYTES)
             assert done.tokens == {"org/csv": 1}.get(path, 5)
         for path, words in {
             "cards:sft": "name a split after a /, of train_sft, test_sft",
@@ -205,7 +205,7 @@ def test_a_missing_file_is_refused(cached):
 
 def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     cached("org/texts", ["a/train.jsonl"])
-    assert option_of_data("hf://org/texts") == "chat"
+    assert option_of_path("hf://org/texts") == "chat"
     path = f"hf://org/texts:a:0.3,{tmp_path}/x.jsonl:0.7"
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     assert absolute_paths(path) == path
@@ -213,5 +213,5 @@ def test_names_are_sources_and_are_tokenized(cached, tmp_path):
         ("hf://org/texts:a", 0.3), (f"{tmp_path}/x.jsonl", 0.7),
     ]  # fmt: skip
     assert DataConfig(name="chat", path=path).path == path
-    done = tokenize_files("hf://org/texts", Output(tmp_path / "t.bin"), ByteTokenizer())
+    done = tokenize_files("hf://org/texts", TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert ((tmp_path / "t.bin").read_bytes()[::2], done.tokens) == (b"in a/train.jsonl", 16)

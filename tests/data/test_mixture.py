@@ -55,7 +55,7 @@ def test_every_window_has_the_shares_within_one_sample():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
-    rows = mixture().rows(4)
+    rows = mixture().samples(4)
     plan = plan_batches(12, world_size, micro_batch_size=2)
     batches = Batches(rows, plan, 3, 30_000)
     seen = []
@@ -74,7 +74,7 @@ def test_ranks_see_the_same_samples_and_each_source_in_epochs(world_size):
         assert of_source.sum() == counts[source]
         assert of_source.max() - of_source.min() <= 1  # epochs are whole
     assert rows.epochs(1200)["b"] == counts[1] / 70
-    said = [line for at in range(0, 300, 10) for line in rows.begun(at, at + 10)]
+    said = [line for at in range(0, 300, 10) for line in rows.new_epochs(at, at + 10)]
     assert said == ["b: epoch 2 begins"]
 
 
@@ -85,7 +85,7 @@ def test_sources_are_named_in_the_path(tmp_path):
     path = f"{web}:3,mine={code}:1"
     found = open_data(DataConfig(name="text", path=path, val_fraction=0.1))
     assert isinstance(found.train, Mixture)
-    named = [(each.name, each.share) for each in found.train.parts]
+    named = [(each.name, each.share) for each in found.train.sources]
     assert named == [("web", 0.75), ("mine", 0.25)]
     assert found.description == "web (75.0%), mine (25.0%)"
     assert isinstance(found.val, Mixture)

@@ -10,9 +10,9 @@ from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data import documents as documents_module
 from fsdpctl.data import tokenizer as tokenizer_module
 from fsdpctl.data import tokenizing
-from fsdpctl.data.documents import PassedOver, documents
+from fsdpctl.data.documents import SkippedInput, documents
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
-from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from tests.data.token_file import encoded
 
@@ -108,9 +108,9 @@ TEXTS = {
 @pytest.fixture
 def _small(monkeypatch):
     """Make pieces and the text around them small."""
-    monkeypatch.setattr(tokenizing, "PIECE", 3000)
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 3000)
     for module in (documents_module, tokenizer_module):
-        monkeypatch.setattr(module, "CONTEXT", 300)
+        monkeypatch.setattr(module, "CONTEXT_CHARS", 300)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -119,17 +119,17 @@ def test_pieces_have_the_tokens_of_the_whole_text(name, tmp_path):
     tokenizer = written(MAKERS[name]())
     for number, (kind, text) in enumerate(TEXTS.items()):
         (tmp_path / f"{number}.txt").write_text(text)
-        output = Output(tmp_path / f"{number}.bin")
+        output = TokenOutput(tmp_path / f"{number}.bin")
         tokenize_files(str(tmp_path / f"{number}.txt"), output, tokenizer)
         expected = encoded(tokenizer, text)
         assert output.path.read_bytes() == expected.tobytes(), kind
-        assert expected.tolist()[:-1] == tokenizer.auto(text)["input_ids"], kind
+        assert expected.tolist()[:-1] == tokenizer.hf(text)["input_ids"], kind
 
 
 def in_pieces(text, tokenizer, file):
     """Return the tokens of a text that is read in pieces, None if they are refused."""
     file.write_text(text)
-    pieces = [*documents(DataFiles("text", (file,)), "SRC", PassedOver(), most=3000)]
+    pieces = [*documents(DataFiles("text", (file,)), "SRC", SkippedInput(), max_bytes=3000)]
     assert len(pieces) > 2
     try:
         return tokenizer.encode_pieces(pieces).tolist()
@@ -179,8 +179,10 @@ def test_a_run_after_words_is_read_whatever_its_length(tmp_path):
 def test_bytes_are_cut_without_a_trace(tmp_path):
     for text in TEXTS.values():
         (tmp_path / "a.txt").write_text(text)
-        passed = PassedOver()
-        pieces = [*documents(DataFiles("text", (tmp_path / "a.txt",)), "SRC", passed, most=3000)]
+        passed = SkippedInput()
+        pieces = [
+            *documents(DataFiles("text", (tmp_path / "a.txt",)), "SRC", passed, max_bytes=3000)
+        ]
         assert len(pieces) > 2
         assert bytes(ByteTokenizer().encode_pieces(pieces)) == text.encode()
         assert sum(each.size for each in pieces) == len(text.encode())
@@ -192,4 +194,4 @@ def test_a_text_whose_tokens_depend_on_its_start_is_refused(tmp_path):
     tokenizer = written(made(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>")))
     (tmp_path / "a.txt").write_text("b" * 9000)
     with pytest.raises(UsageError, match="depend on text that is far away; split the file"):
-        tokenize_files(str(tmp_path / "a.txt"), Output(tmp_path / "a.bin"), tokenizer)
+        tokenize_files(str(tmp_path / "a.txt"), TokenOutput(tmp_path / "a.bin"), tokenizer)

@@ -14,7 +14,7 @@ from fsdpctl.data import remote_tokens
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_data import open_data
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.plan.batch_plan import plan_batches
@@ -43,7 +43,7 @@ def bucket(tmp_path, monkeypatch):
 
 def batches(path, **about):
     data = open_data(DataConfig(name="tokens", path=path, val_fraction=0, **about))
-    return Batches(data.train.rows(8), plan_batches(6, 2), 0, 60_000)
+    return Batches(data.train.samples(8), plan_batches(6, 2), 0, 60_000)
 
 
 def same(here, there, steps=30):
@@ -70,7 +70,7 @@ def test_samples_are_those_of_the_files_and_each_is_fetched_once(bucket, monkeyp
     asked.clear()
     assert same(batches(str(folder)), there, steps=11)  # and 7 ahead: within an epoch
     assert max(asked.values()) == 1
-    assert there.rows.is_remote
+    assert there.samples.is_remote
     assert batches("memory://bucket/*_[12].bin").num_samples == 599 // 8
 
 
@@ -92,7 +92,7 @@ def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
 def test_a_file_of_the_same_size_that_replaces_another_is_named(bucket):
     folder, upload = bucket
     upload()
-    there = batches("memory://bucket").rows
+    there = batches("memory://bucket").samples
     there.fetch(range(8))
     assert len([there[number] for number in range(8)]) == 8
     write_llm_c(folder / "train_0.bin", TOKENS[500:800])
@@ -114,7 +114,7 @@ def test_samples_that_are_fetched_together_share_a_question_about_their_file(buc
         time.sleep(0.02)
         return plain(self, path, **about)
 
-    there = batches("memory://bucket").rows
+    there = batches("memory://bucket").samples
     monkeypatch.setattr(MemoryFileSystem, "info", slow)
     there.fetch(range(36))
     assert len([there[number] for number in range(36)]) == 36
@@ -143,7 +143,7 @@ def test_flags_of_the_loss_are_fetched_with_their_tokens(bucket):
     for packing in (False, True):
         here, there = (batches(x, packing=packing) for x in (str(folder), "memory://bucket"))
         assert same(here, there)
-        assert (here.rows[0].targets == IGNORED).any()
+        assert (here.samples[0].targets == IGNORE_INDEX).any()
     cached = sum(file.stat().st_blocks * 512 for file in folder.parent.rglob("cache/**/*.loss"))
     assert cached <= 2 * 4096
     MemoryFileSystem().pipe_file("/bucket/b.ds.loss", bytes(len(TOKENS)))
@@ -186,10 +186,10 @@ def test_files_of_several_directories_are_all_read_and_none_leads_out(bucket, tm
 def test_a_file_of_the_same_size_and_another_time_is_another_file(bucket):
     folder, upload = bucket
     upload()
-    before = batches("memory://bucket").rows.stream.fingerprint
+    before = batches("memory://bucket").samples.stream.fingerprint
     write_llm_c(folder / "train_1.bin", TOKENS[:300])
     upload()
-    assert batches("memory://bucket").rows.stream.fingerprint != before
+    assert batches("memory://bucket").samples.stream.fingerprint != before
 
 
 def test_other_data_and_unknown_stores_are_refused():
@@ -203,8 +203,8 @@ def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
     _, upload = bucket
     upload()
     monkeypatch.setattr(remote_tokens, "_MOST_AHEAD", 5)
-    rows = batches("memory://bucket").rows
+    rows = batches("memory://bucket").samples
     rows.fetch(range(30))
-    held = [len(each.ahead) for each in rows.stream.tokens.shards]
+    held = [len(each.prefetched) for each in rows.stream.tokens.shards]
     assert max(held) == 5
     assert np.concatenate([rows[n].tokens for n in range(30)]).tolist() == TOKENS[:240].tolist()

@@ -8,7 +8,7 @@ import pytest
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.open_data import open_data
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.data.token_formats import check_tokens, open_token_files
 from fsdpctl.errors import UsageError
@@ -86,12 +86,12 @@ def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
             opened(path)
     assert opened(path, **about).tokens[:].tolist() == TOKENS.tolist()
     if kind.startswith(("megatron", "datatrove")):
-        rows = opened(path, packing=True).rows(100)
+        rows = opened(path, packing=True).samples(100)
         for number in range(len(rows)):
             sample, start = rows[number], 100 * number
             inside = [e for e in ENDS if start < e <= start + 100]
             assert sample.tokens.tolist() == TOKENS[start : start + 100].tolist()
-            masked = np.flatnonzero(sample.targets == IGNORED) + start + 1
+            masked = np.flatnonzero(sample.targets == IGNORE_INDEX) + start + 1
             assert masked.tolist() == inside
             assert (start + np.cumsum(sample.lengths)).tolist() == sorted({*inside, start + 100})
     else:
@@ -101,7 +101,7 @@ def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
 
 def test_several_sequences_of_megatron_are_one_document(tmp_path):
     path = write_megatron(tmp_path / "a.bin", documents=(0, 2, 6))
-    assert opened(path, packing=True).rows(998)[0].lengths == (8, 990)
+    assert opened(path, packing=True).samples(998)[0].lengths == (8, 990)
 
 
 def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
@@ -109,9 +109,9 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
         write_llm_c(tmp_path / f"train_{number}.bin", TOKENS[100 * number : 100 * number + 100])
     whole = opened(tmp_path)
     assert whole.num_tokens == 500
-    first, rest = whole.cut(123)
+    first, rest = whole.split(123)
     assert [*first.tokens[:], *rest.tokens[:]] == TOKENS[:500].tolist()
-    assert rest.rows(50)[3].tokens.tolist() == TOKENS[273:323].tolist()
+    assert rest.samples(50)[3].tokens.tolist() == TOKENS[273:323].tolist()
     assert opened(tmp_path / "*_[13].bin").tokens[:].tolist() == [
         *TOKENS[100:200], *TOKENS[300:400],
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_damaged_and_unlike_files_are_named(tmp_path, spoil, word):
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
     path = write_llm_c(tmp_path / "a.bin")
     os.utime(path, ns=(0, 10**18))
-    rows = opened(path).rows(10)
+    rows = opened(path).samples(10)
     assert len(rows[5].tokens) == 10
     change(path)
     with pytest.raises(UsageError, match=r"a\.bin: changed since the run started"):
@@ -204,15 +204,17 @@ def test_tokens_whose_flag_is_false_are_no_targets(tmp_path):
         start = 100 * number + 1
         inside = np.isin(np.arange(start, start + 100), ENDS)
         for stream, trained in ((plain, True), (packed, ~inside)):
-            sample = stream.rows(100)[number]
-            expected = np.where(flags[start : start + 100] & trained, TOKENS[start:][:100], IGNORED)
+            sample = stream.samples(100)[number]
+            expected = np.where(
+                flags[start : start + 100] & trained, TOKENS[start:][:100], IGNORE_INDEX
+            )
             assert sample.tokens.tolist() == TOKENS[start - 1 : start + 99].tolist()
             assert sample.targets.tolist() == expected.tolist()
     assert plain.fingerprint != opened(write_datatrove(tmp_path / "b.ds")).fingerprint
     data = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0.5))
     assert data.notes == ("tokens that NAME.loss excludes from the loss are not trained on",)
     assert data.val is not None
-    held = data.val.rows(100)[1].targets != IGNORED
+    held = data.val.samples(100)[1].targets != IGNORE_INDEX
     assert held.tolist() == flags[len(TOKENS) - 499 + 101 :][:100].tolist()
 
 
@@ -220,13 +222,16 @@ def test_flags_of_several_files_are_those_of_their_tokens(tmp_path):
     flags = np.random.default_rng(2).random((3, len(TOKENS))) < 0.5
     for name, each in zip("abc", flags, strict=True):
         write_flags(write_raw(tmp_path / f"{name}.bin"), each)
-    rows = opened(tmp_path, format="uint16").rows(200)
-    trained = np.concatenate([rows[number].targets != IGNORED for number in range(len(rows))])
+    rows = opened(tmp_path, format="uint16").samples(200)
+    trained = np.concatenate([rows[number].targets != IGNORE_INDEX for number in range(len(rows))])
     assert trained.tolist() == flags.reshape(-1)[1 : len(trained) + 1].tolist()
     both = f"{tmp_path / 'a.bin'}:0.5,{tmp_path / 'b.bin'}:0.5"
     mixed = open_data(DataConfig(name="tokens", path=both, format="uint16"))
     assert "NAME.loss" in mixed.notes[-1]
-    assert mixed.train.rows(50)[3].targets.tolist().count(IGNORED) == (~flags[0, 151:201]).sum()
+    assert (
+        mixed.train.samples(50)[3].targets.tolist().count(IGNORE_INDEX)
+        == (~flags[0, 151:201]).sum()
+    )
 
 
 def test_flags_that_do_not_match_the_tokens_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
-from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
+from fsdpctl.data.tokenizer import BYTE_TOKENIZER, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run.directory import ResumeState, inspect_run_dir
@@ -62,7 +62,10 @@ def _difference(folder: Path, layout: Layout) -> str:
             assert found.tokens.tolist() == plain["input_ids"]
             offsets = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
             assert offsets == plain["offset_mapping"]
-            assert [*ours.before, *plain["input_ids"], *ours.after] == expected, (layout.name, text)
+            assert [*ours.prefix, *plain["input_ids"], *ours.suffix] == expected, (
+                layout.name,
+                text,
+            )
     again = FileTokenizer("again", ours.files() | {"config.json": ours.model_config or b"{}"})
     assert again.checksum == ours.checksum
     return ""
@@ -153,7 +156,7 @@ def test_the_checksum_has_what_decides_tokens_and_no_more(tmp_path):
 def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_layout(tmp_path / "mine", Layout("mine", config={"eos_token": "</s>"}))
-    mine, raw = open_tokenizer(str(folder)), open_tokenizer(BYTES)
+    mine, raw = open_tokenizer(str(folder)), open_tokenizer(BYTE_TOKENIZER)
     for name, tokenizer in (("mine", mine), ("raw", raw)):
         tokens = encoded(tokenizer, "the ab " * 9)
         write_token_file(tmp_path / f"{name}.bin", tokens, tokenizer, num_bytes=63)
@@ -183,11 +186,13 @@ def test_a_text_with_its_own_begin_and_end_token_gets_no_other(post, tmp_path):
     ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
     assert isinstance(ours, FileTokenizer)
     for text in OWN[post]:
-        plain = ours.auto(text, add_special_tokens=False)["input_ids"]
-        own_begin = plain[0] == ours.before[0]
-        own_end = bool(ours.after) and plain[-1] == ours.after[-1]
-        expected = [*ours.before * (not own_begin), *plain, *ours.after * (not own_end)]
-        expected += [] if expected[-1] == ours.end or ours.end in ours.after else [ours.end]
+        plain = ours.hf(text, add_special_tokens=False)["input_ids"]
+        own_begin = plain[0] == ours.prefix[0]
+        own_end = bool(ours.suffix) and plain[-1] == ours.suffix[-1]
+        expected = [*ours.prefix * (not own_begin), *plain, *ours.suffix * (not own_end)]
+        expected += (
+            [] if expected[-1] == ours.eos_id or ours.eos_id in ours.suffix else [ours.eos_id]
+        )
         assert encoded(ours, text).tolist() == expected
 
 
@@ -197,7 +202,7 @@ def test_a_begin_token_that_is_split_as_text_is_no_begin_token(tmp_path):
     ours = open_tokenizer(str(write_layout(tmp_path / "t", layout)))
     assert isinstance(ours, FileTokenizer)
     found = encoded(ours, "<s>ab").tolist()
-    assert found[0] == ours.before[0] != found[1]
+    assert found[0] == ours.prefix[0] != found[1]
 
 
 def test_rows_that_were_rendered_have_one_begin_token(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from fsdpctl.data import tokenizing
 from fsdpctl.data.token_formats import check_tokens, open_token_files
 from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
-from fsdpctl.data.tokenizing import Output, tokenize_files
+from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
 from tests.data.token_file import encoded
@@ -60,7 +60,7 @@ def test_all_kinds_of_files_become_their_documents(
 ):
     source = request.getfixturevalue(kind)
     tokenizer = open_tokenizer(str(word_tokenizer)) if has_file else ByteTokenizer()
-    done = tokenize_files(str(source), Output(tmp_path / "t.bin"), tokenizer)
+    done = tokenize_files(str(source), TokenOutput(tmp_path / "t.bin"), tokenizer)
     expected = encoded(tokenizer, *TEXTS).tolist()
     assert tokens_at(tmp_path / "t.bin") == expected
     assert (done.tokens, done.num_bytes) == (len(expected), len("".join(TEXTS).encode()))
@@ -78,12 +78,12 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize("shard_tokens", [None, 100])
 def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch, shard_tokens):
-    monkeypatch.setattr(tokenizing, "BATCH", 50)
-    whole = Output(tmp_path / "whole" / "t.bin", shard_tokens)
+    monkeypatch.setattr(tokenizing, "BATCH_BYTES", 50)
+    whole = TokenOutput(tmp_path / "whole" / "t.bin", shard_tokens)
     whole.path.parent.mkdir()
     tokenize_files(str(source), whole, ByteTokenizer())
     rng, kills = np.random.default_rng(0), 0
-    output = Output(tmp_path / "killed" / "t.bin", shard_tokens)
+    output = TokenOutput(tmp_path / "killed" / "t.bin", shard_tokens)
     output.path.parent.mkdir()
     left = [0]
 
@@ -102,7 +102,7 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
         return made
 
     for room, name in (
-        (files, "replace"), (tokenizing, "write_header"), (tokenizing, "open_own")
+        (files, "write_atomic"), (tokenizing, "write_header"), (tokenizing, "open_nofollow")
     ):  # fmt: skip
         monkeypatch.setattr(room, name, dying(getattr(room, name)))
     while True:
@@ -123,8 +123,8 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
 
 
 def test_a_run_that_stopped_is_told_and_its_output_is_no_input(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(tokenizing, "BATCH", 50)
-    output = Output(source / "t.bin", 200)
+    monkeypatch.setattr(tokenizing, "BATCH_BYTES", 50)
+    output = TokenOutput(source / "t.bin", 200)
     real = tokenizing._encoded
 
     def stopping(*args):
@@ -151,7 +151,7 @@ def test_a_run_that_stopped_is_told_and_its_output_is_no_input(tmp_path, source,
 
 
 def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
-    output = Output(tmp_path / "t.bin", 100)
+    output = TokenOutput(tmp_path / "t.bin", 100)
     tokenize_files(str(source), output, ByteTokenizer())
     assert len(list(tmp_path.glob("t-*.bin"))) > 5
     with pytest.raises(UsageError, match=r"t-00000\.bin: already exists"):
@@ -163,4 +163,4 @@ def test_other_input_or_files_in_the_way_are_refused(tmp_path, source):
         '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}'
     )
     with pytest.raises(UsageError, match=r"c\.jsonl, line 1: a conversation; expected `text`"):
-        tokenize_files(str(chats), Output(tmp_path / "c.bin"), ByteTokenizer())
+        tokenize_files(str(chats), TokenOutput(tmp_path / "c.bin"), ByteTokenizer())

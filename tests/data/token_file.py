@@ -7,7 +7,7 @@ import xxhash
 
 from fsdpctl.data.tokenizer import TextPiece, Tokenizer, Tokens
 from fsdpctl.data.tokenizing import write_header
-from fsdpctl.io.files import replacing
+from fsdpctl.io.files import open_atomic
 
 
 def write_token_file(
@@ -22,7 +22,7 @@ def write_token_file(
         num_bytes: The size of the text, if known.
     """
     data = np.ascontiguousarray(tokens, dtype=np.dtype(tokenizer.dtype))
-    with replacing(path, durable=True) as file:
+    with open_atomic(path, durable=True) as file:
         file.write(data.data)
     write_header(path, tokenizer, data.size, xxhash.xxh3_64_hexdigest(data.data), num_bytes)
 

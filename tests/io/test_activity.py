@@ -63,7 +63,7 @@ def test_nothing_is_shown_after_the_start_or_if_quiet(display, monkeypatch):
     log = io.StringIO()
     display.start(log, "starting")
     wait_for("starting", log)
-    display.started()
+    display.end_startup()
     time.sleep(0.1)
     kept = log.getvalue()
     time.sleep(0.3)
@@ -106,19 +106,19 @@ def test_no_line_is_drawn_into_a_line_that_is_being_written(display):
 def test_a_bar_shows_activities_itself(display):
     notes: list[str] = []
     display.start(io.StringIO(), "starting")
-    display.give_to(notes.append)
+    display.attach_bar(notes.append)
     with display.doing("saving"):
         end = time.monotonic() + 20
         while not any(note.startswith("saving") for note in notes):
             assert time.monotonic() < end
-    display.give_to(None)
+    display.attach_bar(None)
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
 def test_only_the_first_process_of_a_launcher_shows_its_start(monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
-    assert activity.is_first()
+    assert activity.is_first_process()
     monkeypatch.setenv(name, "0")
-    assert activity.is_first()
+    assert activity.is_first_process()
     monkeypatch.setenv(name, "3")
-    assert not activity.is_first()
+    assert not activity.is_first_process()

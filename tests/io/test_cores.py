@@ -28,7 +28,7 @@ def host(tmp_path, monkeypatch):
         for name, text in dict(files).items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
-        for name, value in {"CPUS": "cpus", "ROOT": "", "OWN": "own"}.items():
+        for name, value in {"CPUS": "cpus", "CGROUP_ROOT": "", "PROC_CGROUP": "own"}.items():
             monkeypatch.setattr(resources, name, tmp_path / value)
         monkeypatch.setattr("os.cpu_count", lambda: machine)
         monkeypatch.setattr("os.sched_getaffinity", lambda thread: set(allowed))
@@ -99,7 +99,7 @@ def test_ranks_share_the_cores_unless_their_launcher_has_divided_them(
 ):
     host(allowed, 2, machine=8, LOCAL_WORLD_SIZE="2", LOCAL_RANK="1", **environ)
     assert host_cpus(None) == rank_1
-    assert resources.is_bound() == (len(allowed) == 2)
+    assert resources.is_pinned() == (len(allowed) == 2)
 
 
 @pytest.mark.parametrize(("ranks", "limits", "after"), [

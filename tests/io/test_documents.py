@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import MOST_BYTES
-from fsdpctl.io.untrusted import MOST_DEEP, parse_json, read_json, read_yaml
+from fsdpctl.io.files import MAX_READ_BYTES
+from fsdpctl.io.untrusted import MAX_DEPTH, parse_json, read_json, read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ def nested(levels: int) -> str:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    (nested(100_000), "deeper than 64"), (nested(MOST_DEEP + 1), "deeper than 64"),
+    (nested(100_000), "deeper than 64"), (nested(MAX_DEPTH + 1), "deeper than 64"),
     ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"), ('{"a": 1, "a": 1}', "a appears twice"),
     ('{"b": {"a": 1, "a": 2}}', "a appears twice"), ("NaN", "not a number"),
     ("[-Infinity]", "not a number"), ("1e999", "number too large"), ("9" * 5000, "not JSON"),
@@ -46,7 +46,7 @@ def test_types_are_not_converted(content):
 
 def test_valid_json_is_unchanged():
     assert parse_json('{"width": 3, "more": []}', Shape, "x") == Shape(3)
-    text = json.dumps({"text": "[" * 500 + '"\\"{', "deep": json.loads(nested(MOST_DEEP - 1))})
+    text = json.dumps({"text": "[" * 500 + '"\\"{', "deep": json.loads(nested(MAX_DEPTH - 1))})
     assert parse_json(text, dict, "x") == json.loads(text)
     assert math.isinf(parse_json('{"a": Infinity}', dict, "x", finite=False)["a"])
 
@@ -54,7 +54,7 @@ def test_valid_json_is_unchanged():
 def test_large_and_undecodable_files_are_rejected(tmp_path):
     file = tmp_path / "x.json"
     file.touch()
-    os.truncate(file, MOST_BYTES + 1)
+    os.truncate(file, MAX_READ_BYTES + 1)
     with pytest.raises(UsageError, match="larger than the limit of 1,024 MiB"):
         read_json(file, dict)
     file.write_bytes(b'{"a": "\xe9"}')

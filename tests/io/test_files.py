@@ -6,7 +6,7 @@ import os
 import pytest
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import open_regular, plain_name, read_regular, replace, replacing
+from fsdpctl.io.files import checked_name, open_atomic, open_regular, read_regular, write_atomic
 
 
 @pytest.mark.parametrize("name", [
@@ -15,11 +15,11 @@ from fsdpctl.io.files import open_regular, plain_name, read_regular, replace, re
 ])  # fmt: skip
 def test_only_plain_names_that_match_are_accepted(name):
     with pytest.raises(CheckpointError, match="where: .* is not the name of such a file"):
-        plain_name(name, r".*\.json", "where", CheckpointError)
+        checked_name(name, r".*\.json", "where", CheckpointError)
 
 
 def test_a_plain_name_is_returned():
-    assert plain_name("tokenizer_config.json", r".*\.json", "x", UsageError)
+    assert checked_name("tokenizer_config.json", r".*\.json", "x", UsageError)
 
 
 def test_opening_a_pipe_does_not_block(tmp_path):
@@ -42,7 +42,7 @@ def test_links_are_followed_within_the_directory_only(tmp_path):
     assert read_regular(folder / "inside") == read_regular(tmp_path / "way" / "inside") == b"t"
     with pytest.raises(UsageError, match="outside its directory"):
         read_regular(folder / "outside")
-    assert read_regular(folder / "outside", follows=True) == b"s"
+    assert read_regular(folder / "outside", follow_links=True) == b"s"
 
 
 def test_links_of_the_hub_cache_are_followed(tmp_path):
@@ -60,22 +60,22 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
-    with pytest.raises(OSError, match="words") as caught, replacing(tmp_path / "words"):
+    with pytest.raises(OSError, match="words") as caught, open_atomic(tmp_path / "words"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert caught.value.filename == str(tmp_path / "words")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "x"
-    replace(file, "old ü")
+    write_atomic(file, "old ü")
 
     def fail():
-        with replacing(file, durable=True) as new:
+        with open_atomic(file, durable=True) as new:
             new.write(b"half")
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert file.read_text("utf-8") == "old ü"
-    replace(file, b"new", durable=True)
+    write_atomic(file, b"new", durable=True)
     assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"new", [file])

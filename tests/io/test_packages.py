@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.packages import lacking, load
+from fsdpctl.io.packages import import_package, install_hint
 from fsdpctl.io.stores import open_store
 from tests.commands.run import environment
 
@@ -39,7 +39,7 @@ def plant(folder: Path, module: str, source: str, version: str = "") -> None:
     ("sentencepiece_", "sentencepiece_ not installed; run `pip install 'sentencepiece_'`"),
 ])  # fmt: skip
 def test_a_missing_package_names_its_versions_and_the_line_that_installs_it(fakes, module, said):
-    assert lacking(module) == said
+    assert install_hint(module) == said
 
 
 @pytest.mark.parametrize("source, reason", [
@@ -52,7 +52,7 @@ def test_a_package_that_fails_to_import_is_not_called_missing(fakes, monkeypatch
     with pytest.raises(
         UsageError, match=f"m.gguf: gguf 0.1.2 cannot be imported .{reason}"
     ) as told:
-        load("gguf", "m.gguf")
+        import_package("gguf", "m.gguf")
     assert str(told.value).endswith("run `pip install -U 'gguf>=0.17'`")
 
 

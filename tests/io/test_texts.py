@@ -8,7 +8,7 @@ import yaml
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import words_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.io.texts import escaped, hub_name, one_line, printable, refuse_secret
+from fsdpctl.io.texts import escaped, hub_name, one_line, printable, refuse_credentials
 
 STEERING = ["\x1b]0;TITLE\x07", "\x9b31m", "\x85", "\u2028", "\u2029", "\u202e", "\u2066", "\u061c",
             "\u200f", "\r", "\x08", "\x7f", "\ud800"]  # fmt: skip
@@ -39,7 +39,7 @@ def test_a_name_is_one_line_and_other_text_is_unchanged():
 @pytest.mark.parametrize("url", SECRETS)
 def test_a_url_with_a_secret_is_refused_everywhere(url):
     with pytest.raises(UsageError, match="^data.path: ") as caught:
-        refuse_secret(url, "data.path")
+        refuse_credentials(url, "data.path")
     assert "S3CR3T" not in str(caught.value)
     for key in ("data.path", "data.val_path", "checkpoint.remote"):
         with pytest.raises(UsageError, match=f"^{key}: "):
@@ -53,7 +53,7 @@ def test_a_secret_in_a_url_is_never_printed(url):
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_other_urls_and_paths_are_accepted_and_printed_as_they_are(text):
-    refuse_secret(text, "data.path")
+    refuse_credentials(text, "data.path")
     assert printable(text) == text
 
 
@@ -62,7 +62,7 @@ def test_the_search_takes_no_time():
     began = time.process_time()
     for text in ("://" * 30_000, "://" + "?" * 60_000, "://a:" + "b" * 60_000, ":/a" * 30_000):
         printable(text)
-        refuse_secret(text, "x")
+        refuse_credentials(text, "x")
     assert time.process_time() - began < 10
 
 

@@ -10,7 +10,7 @@ from fsdpctl.config.model_path import model_words
 from fsdpctl.config.schema import Filled
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.io.run_files import CHECKPOINTS, OVERRIDES, RUN_CONFIG
+from fsdpctl.io.run_files import CHECKPOINTS, OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, kernel_of, notes_on_kernel
 from fsdpctl.resolve.auto_values import Facts, Stage, decides_losses, filled, run_identity
 from fsdpctl.resolve.launchers import CLUSTER
@@ -97,9 +97,9 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     assert _kept(config) == {}
     run.mkdir()
     (run / RUN_CONFIG).write_text(config_to_yaml(config.changed({KERNEL: "flash"})))
-    (run / OVERRIDES).write_text("")
+    (run / OVERRIDES_FILE).write_text("")
     assert _kept(config)[KERNEL] == "flash"
-    (run / OVERRIDES).write_text("model.attention=flash\n")
+    (run / OVERRIDES_FILE).write_text("model.attention=flash\n")
     assert _kept(config) == {}  # which the run was asked for
 
 

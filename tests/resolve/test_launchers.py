@@ -151,7 +151,7 @@ def test_the_first_host_of_a_list(listed, first):
 @pytest.mark.parametrize(("allocator", "grows"), [("expandable", "True"), ("native", "False")])
 def test_a_rank_of_any_launcher_gets_its_allocator_and_its_cores(monkeypatch, allocator, grows):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("fsdpctl.config.placement.threads_of_rank", lambda ranks: 8 // ranks)
+    monkeypatch.setattr("fsdpctl.config.placement.threads_per_rank", lambda ranks: 8 // ranks)
     threads = {"OMP_NUM_THREADS": "4"}
     on_cpu = {"THP_MEM_ALLOC_ENABLE": "1", **threads}
     on_cuda = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}", **threads}

@@ -12,7 +12,7 @@ from fsdpctl.config.serialize import config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.cluster_specs import _with_missing
 from fsdpctl.estimate.memory_savings import _unless_set
-from fsdpctl.io.run_files import OVERRIDES, RUN_CONFIG
+from fsdpctl.io.run_files import OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.place import on_this_machine, place
@@ -25,7 +25,7 @@ SIZE = "train.micro_batch_size"
 # The steps from settings to a prepared configuration; `read` is `estimated_data` of an estimator.
 STEPS = {
     "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "checked_data": 1,
-    "check_preflight": 1, "announce_weights": 1, "keep_cache": 1,
+    "check_preflight": 1, "announce_weights": 1, "ensure_cache": 1,
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_data_is_opened_as_of_the_day_of_the_first_start(tmp_path):
     first = prepare(compose_config(words))
     began = config_to_yaml(first.config.changed({"data.date": "2020-02-03"}))
     (tmp_path / "run" / RUN_CONFIG).write_text(began)
-    (tmp_path / "run" / OVERRIDES).write_text("\n".join(words))
+    (tmp_path / "run" / OVERRIDES_FILE).write_text("\n".join(words))
     again = prepare(compose_config(words))
     assert (again.config.data.date, again.data.date) == ("2020-02-03", "2020-02-03")
     assert again.data.fingerprint != first.data.fingerprint

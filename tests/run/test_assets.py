@@ -42,7 +42,10 @@ def test_an_export_gives_the_tokens_of_the_run(tmp_path, about):
     (exported / "config.json").write_text('{"model_type": "llama"}')
     theirs = AutoTokenizer.from_pretrained(exported)
     text = "The ab the <call> 日本</s>"
-    assert (theirs(text)["input_ids"], theirs.eos_token_id) == (mine.encode_prompt(text), mine.end)
+    assert (theirs(text)["input_ids"], theirs.eos_token_id) == (
+        mine.encode_prompt(text),
+        mine.eos_id,
+    )
 
 
 def test_additional_templates_are_kept_and_one_given_template_replaces_all(tmp_path):

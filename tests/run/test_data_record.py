@@ -9,7 +9,7 @@ from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.io.activity import Talk
+from fsdpctl.io.activity import Reporter
 from fsdpctl.io.run_files import CHECKPOINTS, DATA
 from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.prepare import prepare
@@ -32,7 +32,7 @@ def typed(kind, *more):
 
 
 def started(words, resume="auto"):
-    begun = prepare_run(compose_config(words), words, resume, Talk(print, print, print))
+    begun = prepare_run(compose_config(words), words, resume, Reporter(print, print, print))
     assert begun is not None
     begun.lock.release()
     return begun

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
+from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES_FILE
 from fsdpctl.launch.restarts import made_progress
 from fsdpctl.launch.run_summary import _changed_versions
 from fsdpctl.run.directory import ResumeState
@@ -51,7 +51,7 @@ def checkout(tmp_path):
 
 def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
-    (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
+    (tmp_path / OVERRIDES_FILE).write_text("model=gpt2\ntrain.steps=3\n")
     found = describe_start(tmp_path, ["X", "X", "Y"])
     assert (json.loads(json.dumps(found)), found["devices"]) == (found, {"X": 2, "Y": 1})
     assert found["command"] == ["model=gpt2", "train.steps=3"]

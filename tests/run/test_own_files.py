@@ -10,8 +10,8 @@ from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.files import open_own, replace
-from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_own
+from fsdpctl.io.files import open_nofollow, write_atomic
+from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_run_files
 from fsdpctl.resolve.settle import as_kept
 from fsdpctl.run.directory import inspect_run_dir
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
@@ -50,7 +50,7 @@ def test_whatever_leads_elsewhere_is_named(tmp_path, outside, name):
         run = make_run(tmp_path / way, done=1)
         (run / LOGS / "restart-1").mkdir()
         put(run / name, way, outside)
-        for reads in (check_own, read_status, find_checkpoint):
+        for reads in (check_run_files, read_status, find_checkpoint):
             with pytest.raises(UsageError, match=name):
                 reads(run)
 
@@ -82,13 +82,13 @@ def test_a_file_is_not_opened_or_replaced_through_a_link(tmp_path, outside, way)
         put(tmp_path / "run" / name, way, outside)
     for mode in ("ab", "ab+", "wb"):
         with pytest.raises(OSError, match=r"link|No such device"):
-            open_own(tmp_path / "run" / "lock", mode)
+            open_nofollow(tmp_path / "run" / "lock", mode)
     (tmp_path / "run" / LOGS).unlink()
     (tmp_path / "run" / LOGS).symlink_to(outside / "folder")
     with pytest.raises(OSError, match="Not a directory"):
-        open_own(tmp_path / "run" / LOGS / "rank-00000.log", "wb", folders=1)
+        open_nofollow(tmp_path / "run" / LOGS / "rank-00000.log", "wb", folders=1)
     (tmp_path / "run" / f"x.tmp-{os.getpid()}").symlink_to(outside / "file")
-    replace(tmp_path / "run" / "x", b"new")
+    write_atomic(tmp_path / "run" / "x", b"new")
     assert ((tmp_path / "run" / "x").read_bytes(), everything_in(outside)) == (b"new", before)
 
 
@@ -97,7 +97,7 @@ def test_files_are_appended_to_and_emptied_where_the_run_directory_is_a_link(tmp
     (tmp_path / "way").symlink_to("run")
     path = tmp_path / "way" / LOGS / LOGS  # a file with the name of its directory
     for mode, expected in (("ab", b"1"), ("ab+", b"11"), ("wb", b"1")):
-        with open_own(path, mode, folders=1) as file:
+        with open_nofollow(path, mode, folders=1) as file:
             file.write(b"1")
         assert path.read_bytes() == expected
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
-from fsdpctl.data.packing import IGNORED, Rows
+from fsdpctl.data.packing import IGNORE_INDEX, Samples
 from fsdpctl.models.row_documents import spans
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.learning_rate import lr_factor
@@ -72,23 +72,23 @@ def make_chats(file: Path, count: int = 300) -> Path:
     return file
 
 
-def summed_alone(model: Any, rows: Rows, number: int) -> tuple[Tensor, int]:
+def summed_alone(model: Any, rows: Samples, number: int) -> tuple[Tensor, int]:
     """The loss of a row, its documents one by one, and how many targets it has."""
     sample = rows[number]
     tokens, targets = torch.from_numpy(sample.tokens), torch.from_numpy(sample.targets)
     total = torch.zeros(())
     for start, end in spans(sample.lengths):
-        if (targets[start:end] == IGNORED).all():
+        if (targets[start:end] == IGNORE_INDEX).all():
             continue
         logits = model(tokens[None, start:end], use_cache=False).logits[0].float()
         wanted = targets[start:end]
-        total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
-    return total, int((targets != IGNORED).sum())
+        total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+    return total, int((targets != IGNORE_INDEX).sum())
 
 
 def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
     """Of each step of a plain loop in one process over the rows of a resolved run."""
-    rows = open_data(config.data, config.train.seed).train.rows(config.train.seq_len)
+    rows = open_data(config.data, config.train.seed).train.samples(config.train.seq_len)
     plan = plan_batches(config.train.global_batch_size, 1)
     batches = Batches(rows, plan, config.train.seed, 1 << 20)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -103,7 +103,7 @@ def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
     for step in range(steps):
         parts = [
             summed_alone(model, rows, n)
-            for n in batches.numbers(step * batches.plan.global_batch_size)
+            for n in batches.sample_indices(step * batches.plan.global_batch_size)
         ]
         count = sum(part[1] for part in parts)
         loss = torch.stack([part[0] for part in parts]).sum() / count

@@ -47,7 +47,7 @@ def test_any_number_of_conversations_trains_for_enough_steps(tmp_path, count, pa
     assert 4 <= train.global_batch_size <= USUAL
     assert isinstance(found.data.train, DocumentSet)
     assert int(found.data.train.lengths.max()) - 1 <= train.seq_len <= 4096
-    rows = found.data.train.rows(train.seq_len)
+    rows = found.data.train.samples(train.seq_len)
     passes = train.steps * train.global_batch_size / len(rows)
     assert 3 <= passes <= 3 + train.global_batch_size / len(rows)
 
@@ -56,7 +56,7 @@ def test_what_is_set_stays(tmp_path):
     found = opened(tmp_path, 40, "train.global_batch_size=8", "train.seq_len=512", "train.epochs=1")
     train = found.config.train
     assert (train.global_batch_size, train.seq_len) == (8, 512)
-    assert found.config.train.steps == max(1, -(-len(found.data.train.rows(512)) // 8))
+    assert found.config.train.steps == max(1, -(-len(found.data.train.samples(512)) // 8))
     assert opened(tmp_path, 40, "train.steps=7").config.train.steps == 7
 
 

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.io.console import PatientConsole, journal
-from fsdpctl.io.output import PatientStream
+from fsdpctl.io.output import LenientStream
+from fsdpctl.io.terminal import LenientConsole, journal
 from fsdpctl.io.texts import printable
 from tests.commands.run import command, environment
 
@@ -41,7 +41,7 @@ class Gone:
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EDQUOT, errno.EAGAIN])
 def test_lost_output_is_reported_unless_its_reader_has_left(number):
-    output = PatientStream(gone := Gone(number))  # type: ignore[arg-type]
+    output = LenientStream(gone := Gone(number))  # type: ignore[arg-type]
     output.write("a line")
     lost = pytest.raises(FsdpctlError, match=f"^standard output: {os.strerror(number)}; ")
     with nullcontext() if number == errno.EPIPE else lost:
@@ -51,7 +51,7 @@ def test_lost_output_is_reported_unless_its_reader_has_left(number):
 
 def test_text_that_the_encoding_lacks_is_reported(tmp_path):
     with open(tmp_path / "out", "w", encoding="ascii") as file:
-        output = PatientStream(file)
+        output = LenientStream(file)
         output.write("ž")
         with pytest.raises(FsdpctlError, match="set PYTHONUTF8=1"):
             output.check()
@@ -61,7 +61,7 @@ def test_text_that_the_encoding_lacks_is_reported(tmp_path):
 def test_a_stream_that_fails_is_silent_from_then_on(monkeypatch, number):
     gone = Gone(number)
     monkeypatch.setattr(sys, "stdout", gone)
-    PatientConsole().print("a line")
+    LenientConsole().print("a line")
     assert os.path.samefile(f"/proc/self/fd/{gone.descriptor}", os.devnull)
     os.close(gone.descriptor)
 
@@ -70,11 +70,11 @@ def test_a_stream_that_is_closed_is_silent(monkeypatch):
     file = open(os.devnull, "w")  # noqa: SIM115  # it is closed on purpose
     file.close()
     monkeypatch.setattr(sys, "stdout", file)
-    PatientConsole().print("a line")
-    assert not PatientConsole().is_terminal
+    LenientConsole().print("a line")
+    assert not LenientConsole().is_terminal
     monkeypatch.setattr(sys, "stdout", None)
-    PatientConsole().print("a line")
-    assert not PatientConsole().is_terminal
+    LenientConsole().print("a line")
+    assert not LenientConsole().is_terminal
 
 
 def test_lines_are_kept_with_their_time_where_there_is_room(tmp_path):

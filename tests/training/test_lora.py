@@ -101,7 +101,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
             initialize_parameter(ours, param.data, seed=seed, config=config.model)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     data = open_data(config.data)
-    rows = data.train.rows(config.train.seq_len)
+    rows = data.train.samples(config.train.seq_len)
     batches = Batches(rows, plan_batches(12, 1), seed, data.vocab_size)
     found = []
     for step in range(STEPS):

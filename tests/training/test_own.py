@@ -328,7 +328,7 @@ def named(sums: Any) -> tuple[Any, ...]:
 ])  # fmt: skip
 def test_a_loss_that_returns_something_else_is_named(result: Any, message: str) -> None:
     task = make_task(**GOOD | {"loss": lambda model, batch: result})
-    batch = task.data.train.rows(1).content([0])
+    batch = task.data.train.samples(1).script_batch([0])
     with pytest.raises(UsageError) as found:
         script_loss(shard_model(Model(8, 1), "no_shard"), batch, CPU, NamedSums())
     assert str(found.value).startswith(message)

@@ -42,7 +42,9 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
     ranks = config.launch.nproc_per_node or 0
     data = open_data(config.data)
     plan = plan_batches(config.train.global_batch_size, ranks)
-    dealt = Batches(data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size)
+    dealt = Batches(
+        data.train.samples(config.train.seq_len), plan, config.train.seed, data.vocab_size
+    )
     nominal = plan.micro_batch_size * config.train.seq_len
 
     def loss_of(module: nn.Module, place: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
     data, model = open_data(config.data), make_model(config, CPU)
     assert data.val is not None
     plan = plan_batches(12, world_size)
-    batches = Batches(data.val.rows(config.train.seq_len), plan, 0, data.vocab_size)
+    batches = Batches(data.val.samples(config.train.seq_len), plan, 0, data.vocab_size)
     for lag in (0, 1):
         seen = 0
 

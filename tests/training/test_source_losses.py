@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.models.transformers_decoder import OwnHead
 from fsdpctl.optim.record import Limits
 from fsdpctl.run.step_metrics import StepClock
@@ -35,7 +35,7 @@ def test_losses_of_tokens_change_no_bit_of_a_gradient(chunk):
     torch.manual_seed(0)
     head = Head()
     x, targets = torch.randn(2, 7, 8), torch.randint(0, 40, (2, 7))
-    targets[1, 3:] = IGNORED
+    targets[1, 3:] = IGNORE_INDEX
     found = []
     for kept in (None, list[torch.Tensor]()):
         head.token_losses = kept
@@ -79,7 +79,7 @@ def check_step(rank: int, world_size: int, typed: list[str]) -> None:
         for micro_step in range(batches.plan.num_micro_batches):
             batch = batches.training(position, rank, micro_step)
             for row, source in enumerate(batch.sources):
-                only = torch.full_like(batch.targets, IGNORED)
+                only = torch.full_like(batch.targets, IGNORE_INDEX)
                 only[row] = batch.targets[row]
                 with torch.no_grad():
                     loss = summed_loss(parts.model, replace(batch, targets=only), parts.device, 0)

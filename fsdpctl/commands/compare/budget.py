@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fsdpctl.commands.compare.report import OK, VariantResult
-from fsdpctl.io.texts import figure
+from fsdpctl.io.texts import three_digits
 
 _HOUR = 3600
 
@@ -33,7 +33,7 @@ def budget_lines(rows: Sequence[VariantResult], budget: float) -> Iterator[str]:
         yield f"budget  no variant that fits is predicted to end within {money}"
     bought = [row for row in fitting if row.budget_tokens is not None and row is not best]
     for row in sorted(bought, key=lambda row: -(row.budget_tokens or 0)):
-        hours = figure((row.budget_steps or 0) * (row.step_seconds or 0.0) / _HOUR)
+        hours = three_digits((row.budget_steps or 0) * (row.step_seconds or 0.0) / _HOUR)
         yield (
             f"{money} buys  {row.label}: {_tokens(row)}, {row.budget_steps:,} steps in {hours} "
             f"hours{_against_cost(row, budget)}"
@@ -49,10 +49,12 @@ def _tokens(row: VariantResult) -> str:
 
 def _cost(row: VariantResult) -> str:
     assert row.cost is not None
-    text = f"cost {figure(row.cost)}"
+    text = f"cost {three_digits(row.cost)}"
     if row.error_band is None:
         return text
-    low, high = (figure(row.cost * each) for each in (row.error_band.low, row.error_band.high))
+    low, high = (
+        three_digits(row.cost * each) for each in (row.error_band.low, row.error_band.high)
+    )
     return f"{text} ({low} to {high})"
 
 

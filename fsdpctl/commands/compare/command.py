@@ -38,7 +38,7 @@ from fsdpctl.commands.printing import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import has_length, notes_on_price
-from fsdpctl.io.files import refusing
+from fsdpctl.io.files import os_errors_as
 
 _STEPS = Key("--steps", "whole number", 20, "", within=(4, 1_000_000))
 _BUDGET = Key("--budget", "number", None, "", within=(0.01, 1e12))
@@ -118,7 +118,7 @@ def _report(
     title = comparison_title([x.config for x in found], rows, is_predicted=notes is not None)
     written = []
     if folder is not None:
-        with refusing(f"--out {folder}"):
+        with os_errors_as(f"--out {folder}"):
             written = write_report(rows, title, folder, by)
     if as_json:
         emit(rows_as_json(rows))
@@ -144,7 +144,7 @@ def _variants(asked: ConfigArguments, *, simulates: bool) -> list[Variant]:
 
 
 def _new_folder(folder: Path) -> Path:
-    with refusing(f"--out {folder}"):
+    with os_errors_as(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UsageError(f"--out {folder}: not an empty directory")

@@ -12,8 +12,8 @@ import torch
 
 from fsdpctl.commands.charts import BLUE, SKY, bar_axes, bars
 from fsdpctl.config.schema import Config
-from fsdpctl.io.texts import figure as short
 from fsdpctl.io.texts import format_bytes
+from fsdpctl.io.texts import three_digits as short
 from fsdpctl.resolve.auto_values import decides_losses
 
 if TYPE_CHECKING:

@@ -115,7 +115,7 @@ class SampleText(Callback):
             run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
         run.journal.say("sample:")
         with run.journal.progress.stream() as write:
-            for piece in data.tokenizer.pieces(until_ended()):
+            for piece in data.tokenizer.decode_stream(until_ended()):
                 write(piece)
         run.is_ending = sync.received.stops
         if run.is_ending:

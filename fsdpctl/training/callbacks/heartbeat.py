@@ -72,4 +72,4 @@ class Heartbeat(Callback):
                     return  # it waited while the last one was written
                 host, now = socket.gethostname(), time.time()
                 record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
-                files.replace(self._path, json.dumps(asdict(record)) + "\n")
+                files.write_atomic(self._path, json.dumps(asdict(record)) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fsdpctl.data.mixture import MixedRows
+from fsdpctl.data.mixture import MixedSamples
 from fsdpctl.io.texts import format_bytes, one_line
 from fsdpctl.run.environment import Restart, SavedEstimate, read_estimate
 from fsdpctl.run.step_metrics import StepMetrics, finite, peak_memory
@@ -108,15 +108,15 @@ class RunReporter(Callback):
 
     def step(self, run: Trainer, done: StepMetrics) -> None:
         """Write and show the metrics; after the first step also what a restart cost."""
-        rows, line = run.parts.train_batches.rows, done.to_line()
-        if not isinstance(rows, MixedRows):
+        rows, line = run.parts.train_batches.samples, done.to_line()
+        if not isinstance(rows, MixedSamples):
             self._journal.write(line)
         else:
-            losses = zip(rows.parts, done.figures.source_losses, strict=False)
+            losses = zip(rows.sources, done.figures.source_losses, strict=False)
             by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
             self._journal.write(line | by_source | rows.to_line(done.samples))
             size = run.parts.config.train.global_batch_size
-            for text in rows.begun(done.samples - size, done.samples):
+            for text in rows.new_epochs(done.samples - size, done.samples):
                 self._journal.remark(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:

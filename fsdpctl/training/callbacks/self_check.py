@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fsdpctl.comm.flat_shard import as_integers
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
-from fsdpctl.data.packing import IGNORED
+from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.engine.blocks import prepare_blocks
 from fsdpctl.engine.build import Sharding, Source
@@ -160,14 +160,14 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     batches = parts.train_batches
     position = run.samples - batches.plan.global_batch_size
     batch = batches.training(position, run.ranks.rank, 0)
-    packed = enumerate(batch.lengths if batch.holds_documents else ())
+    packed = enumerate(batch.lengths if batch.isolates_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
     if not any(run.ranks.gather_objects(row is not None)):
         return
-    targets, moved = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
+    targets, moved = torch.full_like(batch.targets, IGNORE_INDEX), batch.tokens.clone()
     if row is not None:  # the loss of its last document, and its other documents with other tokens
         *before, last = batch.lengths[row]
-        start, stop = batch.own(sum(before)), batch.own(sum(before) + last)
+        start, stop = batch.index_of(sum(before)), batch.index_of(sum(before) + last)
         targets[row, start:stop] = batch.tokens[row, start:stop]
         moved[row, :start] = (moved[row, :start] + 1) % batches.vocab_size
     losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
@@ -201,7 +201,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
         context_parallel=shared,
     )  # fmt: skip
     stream = _stream(config, plan.global_batch_size * config.train.seq_len)
-    batches = Batches(stream.rows(config.train.seq_len), plan, 0, VOCABULARY)
+    batches = Batches(stream.samples(config.train.seq_len), plan, 0, VOCABULARY)
     small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
     figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).figures()
     model.drop_gradients()

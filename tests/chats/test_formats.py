@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from fsdpctl.chats.formats import Plain
-from fsdpctl.chats.lines import lines_of
+from fsdpctl.chats.formats import PlainText
+from fsdpctl.chats.rows import read_rows
 from fsdpctl.errors import UsageError
 from tests.chats.families import say
 from tests.chats.opened import opened, trained_of
@@ -15,7 +15,7 @@ CHAT = say("hello", "good day", system="be kind")
 
 
 def rows_of(file):
-    return [line.content for line, _ in lines_of(str(file))[1]]
+    return [line.content for line, _ in read_rows(str(file))[1]]
 
 
 def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
@@ -26,7 +26,10 @@ def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
 def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path):
     rows = [{"prompt": "hello there", "completion": " good day"}]
     found = opened(tmp_path / "a", "llama3", rows, template="")
-    text = [found.tokenizer.decode([token], skips=False) for token in found.train.tokens.tolist()]
+    text = [
+        found.tokenizer.decode([token], skip_special_tokens=False)
+        for token in found.train.tokens.tolist()
+    ]
     assert "".join(text) == "hello there good day<|eot_id|>"
     assert found.train.trained.tolist()[-1]
     assert trained_of(tmp_path / "b", "llama3", rows) == [[" good day<|eot_id|>"]]
@@ -47,8 +50,8 @@ def test_gzip_byte_order_marks_and_crlf_are_supported(tmp_path):
     plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     plain.write_bytes(b"\xef\xbb\xbf" + lines)
     packed.write_bytes(gzip.compress(lines, mtime=0))
-    assert rows_of(plain) == rows_of(packed) == [Plain("a"), Plain("b")]
-    assert [line.where for line, _ in lines_of(str(plain))[1]] == [
+    assert rows_of(plain) == rows_of(packed) == [PlainText("a"), PlainText("b")]
+    assert [line.location for line, _ in read_rows(str(plain))[1]] == [
         f"{plain}, line 1", f"{plain}, line 3",
     ]  # fmt: skip
 
@@ -89,7 +92,7 @@ ALPACA = (
 def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, added):
     rows = [{"instruction": "say", "input": added, "output": "good day"}]
     found = opened(tmp_path, family, rows, prompt="alpaca")
-    tokenizer = found.tokenizer.auto
+    tokenizer = found.tokenizer.hf
     asked = ALPACA[bool(added)].format(asked="say", added=added)
     before, answer = tokenizer(asked)["input_ids"], tokenizer("good day", add_special_tokens=False)
     expected = [*before, *answer["input_ids"], tokenizer.eos_token_id]
@@ -119,7 +122,7 @@ SKY = [
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
 def test_rows_of_trls_documentation_have_the_tokens_that_trl_makes(tmp_path, family):
     text = opened(tmp_path / "text", family, [{"text": "The sky is blue."}], train_on="all")
-    tokenizer = text.tokenizer.auto
+    tokenizer = text.tokenizer.hf
     whole, end = tokenizer("The sky is blue.")["input_ids"], tokenizer.eos_token_id
     assert text.train.tokens.tolist() == [*whole, end]
     pair_set = opened(tmp_path / "pair", family, [{"prompt": "The sky is", "completion": " blue."}])

@@ -15,31 +15,31 @@ from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdpctl.chats.formats import ChatLine
-from fsdpctl.chats.lines import lines_among, lines_of, objects_in, objects_of_table
-from fsdpctl.io.files import MOST_BYTES, open_regular
+from fsdpctl.chats.formats import ChatRow
+from fsdpctl.chats.rows import parse_objects, read_objects, read_rows, read_table
+from fsdpctl.io.files import MAX_READ_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB
 
-Span = tuple[int, int]  # bytes of a file, half-open
+ByteSpan = tuple[int, int]  # bytes of a file, half-open
 _NEAR = 1 << 13  # bytes before a place that are searched for a line's start, first
 
 
-class NearLine(NamedTuple):
+class PartialRow(NamedTuple):
     """A row, and the part of it that is at a place."""
 
-    line: ChatLine
+    row: ChatRow
     size: float  # of that part, in bytes of the file
-    part: float = 1.0
+    fraction: float = 1.0
 
 
-def lines_near(path: str, spans: Sequence[Span], prompt: str) -> Iterator[NearLine]:
+def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator[PartialRow]:
     """Yield the rows at some places of a file. UsageError as `lines_of`.
 
     A place has parts of the first and the last row. Long rows count by the bytes at places, so that
     one of them does not decide the ratio of tokens to bytes.
     """
-    name, _ = lines_of(path, prompt=prompt)
-    with open(open_regular(Path(path), follows=True), "rb") as raw:
+    name, _ = read_rows(path, prompt=prompt)
+    with open(open_regular(Path(path), follow_links=True), "rb") as raw:
         start = raw.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()
         if start.startswith(b"PAR1"):
             yield from _of_row_groups(path, name, raw, spans)
@@ -54,7 +54,7 @@ def lines_near(path: str, spans: Sequence[Span], prompt: str) -> Iterator[NearLi
 
 def _line_start(raw: BufferedReader, at: int) -> int:
     size, begin = _NEAR, at
-    while begin and size < MOST_BYTES:  # of a line that can be read
+    while begin and size < MAX_READ_BYTES:  # of a line that can be read
         raw.seek(begin := max(0, at - size))
         if end := raw.read(at - begin).rfind(b"\n") + 1:
             return begin + end
@@ -62,15 +62,17 @@ def _line_start(raw: BufferedReader, at: int) -> int:
     return begin
 
 
-def _first(path: str, name: str, raw: BufferedReader, span: Span, read: int) -> Iterator[NearLine]:
+def _first(
+    path: str, name: str, raw: BufferedReader, span: ByteSpan, read: int
+) -> Iterator[PartialRow]:
     """Yield rows of a span of the text that follows.
 
     At least `read` bytes of the file tell how many of them the text takes.
     """
     begin = before = raw.tell()
-    rows, size, kept = list[tuple[ChatLine, int]](), 0, 0
+    rows, size, kept = list[tuple[ChatRow, int]](), 0, 0
     after = f" after byte {begin:,}" if begin else ""
-    for line, content in lines_among(path, name, objects_in(path, raw, after), Counter()):
+    for line, content in parse_objects(path, name, read_objects(path, raw, after), Counter()):
         now = raw.tell()  # behind a buffer, which can have several rows
         if size and now != before and before - begin >= read:
             break
@@ -86,20 +88,20 @@ def _first(path: str, name: str, raw: BufferedReader, span: Span, read: int) -> 
     for line, length in rows:
         bytes_here = min(at + length * scale, stop) - max(at, start)
         if bytes_here > 0:
-            yield NearLine(line, bytes_here, bytes_here / (length * scale))
+            yield PartialRow(line, bytes_here, bytes_here / (length * scale))
         at += length * scale
 
 
 def _of_row_groups(
-    path: str, name: str, raw: BufferedReader, spans: Sequence[Span]
-) -> Iterator[NearLine]:
+    path: str, name: str, raw: BufferedReader, spans: Sequence[ByteSpan]
+) -> Iterator[PartialRow]:
     from pyarrow.parquet import ParquetFile
 
     about = ParquetFile(raw).metadata
     ends = [0, *accumulate(about.row_group(n).num_rows for n in range(about.num_row_groups))]
     share = os.fstat(raw.fileno()).st_size / ends[-1]
     for group, these in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
-        rows = objects_of_table(path, raw, is_parquet=True, group=group, number=ends[group])
+        rows = read_table(path, raw, is_parquet=True, group=group, number=ends[group])
         some = islice(rows, math.ceil(sum(end - begin for begin, end in these) / share))
-        lines = lines_among(path, name, some, Counter())
-        yield from (NearLine(line, share) for line, _ in lines)
+        lines = parse_objects(path, name, some, Counter())
+        yield from (PartialRow(line, share) for line, _ in lines)

@@ -28,38 +28,38 @@ _ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  #
 # What an honest server never exceeds: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
 _MOST_BYTES, _MOST_PAGES = 256 * MIB, 2000  # of an answer or a listing, decompressed; of a listing
 _MOST_SECONDS, _SILENCE = 60.0, 20.0  # for an answer; without a byte, which is tried 6 times
-PATIENCE = 360.0  # seconds without an answer or a part of a file
+MAX_SILENCE_S = 360.0  # seconds without an answer or a part of a file
 _LONGEST = 1000  # characters of a name with its directories
 
 
-class AnswerError(UsageError):
+class HubResponseError(UsageError):
     """An answer that a Hub does not give; the text continues the name of the host."""
 
 
-class _Stored(msgspec.Struct):
+class _LfsObject(msgspec.Struct):
     oid: _Sha256
 
 
 class _Entry(msgspec.Struct):
     path: str
     size: Count = 0
-    lfs: _Stored | None = None
+    lfs: _LfsObject | None = None
 
 
 class _Info(msgspec.Struct):
     sha: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{40}\Z")]
 
 
-class _Kept(msgspec.Struct):
+class _CachedFile(msgspec.Struct):
     size: Count
     lfs_sha256: _Sha256 | None = None
 
 
-class _Listing(msgspec.Struct):
-    files: dict[str, _Kept]
+class _CachedListing(msgspec.Struct):
+    files: dict[str, _CachedFile]
 
 
-def is_below(name: str) -> bool:
+def is_relative_path(name: str) -> bool:
     """Return whether a name, joined to that of a directory, is of a file below it."""
     return len(name) <= _LONGEST and all(
         each not in ("", ".", "..") and "\0" not in each and len(os.fsencode(each)) < 256
@@ -72,14 +72,14 @@ def cached_names(listing: Path) -> list[str]:
 
     UsageError if it is not a listing, or has a name outside its repository.
     """
-    files = read_json(listing, _Listing).files if listing.is_file() else {}
-    if outside := next((each for each in files if not is_below(each)), None):
+    files = read_json(listing, _CachedListing).files if listing.is_file() else {}
+    if outside := next((each for each in files if not is_relative_path(each)), None):
         raise UsageError(f"{listing}: {outside[:80]!r} is not a file of a repository; delete it")
     return list(files)
 
 
 @contextmanager
-def checked_answers(home: str, silence: float = _SILENCE) -> Iterator[list[int]]:
+def checked_responses(home: str, silence: float = _SILENCE) -> Iterator[list[int]]:
     """Check what huggingface_hub requests and receives in the block; `home` is the Hub's URL.
 
     Yields the number of answers, so far, in a list. Requests of the library raise AnswerError if an
@@ -88,7 +88,7 @@ def checked_answers(home: str, silence: float = _SILENCE) -> Iterator[list[int]]
     import huggingface_hub
     from huggingface_hub.utils import _http
 
-    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _Checks(home, silence)
+    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _ResponseChecks(home, silence)
 
     def client() -> Any:
         made = factory()
@@ -103,7 +103,7 @@ def checked_answers(home: str, silence: float = _SILENCE) -> Iterator[list[int]]
         huggingface_hub.set_client_factory(factory)
 
 
-class _Checks:
+class _ResponseChecks:
     """The requests and answers of a fetch."""
 
     def __init__(self, home: str, silence: float = _SILENCE) -> None:
@@ -139,12 +139,12 @@ class _Checks:
             if (link := links.get("next")) is not None:
                 following = str(request.url.join(link))
                 if following in self._pages or len(self._pages) >= _MOST_PAGES:
-                    raise AnswerError("lists files without an end")
+                    raise HubResponseError("lists files without an end")
                 self._pages[following] = size + len(response._content)
 
     def _check_host(self, url: Any) -> None:
         if _ORIGIN(url) not in {_ORIGIN(url.join(home)) for home in self._homes}:
-            raise AnswerError(f"leads to another host, {url.host}")
+            raise HubResponseError(f"leads to another host, {url.host}")
 
 
 def _check_headers(response: Any) -> None:
@@ -152,15 +152,19 @@ def _check_headers(response: Any) -> None:
     headers = response.headers
     commit, etag = headers.get("x-repo-commit"), headers.get("x-linked-etag", headers.get("etag"))
     if commit is not None and not COMMIT.fullmatch(commit):
-        raise AnswerError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
+        raise HubResponseError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
     is_named = response.request.method == "HEAD" and etag is not None
     if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):
-        raise AnswerError(f"names a version {etag[:80]!r} of a file; expected digits and letters")
+        raise HubResponseError(
+            f"names a version {etag[:80]!r} of a file; expected digits and letters"
+        )
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", "gzip"):
-        raise AnswerError(f"compresses by {coding[:80]}; expected gzip")
+        raise HubResponseError(f"compresses by {coding[:80]}; expected gzip")
     wait = headers.get("retry-after", "")
-    if wait.isdigit() and (len(wait) > 9 or int(wait) > PATIENCE):
-        raise AnswerError(f"answers {response.status_code}, and to try again after {wait[:9]} s")
+    if wait.isdigit() and (len(wait) > 9 or int(wait) > MAX_SILENCE_S):
+        raise HubResponseError(
+            f"answers {response.status_code}, and to try again after {wait[:9]} s"
+        )
 
 
 def _content(response: Any, is_listing: bool, most: int) -> bytes:
@@ -168,16 +172,16 @@ def _content(response: Any, is_listing: bool, most: int) -> bytes:
     for part in response.iter_bytes():
         content += part
         if len(content) > most:
-            raise AnswerError(f"sends more than {_MOST_BYTES // MIB} MiB about a repository")
+            raise HubResponseError(f"sends more than {_MOST_BYTES // MIB} MiB about a repository")
         if time.monotonic() > end:
-            raise AnswerError(f"takes more than {_MOST_SECONDS:.0f} s for an answer")
+            raise HubResponseError(f"takes more than {_MOST_SECONDS:.0f} s for an answer")
     try:
         if not is_listing:
             msgspec.json.decode(content, type=_Info)
             return bytes(content)
         for entry in msgspec.json.decode(content, type=list[_Entry]):
-            if not is_below(entry.path):
-                raise AnswerError(f"names a file {entry.path[:80]!r}, outside its repository")
+            if not is_relative_path(entry.path):
+                raise HubResponseError(f"names a file {entry.path[:80]!r}, outside its repository")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise AnswerError(f"does not answer as a Hub does: {error}") from None
+        raise HubResponseError(f"does not answer as a Hub does: {error}") from None
     return bytes(content)

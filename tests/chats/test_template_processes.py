@@ -4,9 +4,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from fsdpctl.chats import workers as running
+from fsdpctl.chats import template_processes as running
 from fsdpctl.chats.formats import Chat
-from fsdpctl.chats.workers import TemplateSetup, rendered
+from fsdpctl.chats.template_processes import TemplateSetup, render_chats
 from fsdpctl.errors import UsageError
 from tests.chats.families import say, template_of
 from tests.chats.opened import DATE
@@ -29,7 +29,7 @@ def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
 def test_replies_of_several_processes_are_in_order(monkeypatch):
     monkeypatch.setattr(running, "_BATCH", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
-    texts = [made.samples[0].text for made in rendered(setup(), "t", chats)]
+    texts = [made.samples[0].text for made in render_chats(setup(), "t", chats)]
     assert texts == [
         f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{number}<|im_end|>\n"
         for number in range(150)
@@ -45,7 +45,7 @@ def test_a_process_that_exits_or_replies_something_else_is_an_error(made, monkey
     monkeypatch.setattr(running, "_start", start)
     where = "chats.jsonl, line 2" if made[:2] == b'""' else "t"
     with pytest.raises(UsageError, match=f"{where}: the template ended its process"):
-        list(rendered(setup(), "t", PLACES))
+        list(render_chats(setup(), "t", PLACES))
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_processes_are_ended_with_the_first_error(monkeypatch):
     endless = "{% if messages[0].content == 'c' %}{{ raise_exception('no') }}{% endif %}" + ENDLESS
     chats = [(Chat(say("c", "b"), [True, True]), "line 1"), *PLACES]
     with pytest.raises(UsageError, match="line 1: no$"):
-        list(rendered(setup(endless), "t", chats))
+        list(render_chats(setup(endless), "t", chats))
     assert [each.poll() is not None for each in started] == [True] * 2
 
 
@@ -71,7 +71,7 @@ def test_processes_are_ended_with_the_first_error(monkeypatch):
 @pytest.mark.parametrize("template", [ENDLESS, IN_C])
 def test_a_template_has_no_more_time_than_its_limit_whatever_it_computes(template):
     with pytest.raises(UsageError, match="line 1: the template computes for longer than 1 s"):
-        list(rendered(setup(template, seconds=1.0), "t", PLACES))
+        list(render_chats(setup(template, seconds=1.0), "t", PLACES))
 
 
 def test_long_conversations_have_more_time():
@@ -83,4 +83,4 @@ def test_a_template_has_no_more_memory_than_its_limit() -> None:
     given = setup("{% set text = 'x' * 1100000000 %}", 1 << 30)
     said = "line 1: the template needs more than 1024 MiB of memory"
     with pytest.raises(UsageError, match=said):
-        list(rendered(given, "t", PLACES[:1]))
+        list(render_chats(given, "t", PLACES[:1]))

@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 from fsdpctl.errors import DISK_FULL, UsageError
 from fsdpctl.io.activity import BYTES, DISPLAY, Advance, doing
-from fsdpctl.io.files import open_own, read_text_file
-from fsdpctl.io.hub_answers import (
+from fsdpctl.io.files import open_nofollow, read_text_file
+from fsdpctl.io.hub_responses import (
     COMMIT,
-    PATIENCE,
-    AnswerError,
+    MAX_SILENCE_S,
+    HubResponseError,
     cached_names,
-    checked_answers,
-    is_below,
+    checked_responses,
+    is_relative_path,
 )
 from fsdpctl.io.texts import format_bytes, printable
 from fsdpctl.io.untrusted import MIB
@@ -49,12 +49,12 @@ class Repository:
     name: str
     revision: str | None
     kind: str  # model or dataset
-    where: str  # begins messages
-    is_target: bool = False  # of an upload
+    location: str  # begins messages
+    is_upload: bool = False  # of an upload
 
     def __post_init__(self) -> None:
-        if self.revision and not is_below(self.revision):
-            raise UsageError(f"{self.where}: {self.revision} is not a revision")
+        if self.revision and not is_relative_path(self.revision):
+            raise UsageError(f"{self.location}: {self.revision} is not a revision")
 
     @property
     def folder(self) -> Path:
@@ -89,9 +89,9 @@ class Repository:
 
     @property
     def _absent(self) -> str:
-        return "no such directory, and " if self.kind == "model" and not self.is_target else ""
+        return "no such directory, and " if self.kind == "model" and not self.is_upload else ""
 
-    def lacks(self, file: str) -> UsageError:
+    def missing_error(self, file: str) -> UsageError:
         what = f"{file} is missing in the Hugging Face cache"
         if self.snapshot() is None:
             what = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
@@ -99,22 +99,22 @@ class Repository:
         kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
         command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
         way = f"Where there is a network, run `hf download {command}`"
-        return UsageError(f"{self.where}: {what}; {is_set} is set. {way}")
+        return UsageError(f"{self.location}: {what}; {is_set} is set. {way}")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Let one process of a machine fetch; the others wait, and look again."""
         lock = hub_cache() / ".locks" / self.folder.name / "fsdpctl.lock"
-        with self.explained():
+        with self.hub_errors_as_usage():
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = open_own(lock, "ab")
+            file = open_nofollow(lock, "ab")
         with file:
             waiting = f"waiting for another process that fetches {self.name}"
             with doing(waiting), suppress(OSError):  # a file system may have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def fetch(self, choose: Choose, *, dry: bool = False) -> list[str]:
+    def fetch(self, choose: Choose, *, dry_run: bool = False) -> list[str]:
         """Fetch the files that `choose` returns of all names; if dry, only print their size.
 
         Returns all names. UsageError if there is no such repository, no access, or too little
@@ -133,21 +133,23 @@ class Repository:
             names = HfApi().list_repo_files(self.name, **about)
             chosen = [*map(glob.escape, choose(names))]
             about.update(cache_dir=hub_cache(), allow_patterns=chosen)
-            asked = snapshot_download(self.name, dry_run=True, tqdm_class=_bar(), **about)
+            asked = snapshot_download(
+                self.name, dry_run=True, tqdm_class=_progress_bar_class(), **about
+            )
             return names, [each for each in asked if each.will_download]
 
-        with self.explained(), checked_answers(constants.ENDPOINT) as answered:
-            with doing(f"asking {host_of_hub()} for {self.name}"):
-                names, files = _watched(ask, answered)
+        with self.hub_errors_as_usage(), checked_responses(constants.ENDPOINT) as answered:
+            with doing(f"asking {hub_host()} for {self.name}"):
+                names, files = _call_in_thread(ask, answered)
             size = sum(each.file_size or 0 for each in files)
             if size:
-                self._announce("to fetch" if dry else "fetching", len(files), size)
-            if not dry:
+                self._announce("to fetch" if dry_run else "fetching", len(files), size)
+            if not dry_run:
                 with doing(f"fetching {self.name}", BYTES, size) as advance:
-                    bar = _bar(advance, stopped := threading.Event(), answered, size)
+                    bar = _progress_bar_class(advance, stopped := threading.Event(), answered, size)
                     fetch = partial(snapshot_download, self.name, tqdm_class=bar, **about)
                     try:
-                        found = _watched(fetch, answered)
+                        found = _call_in_thread(fetch, answered)
                     finally:
                         stopped.set()
                     Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
@@ -158,24 +160,26 @@ class Repository:
         free = shutil.disk_usage(above).free
         figures = f"{format_bytes(size)}, {format_bytes(free)} free in {hub_cache()}"
         if size > free:
-            raise UsageError(f"{self.where}: {figures}; set HF_HOME to a directory with more space")
+            raise UsageError(
+                f"{self.location}: {figures}; set HF_HOME to a directory with more space"
+            )
         files = "1 file" if count == 1 else f"{count} files"
-        DISPLAY.tell(f"{what} {self.name}: {files}, {figures}")
+        DISPLAY.print_line(f"{what} {self.name}: {files}, {figures}")
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def hub_errors_as_usage(self) -> Iterator[None]:
         """Raise what the library raises as a UsageError, without the URLs in its messages."""
         logger = logging.getLogger("huggingface_hub")
         before = logger.level
         logger.setLevel(logging.CRITICAL)  # its warnings quote signed URLs
         try:
             yield
-        except AnswerError as error:
-            raise UsageError(f"{self.where}: {host_of_hub()} {error}") from None
+        except HubResponseError as error:
+            raise UsageError(f"{self.location}: {hub_host()} {error}") from None
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"{self.where}: {self._reason(error)}") from None
+            raise UsageError(f"{self.location}: {self._reason(error)}") from None
         finally:
             logger.setLevel(before)
 
@@ -188,7 +192,7 @@ class Repository:
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         known = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
-        host = host_of_hub()
+        host = hub_host()
         if isinstance(known, errors.GatedRepoError):
             return f"gated; ask for access on {host}/{self.name}, and set HF_TOKEN"
         if isinstance(known, errors.RevisionNotFoundError):
@@ -201,7 +205,7 @@ class Repository:
         if isinstance(error, OSError) and error.filename:
             return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"
         kind = type(chain[-1]).__name__
-        if self.is_target:
+        if self.is_upload:
             return f"the connection to {host} broke ({kind}); run it again"
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
             return f"{host} does not answer as a Hub does ({kind})"
@@ -216,13 +220,13 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def host_of_hub() -> str:
+def hub_host() -> str:
     from huggingface_hub import constants
 
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])
 
 
-def _watched(work: Callable[[], T], answered: list[int]) -> T:
+def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
     """Call `work` in a thread of its own, and raise AnswerError if nothing arrives for long.
 
     The threads of the library end when their bar raises an error, so a signal need not wait for
@@ -240,15 +244,15 @@ def _watched(work: Callable[[], T], answered: list[int]) -> T:
     thread.start()
     while thread.is_alive():
         before = answered[0]
-        thread.join(PATIENCE)
+        thread.join(MAX_SILENCE_S)
         if thread.is_alive() and answered[0] == before:
-            raise AnswerError(f"has sent nothing for {PATIENCE:.0f} s")
+            raise HubResponseError(f"has sent nothing for {MAX_SILENCE_S:.0f} s")
     for error in errors:
         raise error
     return results[0]
 
 
-def _bar(
+def _progress_bar_class(
     advance: Advance | None = None, stopped: Any = None, answered: Any = None, size: int = 0
 ) -> Any:
     """Return a class of progress bars that shows nothing, and tells `advance` of bytes on disk.
@@ -273,6 +277,8 @@ def _bar(
                 total[0] += int(n or 0)
                 advance(int(n or 0))
                 if total[0] > 2 * size + _SLACK:
-                    raise AnswerError(f"sends more than the {format_bytes(size)} that it announced")
+                    raise HubResponseError(
+                        f"sends more than the {format_bytes(size)} that it announced"
+                    )
 
     return Bar

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.files import nearest_path, read_text_file
+from fsdpctl.io.files import nearest_path_hint, read_text_file
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.io.untrusted import check_version, parse_json
 
@@ -17,7 +17,7 @@ _VERSIONS = {FORMAT: 2, CHECKSUMS_FORMAT: 1}
 _BLANK = "0" * 32
 
 
-def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
+def checksummed(content: Mapping[str, Any], kind: str = FORMAT) -> str:
     """Return the text of a manifest, or of a file of another format `kind`.
 
     Its checksum is that of the text with zeros in its place.
@@ -32,7 +32,7 @@ def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
+def read_checksummed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
     """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
 
     CheckpointError if it is missing, corrupted, or has an unsupported version.
@@ -40,7 +40,7 @@ def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[
     path = folder / name
     if not path.exists():
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: not found{nearest_path(str(folder))}")
+            raise CheckpointError(f"{folder}: not found{nearest_path_hint(str(folder))}")
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
     text = read_text_file(path, CheckpointError)
     where = f"{path}: corrupted"

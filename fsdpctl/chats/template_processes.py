@@ -33,10 +33,13 @@ from fsdpctl.chats.turns import TurnError
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
 from fsdpctl.io.resources import num_cores
-from fsdpctl.io.texts import batches
+from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB
 
-MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # per chat; most need less than a hundredth
+MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = (
+    10.0,
+    2 << 30,
+)  # per chat; most need less than a hundredth
 _BATCH = 2 * MIB  # bytes of chats, which take several times as long as starting a process
 _MANY = 100  # messages
 
@@ -51,12 +54,12 @@ class TemplateSetup(msgspec.Struct, array_like=True):
     date: str
     train_on: str
     rewritten_turns: str
-    most_seconds: float  # of computing, for a chat of a few messages
-    most_bytes: int  # of memory, and of output
+    max_seconds: float  # of computing, for a chat of a few messages
+    max_bytes: int  # of memory, and of output
 
     def seconds_for(self, chat: Chat) -> float:
         """Return the computing time for a chat: each message needs some renderings of all."""
-        return self.most_seconds * (1 + len(chat.messages) // _MANY)
+        return self.max_seconds * (1 + len(chat.messages) // _MANY)
 
 
 # Of the template, then of each chat up to the first error; text: the error, empty of a template
@@ -64,7 +67,7 @@ class TemplateSetup(msgspec.Struct, array_like=True):
 _REPLIES = msgspec.json.Decoder(ChatSamples | str)
 
 
-def rendered(
+def render_chats(
     setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
     """Yield the samples of each chat, in order; `where` is the location of the template.
@@ -81,13 +84,13 @@ def rendered(
             running.popleft().close()
 
     try:
-        for batch in batches(encoded, lambda chat: len(chat[0]), _BATCH):
+        for batch in batched_by_size(encoded, lambda chat: len(chat[0]), _BATCH):
             yield from results(min(8, num_cores()) - 1)
             with TemporaryFile() as given:
                 given.write(msgspec.msgpack.encode((setup, [msgspec.Raw(x[0]) for x in batch])))
                 given.seek(0)
                 made = TemporaryFile()  # noqa: SIM115  # closed with the batch
-                places = [(where, setup.most_seconds), *(each[1:] for each in batch)]
+                places = [(where, setup.max_seconds), *(each[1:] for each in batch)]
                 running.append(_Batch(_start(given, made), made, places))
         yield from results(0)
     finally:
@@ -100,21 +103,21 @@ class _Batch:
     """A process, its output, and the locations of the template and the chats, with seconds."""
 
     process: subprocess.Popen[bytes]
-    made: IO[bytes]
-    places: list[tuple[str, float]]
+    replies_file: IO[bytes]
+    locations: list[tuple[str, float]]
 
     def result(self) -> list[ChatSamples]:
         """Wait for the samples of the chats; raises as `rendered`."""
         code, replies = self.process.wait(), list[ChatSamples | str]()
-        self.made.seek(0)
-        content = self.made.read()
+        self.replies_file.seek(0)
+        content = self.replies_file.read()
         with suppress(msgspec.MsgspecError):
             replies = _REPLIES.decode_lines(content[: content.rfind(b"\n") + 1])
-        for reply, (place, _) in zip(replies, self.places, strict=False):
+        for reply, (place, _) in zip(replies, self.locations, strict=False):
             if isinstance(reply, str) and reply:
                 raise UsageError(f"{place}: {reply}")
-        if len(replies) < len(self.places):
-            place, seconds = self.places[len(replies)]
+        if len(replies) < len(self.locations):
+            place, seconds = self.locations[len(replies)]
             is_late = code == -signal.SIGXCPU
             did = f"computes for longer than {seconds:g} s" if is_late else "ended its process"
             raise UsageError(f"{place}: the template {did}")
@@ -123,13 +126,13 @@ class _Batch:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.made.close()
+        self.replies_file.close()
 
 
 def _start(given: IO[bytes], made: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a process that imports this package, and nothing from the current directory."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "fsdpctl.chats.workers"],
+        [sys.executable, "-P", "-m", "fsdpctl.chats.template_processes"],
         stdin=given,
         stdout=made,
         stderr=subprocess.DEVNULL,
@@ -141,8 +144,8 @@ def main(given: IO[bytes], made: IO[bytes]) -> None:
     """Write a line about the template, and about each chat up to the first error."""
     kinds = tuple[TemplateSetup, list[Chat]]
     setup, chats = msgspec.msgpack.decode(given.read(), type=kinds, ext_hook=from_extension)
-    _limit(resource.RLIMIT_AS, setup.most_bytes)
-    _limit(resource.RLIMIT_FSIZE, setup.most_bytes)
+    _limit(resource.RLIMIT_AS, setup.max_bytes)
+    _limit(resource.RLIMIT_FSIZE, setup.max_bytes)
     _limit(resource.RLIMIT_NOFILE, 16)
     _limit(resource.RLIMIT_CORE, 0)
     for reply in _replies(setup, chats):
@@ -152,7 +155,7 @@ def main(given: IO[bytes], made: IO[bytes]) -> None:
 
 def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | str]:
     try:
-        _limit(resource.RLIMIT_CPU, time.process_time() + setup.most_seconds)
+        _limit(resource.RLIMIT_CPU, time.process_time() + setup.max_seconds)
         work = _prepare(setup)
         yield ""
         for chat in chats:
@@ -160,7 +163,7 @@ def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | 
             yield work(chat)
     except (RenderError, TurnError, MemoryError) as error:
         is_full = isinstance(error, MemoryError) or str(error).startswith("MemoryError")
-        full = f"the template needs more than {setup.most_bytes >> 20} MiB of memory"
+        full = f"the template needs more than {setup.max_bytes >> 20} MiB of memory"
         yield full if is_full else str(error)
 
 
@@ -176,7 +179,7 @@ def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
         renderer = with_tools if chat.tools else plain
         if chat.is_question:
             prompt = renderer.render(
-                chat.messages, tools=chat.tools, options=chat.options, prompted=True
+                chat.messages, tools=chat.tools, options=chat.options, add_generation_prompt=True
             )
             return ChatSamples([ChatSample(prompt.text, [])], {})
         return samples_of(renderer, chat, policy, controls)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpctl.data.packing import Rows, Sample
+from fsdpctl.data.packing import Sample, Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,45 +18,45 @@ _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True)
-class OwnData(Rows):
+class ScriptData(Samples):
     """The samples of a script in our order, what makes a batch of some, and its loss.
 
     `loss(module, batch)` returns a sum, and the count of what it averages over; also other sums by
     name, if it has some.
     """
 
-    samples: Any  # a map-style Dataset
+    dataset: Any  # a map-style Dataset
     collate: Callable[[list[Any]], Any]
     loss: "Loss"
     seq_len = 1
     origin = "data"
     num_bytes = None  # there is no text
-    emptiness = "data: expected at least one sample, got none"
+    empty_message = "data: expected at least one sample, got none"
 
     @property
     def fingerprint(self) -> str:
         """The number of samples: their content may differ from time to time."""
         return f"{len(self)} samples "
 
-    def rows(self, seq_len: int) -> "OwnData":
+    def samples(self, seq_len: int) -> "ScriptData":
         return self
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.dataset)
 
     def __getitem__(self, number: int) -> Sample:
         return _SAMPLE
 
-    def content(self, numbers: Sequence[int]) -> "OwnBatch":
+    def script_batch(self, numbers: Sequence[int]) -> "ScriptBatch":
         """Return a batch; a rank without a sample runs the first one, which is not counted."""
-        samples = [self.samples[number] for number in numbers or [0]]
-        return OwnBatch(self.collate(samples), self, is_counted=bool(numbers))
+        samples = [self.dataset[number] for number in numbers or [0]]
+        return ScriptBatch(self.collate(samples), self, is_counted=bool(numbers))
 
 
 @dataclass(frozen=True, slots=True)
-class OwnBatch:
+class ScriptBatch:
     """A batch of a script's samples."""
 
     value: Any
-    of: OwnData
+    data: ScriptData
     is_counted: bool

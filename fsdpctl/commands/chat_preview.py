@@ -6,10 +6,10 @@ import numpy as np
 from rich.text import Text
 
 from fsdpctl.chats.formats import Chat
+from fsdpctl.chats.template_processes import render_chats
 from fsdpctl.chats.values import Message
-from fsdpctl.chats.workers import rendered
 from fsdpctl.data.chat_template import open_template
-from fsdpctl.data.open_chats import setup_of
+from fsdpctl.data.open_chats import template_setup_of
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.io.texts import printable
@@ -54,10 +54,10 @@ def _piece(
     The part is taken from the whole text, because spaces depend on the tokens before.
     """
     start, stop = span
-    whole = tokenizer.decode(tokens[:stop], skips=False)
+    whole = tokenizer.decode(tokens[:stop], skip_special_tokens=False)
     if whole.startswith(done):
         return whole, whole[len(done) :]
-    return whole, tokenizer.decode(tokens[start:stop], skips=False)
+    return whole, tokenizer.decode(tokens[start:stop], skip_special_tokens=False)
 
 
 def histogram(chats: Sequence[DocumentSet]) -> list[str]:
@@ -81,7 +81,7 @@ def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: 
     """
     template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], is_question=True)
-    setup, where = setup_of(template, tokenizer, today), template.source
-    (made,) = rendered(setup, where, [(chat, where)])
+    setup, where = template_setup_of(template, tokenizer, today), template.source
+    (made,) = render_chats(setup, where, [(chat, where)])
     (sample,) = made.samples
-    return tokenizer.encode_prompt(sample.text, adds=False)
+    return tokenizer.encode_prompt(sample.text, add_special_tokens=False)

@@ -15,9 +15,9 @@ import pytest
 from fsdpctl.config.hub import local_model
 from fsdpctl.data.find_data import find_data
 from fsdpctl.errors import UsageError
-from fsdpctl.io import fetch, hub_answers
-from fsdpctl.io.fetch import Repository
+from fsdpctl.io import hub_repository, hub_responses
 from fsdpctl.io.files import open_regular
+from fsdpctl.io.hub_repository import Repository
 from tests.hub_server import SHA, TOKEN, Hub, serving
 
 MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(1 << 17)}
@@ -104,20 +104,20 @@ def test_a_server_decides_neither_the_length_of_an_answer_nor_how_long_it_takes(
         headers["Content-Encoding"] = "gzip"
         return gzip.compress(bytes(1 << 20))
 
-    monkeypatch.setattr(hub_answers, "_MOST_PAGES", 5)
+    monkeypatch.setattr(hub_responses, "_MOST_PAGES", 5)
     for change in (one_more, the_same):
         assert all("lists files without an end" in each for each in changed(change))
-    monkeypatch.setattr(hub_answers, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(hub_responses, "_MOST_BYTES", 1 << 16)
     assert all("sends more than 0 MiB" in each for each in changed(bomb))
-    monkeypatch.setattr(hub_answers, "time", Mock(monotonic=count(0, 100).__next__))
+    monkeypatch.setattr(hub_responses, "time", Mock(monotonic=count(0, 100).__next__))
     assert all("for an answer" in each for each in changed(lambda headers, body: body))
 
 
 def test_a_server_that_sends_nothing_or_more_than_it_announced_is_left(hub, monkeypatch):
-    monkeypatch.setattr(fetch, "_SLACK", -(1 << 30))
+    monkeypatch.setattr(hub_repository, "_SLACK", -(1 << 30))
     with pytest.raises(UsageError, match="sends more than the .* MiB that it announced"):
         local_model("o/m")
-    monkeypatch.setattr(fetch, "PATIENCE", 0.2)
+    monkeypatch.setattr(hub_repository, "MAX_SILENCE_S", 0.2)
 
     def slow(what, headers, body):
         time.sleep(1.5)

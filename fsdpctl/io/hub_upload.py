@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.activity import doing
-from fsdpctl.io.fetch import Repository, host_of_hub, is_offline
-from fsdpctl.io.hub_answers import PATIENCE, checked_answers
+from fsdpctl.io.hub_repository import Repository, hub_host, is_offline
+from fsdpctl.io.hub_responses import MAX_SILENCE_S, checked_responses
 
 _NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 _OF_THE_HUB = {".gitattributes"}  # the files of a new repository
@@ -33,8 +33,12 @@ class UploadTarget:
     def _asking(self, what: str) -> Iterator[Any]:
         from huggingface_hub import HfApi, constants
 
-        repository = Repository(self.name, None, "model", self.url, is_target=True)
-        with repository.explained(), checked_answers(constants.ENDPOINT, PATIENCE), doing(what):
+        repository = Repository(self.name, None, "model", self.url, is_upload=True)
+        with (
+            repository.hub_errors_as_usage(),
+            checked_responses(constants.ENDPOINT, MAX_SILENCE_S),
+            doing(what),
+        ):
             yield HfApi()
 
     def check(self) -> None:
@@ -46,7 +50,7 @@ class UploadTarget:
             raise UsageError(f"{self.url}: HF_HUB_OFFLINE is set; unset it to upload")
         if get_token() is None:
             raise UsageError(f"{self.url}: no token; set HF_TOKEN, or run `hf auth login`")
-        with self._asking(f"asking {host_of_hub()} for {self.name}") as api:
+        with self._asking(f"asking {hub_host()} for {self.name}") as api:
             user = api.whoami()
             owners = [str(x["name"]) for x in (user, *user.get("orgs", ())) if x.get("name")]
             if owner not in owners:

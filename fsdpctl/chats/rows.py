@@ -19,13 +19,13 @@ from typing import IO, Any
 
 import msgspec
 
-from fsdpctl.chats.formats import ChatLine, Plain, detect_format, is_used, parse_row
+from fsdpctl.chats.formats import ChatRow, PlainText, detect_format, is_used, parse_row
 from fsdpctl.chats.messages import is_empty
-from fsdpctl.chats.values import shown
+from fsdpctl.chats.values import clipped
 from fsdpctl.config.data import TEMPLATE, TEXT
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import MOST_BYTES, open_regular
-from fsdpctl.io.packages import load
+from fsdpctl.io.files import MAX_READ_BYTES, open_regular
+from fsdpctl.io.packages import import_package
 from fsdpctl.io.untrusted import MIB, parse_json
 
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
@@ -33,12 +33,12 @@ _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame t
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
-Places = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
+LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
 
 
-def lines_of(
+def read_rows(
     path: str, counts: Counter[str] | None = None, prompt: str = TEMPLATE
-) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
+) -> tuple[str, Iterator[tuple[ChatRow, bytes]]]:
     """Return the format of a file, and its rows, each with its content as bytes.
 
     Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`, or COLUMN
@@ -52,9 +52,9 @@ def lines_of(
     try:
         name = detect_format(first[1], prompt)
     except UsageError as error:
-        raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
+        raise UsageError(f"{path}, {first[0]}: {clipped(error)}") from None
     counts = Counter() if counts is None else counts
-    return name, lines_among(path, name, chain([first], found), counts)
+    return name, parse_objects(path, name, chain([first], found), counts)
 
 
 def first_row(path: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def first_row(path: str) -> dict[str, Any]:
     return {}
 
 
-def check_is_clear(path: str) -> None:
+def check_unambiguous(path: str) -> None:
     """Check that the first row of a file is either a text or a conversation, not both.
 
     UsageError if it may be either.
@@ -77,45 +77,45 @@ def check_is_clear(path: str) -> None:
         raise UsageError(f"{path}: its first row {what}; set data=text or data=chat")
 
 
-def lines_among(
-    path: str, name: str, found: Places, counts: Counter[str]
-) -> Iterator[tuple[ChatLine, bytes]]:
+def parse_objects(
+    path: str, name: str, found: LocatedObjects, counts: Counter[str]
+) -> Iterator[tuple[ChatRow, bytes]]:
     """Yield the rows of a file of the format `name` among its objects, as `lines_of`."""
     for place, fields in found:
         where = f"{path}, {place}"
         try:
             content, keys = parse_row(name, fields)
-            if isinstance(content, Plain) and not content.text:
+            if isinstance(content, PlainText) and not content.text:
                 counts["empty"] += 1
                 continue
-            line = ChatLine(content, where, keys)
+            line = ChatRow(content, where, keys)
             as_bytes = line.to_bytes()
         except UsageError as error:
-            raise UsageError(f"{where}: {shown(error)}") from None
+            raise UsageError(f"{where}: {clipped(error)}") from None
         except UnicodeEncodeError:
             raise UsageError(f"{where}: contains half of a surrogate pair") from None
         yield line, as_bytes
 
 
-def _objects(path: str) -> Places:
-    with open(open_regular(Path(path), follows=True), "rb") as raw:
-        yield from objects_in(path, raw)
+def _objects(path: str) -> LocatedObjects:
+    with open(open_regular(Path(path), follow_links=True), "rb") as raw:
+        yield from read_objects(path, raw)
 
 
-def objects_in(path: str, raw: BufferedReader, after: str = "") -> Places:
+def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObjects:
     """Yield the objects of a file from its position on, which the text `after` tells."""
     start = raw.peek(8)[:8]
     if start.startswith(_TABLES):
-        yield from objects_of_table(path, raw, is_parquet=start.startswith(b"PAR1"))
+        yield from read_table(path, raw, is_parquet=start.startswith(b"PAR1"))
         return
     if path.endswith((".csv", ".tsv")):
-        yield from rows_of_csv(path, raw)
+        yield from read_csv(path, raw)
         return
     file: IO[bytes] = raw
     if start.startswith(b"\x1f\x8b"):
         file = BufferedReader(gzip.GzipFile(fileobj=raw))
     elif _ZSTD.match(start):
-        file = BufferedReader(load("pyarrow", path).CompressedInputStream(raw, "zstd"))
+        file = BufferedReader(import_package("pyarrow", path).CompressedInputStream(raw, "zstd"))
     read = _Reader(path, file, after)
     start = read.call("peek", 64)
     if start.startswith(_WIDE):
@@ -138,8 +138,8 @@ class _Reader:
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
     def check(self, content: bytes, way_on: str) -> None:
-        if len(content) > MOST_BYTES:
-            raise self.error(f"larger than the limit of {MOST_BYTES >> 20:,} MiB; {way_on}")
+        if len(content) > MAX_READ_BYTES:
+            raise self.error(f"larger than the limit of {MAX_READ_BYTES >> 20:,} MiB; {way_on}")
 
     def error(self, problem: str) -> UsageError:
         return UsageError(f"{self.path}, {self.place}: {problem}")
@@ -148,7 +148,7 @@ class _Reader:
 def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
     for number in count(1):
         read.place = f"line {number}{read.after}"
-        line = read.call("readline", MOST_BYTES + 1)
+        line = read.call("readline", MAX_READ_BYTES + 1)
         if not line:
             return
         read.check(line, _EXPECTED)
@@ -165,7 +165,7 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
 def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
     read.place = "array"
     pieces = iter(lambda: read.call("read", MIB), b"")  # at once, all memory would be allocated
-    content = b"".join(islice(pieces, MOST_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
+    content = b"".join(islice(pieces, MAX_READ_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
     read.check(content, "convert it to JSON Lines")
     try:
         found = msgspec.json.decode(content, type=list[msgspec.Raw])
@@ -181,14 +181,14 @@ def _object(text: str, where: str) -> dict[str, Any]:
     except UsageError as error:
         is_object = text.strip() != "{" and text.lstrip().startswith("{")
         hint = "" if is_object else f"; {_EXPECTED}"
-        problem = shown(_JSON_LINE.sub("", str(error).removeprefix(": ")))
+        problem = clipped(_JSON_LINE.sub("", str(error).removeprefix(": ")))
         raise UsageError(f"{where}: {problem}{hint}") from None
 
 
 _BATCH = 64  # rows that are read at a time
 
 
-def objects_of_table(
+def read_table(
     path: str, raw: IO[bytes], *, is_parquet: bool, group: int | None = None, number: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a table, or of a row group, with their numbers after `number`.
@@ -196,7 +196,7 @@ def objects_of_table(
     Unused columns have the value True in all rows, so that their names can be reported. UsageError
     if the file is damaged.
     """
-    arrow = load("pyarrow", path)
+    arrow = import_package("pyarrow", path)
     try:
         names, batches = _parquet(raw, group) if is_parquet else _stream(arrow, raw)
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -212,9 +212,9 @@ def objects_of_table(
         raise UsageError(f"{path}, row {number + 1}: cannot be read: {reason}") from None
 
 
-def rows_of_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a table as text, as `objects_of_table` does; its first line has names."""
-    csv.field_size_limit(MOST_BYTES)
+    csv.field_size_limit(MAX_READ_BYTES)
     text = codecs.iterdecode(raw, "utf-8-sig")
     rows = csv.reader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
     try:

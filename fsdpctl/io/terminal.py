@@ -9,8 +9,8 @@ from typing import IO
 
 from rich.console import Console
 
-from fsdpctl.io.files import open_own
-from fsdpctl.io.output import PatientStream
+from fsdpctl.io.files import open_nofollow
+from fsdpctl.io.output import LenientStream
 from fsdpctl.io.texts import printable
 
 _HEAD = 8  # characters of the subject of a line
@@ -18,12 +18,12 @@ _HEAD = 8  # characters of the subject of a line
 _SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
 
 
-class PatientConsole(Console):
+class LenientConsole(Console):
     """A console that falls silent if its reader exits or the disk is full; the run continues."""
 
     @property
     def file(self) -> IO[str]:
-        return PatientStream(super().file)  # type: ignore[return-value]  # the methods that rich uses
+        return LenientStream(super().file)  # type: ignore[return-value]  # the methods that rich uses
 
     @file.setter
     def file(self, new: IO[str]) -> None:
@@ -52,5 +52,5 @@ def journal(log: Path, text: str) -> None:
     """Append lines with the time to a log. If the disk is full, they are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
-    with suppress(OSError), open_own(log, "ab", folders=1) as file:
+    with suppress(OSError), open_nofollow(log, "ab", folders=1) as file:
         file.write(lines.encode())
