@@ -44,7 +44,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.models.decoder_check import attention_of, check_decoder
 from fsdpctl.models.registry import build_plain
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_module
 from tests.models.decoders import (
     batches_of,
@@ -218,7 +218,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     try:
         config = compose_config(["model=hf", f"model.path={folder}"]).config
         packs = check_decoder(config.model).isolates
-        config = as_kept(config.changed({"model.attention": attention_of(config.model)}))
+        config = stored_config(config.changed({"model.attention": attention_of(config.model)}))
         weights = open_weights(config.model)
         build_plain(config.model)
     except FsdpctlError as error:

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import arguments, on_ranks, write_report
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.run_estimate import MEMORY_ACCURACY
+from fsdpctl.io.packages import package_folder
 from tests.predict.published import PUBLISHED as STEPS
 from tests.predict.steps import Step
 from tests.predict.test_published_memory import PUBLISHED

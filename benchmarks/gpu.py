@@ -26,9 +26,9 @@ from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, ste
 from benchmarks.one_gpu import DEVICE, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.recipe import known_gpu
 from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.registry import build_plain
@@ -172,7 +172,7 @@ def _num_params(size: Size) -> int:
 def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:
     """Return the share of the chip's peak, counted as torchtitan counts it."""
     per_token = flops_per_token(_config(size), _num_params(size), size.length)
-    gpu = known_gpu(torch.cuda.get_device_name())
+    gpu = gpu_by_name(torch.cuda.get_device_name())
     flops = ModelFlops(per_token, None if gpu is None else gpu.peak)
     return {name: flops.utilization(speed) for name, speed in speeds.items()}
 

@@ -28,8 +28,8 @@ from benchmarks.gpu import SIZES, Size, make_model, ours
 from benchmarks.one_gpu import DEVICE, device_seconds, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import known_gpu
 from fsdpctl.engine.blocks import compile_block
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.models.describe import block_names
@@ -179,7 +179,7 @@ class _EightBits:
 
 def _beside(name: str, numel: int, run: Callable[[], object], rounds: int) -> Iterator[Row]:
     """Time a function by separate operators and fused, beside the time to move its bytes."""
-    gpu = known_gpu(torch.cuda.get_device_name())
+    gpu = gpu_by_name(torch.cuda.get_device_name())
     rate = None
     if gpu is not None:
         rate = compose_config([f"cluster={gpu.cluster}"]).config.cluster.memory_bandwidth

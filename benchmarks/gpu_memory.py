@@ -27,14 +27,14 @@ from benchmarks.one_gpu import DEVICE, draw, joined, sharded
 from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.build import Sharding, Source
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.training.assemble import make_module, make_optimizer
 from tests.train_step import train_step
 
@@ -70,7 +70,7 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
 
 def resolved(words: list[str]) -> RunPlan:
     """Return the configuration as it is placed on H200s."""
-    return settle(prepare(compose_config([*words, "cluster=h200"]), CLUSTER).config)
+    return make_run_plan(prepare(compose_config([*words, "cluster=h200"]), CLUSTER).config)
 
 
 def measure(words: list[str]) -> dict[str, int]:
@@ -84,7 +84,7 @@ def measure(words: list[str]) -> dict[str, int]:
     }
 
 
-def _train(config: Settled, nccl: NcclCollectives) -> None:
+def _train(config: Resolved, nccl: NcclCollectives) -> None:
     sharding = Sharding(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=config.precision.planned,

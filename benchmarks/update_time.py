@@ -17,10 +17,10 @@ import torch
 from benchmarks.little_memory import BASELINE, BF16, WAYS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model, make_optimizer
 from fsdpctl.training.train_step import Optimizer
 from tests.train_step import train_step
@@ -49,9 +49,9 @@ def _bytes(model: ShardedModel, optimizer: Optimizer) -> dict[str, float]:
     }
 
 
-def _made(settings: list[str], width: int) -> tuple[Settled, ShardedModel, Optimizer]:
+def _made(settings: list[str], width: int) -> tuple[Resolved, ShardedModel, Optimizer]:
     shape = [*SHAPE, f"model.hidden_size={width}", f"model.intermediate_size={3 * width}"]
-    config = as_kept(place(compose_config([*shape, *settings]).config))
+    config = stored_config(assign_ranks(compose_config([*shape, *settings]).config))
     model = make_model(config, torch.device("cpu"))
     return config, model, make_optimizer(config, model)
 

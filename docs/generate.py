@@ -34,7 +34,7 @@ from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
@@ -126,7 +126,7 @@ def replicas_table() -> str:
     estimator = Estimator()
     for settings in REPLICAS:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
-        found = estimator.estimate(settle(prepare(composed, CLUSTER).config))
+        found = estimator.estimate(make_run_plan(prepare(composed, CLUSTER).config))
         placed = found.config
         sent = sent_per_step(placed, divide_module(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
@@ -204,7 +204,9 @@ def estimated_recipe(file: Path) -> str:
 
 def planned(name: str) -> TrainingPlan:
     """Return the training plan of the page's model under a strategy."""
-    config = settle(prepare(compose_config([*MODEL, f"strategy={name}"]), CLUSTER).config).config
+    config = make_run_plan(
+        prepare(compose_config([*MODEL, f"strategy={name}"]), CLUSTER).config
+    ).config
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
 

@@ -13,7 +13,7 @@ from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 
 NUM_RANKS = 4
 SETTINGS = [
@@ -65,7 +65,7 @@ class _Canvas:
 
 def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
-    config = settle(prepare(compose_config(SETTINGS), CLUSTER).config).config
+    config = make_run_plan(prepare(compose_config(SETTINGS), CLUSTER).config).config
     plan = plan_run(config, divide_module(build_model(config.model), None), 1)
     buffers = (K.ALLOCATE, K.FREE)
     events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]

@@ -8,7 +8,7 @@ from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 
 _GIB = 1 << 30
 _BASE = (
@@ -53,7 +53,7 @@ def _savings(base: str, changes: Sequence[str]) -> str:
     def figures(change: str) -> tuple[float, float]:
         settings = dict(each.split("=", 1) for each in f"{base} {change}".split())
         composed = compose_config([f"{key}={text}" for key, text in settings.items()])
-        estimate = estimator.estimate(settle(prepare(composed, CLUSTER).config))
+        estimate = estimator.estimate(make_run_plan(prepare(composed, CLUSTER).config))
         return estimate.peak_reserved / _GIB, run_time(estimator, estimate).step_seconds
 
     reserved, seconds = figures("")

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from docs.measured import table_of
 from fsdpctl.commands.app import app
-from fsdpctl.config.recipe import first_comment, package_folder
+from fsdpctl.config.options import first_comment
+from fsdpctl.io.packages import package_folder
 
 
 def settings_tables() -> str:

@@ -17,11 +17,11 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.io.checksummed_json import checksummed
 from fsdpctl.io.run_files import MANIFEST
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.data.token_file import write_token_file
 
@@ -35,9 +35,9 @@ RANK_FILE = "rank-00000.safetensors"
 
 def make_checkpoint(folder: Path, *words: str) -> Path:
     """Write a checkpoint of a tiny model with a tokenizer; `words` are settings of its run."""
-    config = as_kept(compose_config([*TINY_MODEL, *words]).config)
+    config = stored_config(compose_config([*TINY_MODEL, *words]).config)
     model = make_model(config, torch.device("cpu"))
-    about = About(Progress(1), config_words(config), ByteTokenizer().files())
+    about = About(Progress(1), to_settings(config), ByteTokenizer().files())
     write_checkpoint(folder, take_snapshot(model, None, 0, about), Collectives())
     return folder
 

@@ -187,7 +187,7 @@ def test_the_readme_is_short_and_the_index_names_every_page():
 def test_every_setting_can_be_linked():
     text = (ROOT / "docs" / "settings.md").read_text()
     assert set(re.findall(r'<a id="([^"]+)">', text)) == {
-        n for n, k in KEYS.items() if not k.instead
+        n for n, k in KEYS.items() if not k.user_key
     }
     assert set(re.findall(r"^## (.*)$", text, re.MULTILINE)) == set(SECTIONS)
 

@@ -9,7 +9,7 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.batch_plan import ContextParallel, tokens_per_rank
-from fsdpctl.resolve.settle import as_kept, settle
+from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from fsdpctl.training.decoder_loss import summed_loss
 from fsdpctl.training.train_step import Optimizer
 
@@ -19,7 +19,7 @@ def train_step(
     device: torch.device = torch.device("cpu"),
 ) -> None:  # fmt: skip
     """All micro-batches of a step, the record, and the optimizer."""
-    chunk = settle(as_kept(config)).config.train.loss_chunk_tokens or 0
+    chunk = make_run_plan(stored_config(config)).config.train.loss_chunk_tokens or 0
     steps, samples = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
     assert samples is not None

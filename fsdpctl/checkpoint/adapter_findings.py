@@ -27,7 +27,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import FileTensors, Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from fsdpctl.errors import CheckpointError, shorten_list
@@ -169,7 +169,7 @@ def findings_on_adapters(
     about = as_type(content, _Config, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
         yield lost(kind, f"{shorten_list(names, 2)}: {reason}")
-    yield from _of_experts(found, family_of(model))
+    yield from _of_experts(found, model_type_of(model))
     yield from _settings(about, found)
     theirs = open_weights(model) if has_weights else None
     yield from _products(found, about, theirs)

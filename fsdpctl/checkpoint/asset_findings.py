@@ -9,7 +9,7 @@ from typing import Any
 from fsdpctl.checkpoint.findings import Finding, lost
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, parameter_name
 from fsdpctl.checkpoint.source import Tensors, tensor_keys
-from fsdpctl.config.any_decoder import read_configuration
+from fsdpctl.config.decoder_config import read_configuration
 from fsdpctl.data.tokenizer_files import (
     TEMPLATE_FILE,
     TEMPLATE_JSON,

@@ -20,7 +20,7 @@ from fsdpctl.checkpoint.tensor_file import (
     rank_file,
     write_synced,
 )
-from fsdpctl.config.any_decoder import config_json
+from fsdpctl.config.decoder_config import exported_config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
@@ -135,7 +135,7 @@ def _write_folder(
             notes = ("no tokenizer files: the run's tokenizer is unknown",)
         names = (name for name, short in EXPORT_DTYPES.items() if dtypes == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-        _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
+        _write_json(folder / CONFIG_JSON, exported_config(model, next(names, "float32"), source))
     publish.write_assets(folder, attached)
     checksums.write(folder)
     return notes

@@ -10,9 +10,9 @@ import numpy as np
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
 from fsdpctl.checkpoint.source import Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import cast
-from fsdpctl.config.any_decoder import content_of, with_content, with_sizes
+from fsdpctl.config.decoder_config import config_dict, with_config, with_sizes
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.model_path import model_words
+from fsdpctl.config.model_path import model_settings
 from fsdpctl.models.describe import vocabulary_shapes
 from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.layout import Span
@@ -29,11 +29,11 @@ def as_stored(model: ModelConfig, folder: Path) -> ModelConfig:
     """Return the model with the vocabulary and the ties of the directory or file."""
     if not is_fitted(model):
         return model
-    words, content = model_words(str(folder)), content_of(model)
+    words, content = model_settings(str(folder)), config_dict(model)
     content.pop(TIED, None)
     theirs = json.loads(words["model.config_json"])
     content |= {TIED: theirs[TIED]} if TIED in theirs else {}
-    stored = with_content(model, content)
+    stored = with_config(model, content)
     return with_sizes(stored, vocab_size=int(words["model.vocab_size"]))
 
 

@@ -23,7 +23,12 @@ from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors, weight_bytes
 from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, cast, sync
-from fsdpctl.config.any_decoder import CONFIG_OF, content_of, family_of, read_configuration
+from fsdpctl.config.decoder_config import (
+    CONFIG_LOCATION,
+    config_dict,
+    model_type_of,
+    read_configuration,
+)
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import FileTokenizer
@@ -109,7 +114,7 @@ def _check(model: ModelConfig, reader: CheckpointReader) -> None:
     problem = ""
     if "model" not in reader.manifest.config:
         problem = f"{reader} does not name its model"
-    elif (family := family_of(model)) not in _ARCHITECTURES:
+    elif (family := model_type_of(model)) not in _ARCHITECTURES:
         problem = f"{family} models: not supported; expected {', '.join(_ARCHITECTURES)}"
     else:
         about = _about(model)
@@ -126,9 +131,9 @@ def _check(model: ModelConfig, reader: CheckpointReader) -> None:
 
 
 def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> list[_Tensor]:
-    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[family_of(model)])
+    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
     names = library.get_tensor_name_map(architecture, model.num_layers)
-    reorders = family_of(model) in ("llama", "mistral")
+    reorders = model_type_of(model) in ("llama", "mistral")
     found = []
     for name in reader.names(PARAMETER):
         key = tensor_key(PARAMETER, name)
@@ -143,7 +148,7 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
 
 
 def _about(model: ModelConfig) -> Any:
-    return read_configuration(content_of(model), CONFIG_OF)
+    return read_configuration(config_dict(model), CONFIG_LOCATION)
 
 
 def _write(
@@ -156,7 +161,7 @@ def _write(
     """Write the file; return a note on its tokenizer, or an empty string."""
     import gguf
 
-    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[family_of(model)])
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     _write_parameters(writer, model, tensors, reader)
     note = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))

@@ -18,7 +18,7 @@ from fsdpctl.commands.printing import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
-from fsdpctl.config.serialize import config_words, model_words_only
+from fsdpctl.config.serialize import only_model_settings, to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
 from fsdpctl.io.stores import is_remote
@@ -85,7 +85,9 @@ def shard_checkpoint(
     config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
+    about = About(
+        config=only_model_settings(to_settings(config)), attachments=assets_beside(source)
+    )
     total = shard_weights(weights, destination, num_files=world_size, about=about)
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 

@@ -8,9 +8,9 @@ import typer
 from fsdpctl.commands.printing import note, say
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.recipe import choices_of
+from fsdpctl.config.options import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS, Config, Origin
-from fsdpctl.config.serialize import words_to_type, words_to_yaml
+from fsdpctl.config.serialize import settings_to_yaml, user_settings
 from fsdpctl.errors import UsageError, did_you_mean
 
 
@@ -18,7 +18,7 @@ def completions(incomplete: str) -> list[str]:
     """Return the completions of KEY=VALUE: groups and keys, then their values."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        names = (*GROUPS, *(each for each, key in KEYS.items() if not key.instead))
+        names = (*GROUPS, *(each for each, key in KEYS.items() if not key.user_key))
         return [f"{each}=" for each in names if each.startswith(incomplete)]
     values = list(choices_of(name)) if name in GROUPS else []
     if (key := KEYS.get(name)) is not None:
@@ -87,11 +87,11 @@ def note_changes(composed: Composed) -> None:
 
 def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
     """Return a configuration as a recipe with the origins of values, without some settings."""
-    words = words_to_type(config)
+    words = user_settings(config)
     kept = {name: x for name, x in words.items() if not {name, name.split(".")[0]} & {*left_out}}
     found = {name: config.origin(name) for name in kept}
     origins = {name: x.value for name, x in found.items() if x in _SHOWN and kept[name] != AUTO}
-    return words_to_yaml(kept, origins).rstrip()
+    return settings_to_yaml(kept, origins).rstrip()
 
 
 def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:

@@ -8,10 +8,11 @@ import typer
 
 from fsdpctl.commands.config_args import ConfigArguments, Settings, normalize
 from fsdpctl.commands.printing import emit, note
-from fsdpctl.config.compose import checked_settings
+from fsdpctl.config.compose import parse_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.recipe import NOT_NEEDED, ConvertedRecipe, read_others, recipe_text
-from fsdpctl.importers.recipe import convert as to_recipe
+from fsdpctl.importers.convert import NOT_NEEDED, ConvertedRecipe, recipe_text
+from fsdpctl.importers.convert import convert as to_recipe
+from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.io.texts import escaped
 
 Source = Annotated[
@@ -58,12 +59,12 @@ def describe_omissions(recipe: ConvertedRecipe) -> list[str]:
 
 def convert_files(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
     """Return the recipe for one or two files of other tools, with settings of the command line."""
-    from fsdpctl.resolve.place import ranks_of
+    from fsdpctl.resolve.machine import num_ranks_of
 
     if len(files) > 2:
         raise UsageError(f"{files[2]}: expected a training file and one of accelerate at most")
-    typed = dict(checked_settings(words))
-    return to_recipe(read_others(*files), typed, ranks_of(typed))
+    typed = dict(parse_settings(words))
+    return to_recipe(read_other_tool(*files), typed, num_ranks_of(typed))
 
 
 def cli_settings(source: Path, asked: ConfigArguments) -> list[str]:

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 from fsdpctl.config.data import TOKENS, DataConfig
-from fsdpctl.config.recipe import find_recipe, first_comment, recipe_names
+from fsdpctl.config.data_sources import sources_in
+from fsdpctl.config.options import first_comment
+from fsdpctl.config.recipe import find_recipe, recipe_names
 from fsdpctl.config.schema import Config
-from fsdpctl.config.sources import sources_in
 from fsdpctl.data.find_data import HUB, check_tokenizer_paths, find_data
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import nearest_path_hint

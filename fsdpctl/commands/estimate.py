@@ -18,7 +18,7 @@ from fsdpctl.commands.convert import cli_settings
 from fsdpctl.commands.printing import AsJson
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import DoesNotFitError, UsageError
-from fsdpctl.importers.recipe import is_launch, read_others
+from fsdpctl.importers.readers import is_accelerate, read_other_tool
 from fsdpctl.io.resources import without_gc
 
 _FIT_CHOICES = ("micro_batch", "seq_len", "model")
@@ -81,7 +81,7 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
 
         raise typer.Exit(show_verdicts(runs, words, require_fit=require_fit))
     if runs:
-        translation = read_others(*runs[0])
+        translation = read_other_tool(*runs[0])
         from fsdpctl.estimate.imported_config import (
             import_config,
         )  # imports torch, as the work below
@@ -116,7 +116,7 @@ def _runs_of(sources: Sequence[Path]) -> list[tuple[Path, ...]]:
         if not source.is_dir():
             if len(sources) > 1 and not source.exists():
                 raise UsageError(f"--from {source}: not found")
-            kind = is_launch(source) if len(sources) > 1 else None
+            kind = is_accelerate(source) if len(sources) > 1 else None
             if last is not None and kind is (not last) and (kind or len(sources) == 2):
                 found[-1], last = (*found[-1], source), None
             else:

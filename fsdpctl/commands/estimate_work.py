@@ -17,9 +17,16 @@ from fsdpctl.commands.estimate_report import (
     verdict,
 )
 from fsdpctl.commands.printing import emit, note, print_error, say, show_json
-from fsdpctl.config.auto import STRATEGY, Selection, left_open, opened, selected, unset
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import SIZES, Config, Origin
+from fsdpctl.config.schema import BATCH_SIZE_KEYS, Config, Origin
+from fsdpctl.config.selection import (
+    STRATEGY,
+    Selection,
+    auto_names,
+    unset_names,
+    with_auto,
+    with_selection,
+)
 from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.imported_config import ImportedConfig, import_config
@@ -27,15 +34,15 @@ from fsdpctl.estimate.largest import LargestFit, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of
 from fsdpctl.estimate.summary import describe_ranking
-from fsdpctl.importers.recipe import read_others
+from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.io.activity import doing
 from fsdpctl.io.texts import format_bytes
-from fsdpctl.resolve.place import notes_on_cores, notes_on_memory
+from fsdpctl.resolve.machine import notes_on_cores, notes_on_memory
 
 # Keys that follow from the machine or the data.
 _SIZED_BY = (
     "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
-    SIZES[0], "launch.nproc_per_node", "launch.device",
+    BATCH_SIZE_KEYS[0], "launch.nproc_per_node", "launch.device",
 )  # fmt: skip
 
 
@@ -105,18 +112,18 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
 
 
 def _largest_fit(estimator: Estimator, asked: Config, found: RunEstimate, fit: str) -> LargestFit:
-    names = [*unset(asked), *(each for each in left_open(asked) if each != STRATEGY)]
+    names = [*unset_names(asked), *(each for each in auto_names(asked) if each != STRATEGY)]
     return largest_that_fits(estimator, found.plan, fit, names)
 
 
 def _estimated_settings(asked: Config, found: RunEstimate) -> Config:
     """Return settings with the selection, and with values of `auto` that differ elsewhere."""
-    names = {*unset(asked), *left_open(asked)}
-    config = selected(opened(asked, names), Selection.of(found.config))
+    names = {*unset_names(asked), *auto_names(asked)}
+    config = with_selection(with_auto(asked, names), Selection.of(found.config))
     origins = {name: found.config.origin(name) for name in names}
     fixed = (key for key in _SIZED_BY if asked.is_auto(key))
     values = {key: found.config.value(key) for key in fixed}
-    config = config.changed({**values, SIZES[1]: None})  # the samples of a step are known
+    config = config.changed({**values, BATCH_SIZE_KEYS[1]: None})  # the samples of a step are known
     return replace(config, origins={**config.origins, **origins})
 
 
@@ -129,7 +136,7 @@ def show_verdicts(
         file = " and ".join(map(str, files))
         try:
             with doing(f"estimating {file} ({number} of {len(runs)})"):
-                others = import_config(read_others(*files), words)
+                others = import_config(read_other_tool(*files), words)
                 ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
         except (UsageError, CheckpointError) as error:
             say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")

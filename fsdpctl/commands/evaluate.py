@@ -14,19 +14,19 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.config_args import Settings, normalize
 from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
-from fsdpctl.config.auto import Selection
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import cached_model
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import PrefetchConfig
+from fsdpctl.config.selection import Selection
 from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.plan.strategy import strategies_of
-from fsdpctl.resolve.data import vocabulary_of
 from fsdpctl.resolve.prepare import Prepared, prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_data import vocabulary_of
+from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.training.assemble import make_model, single_rank_strategy
 from fsdpctl.training.validation_loss import ValidationLoss, bits_per_byte, validation_loss
 
@@ -77,7 +77,9 @@ def _settings_of_data(source: Path) -> list[tuple[str, str]]:
 def _evaluate(opened: Prepared) -> ValidationLoss:
     # All strategies compute the same on one rank: `auto` selects none.
     strategy = strategies_of(opened.config.engine.name)[0]
-    plan = settle(opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None))
+    plan = make_run_plan(
+        opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None)
+    )
     config, data = plan.config, opened.data
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))

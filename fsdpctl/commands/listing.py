@@ -7,10 +7,12 @@ import typer
 from fsdpctl.commands.printing import AsJson, out, say, show_json, show_table
 from fsdpctl.config.compose import default_config
 from fsdpctl.config.keys import Key
-from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
+from fsdpctl.config.options import choices_of, first_comment
+from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
+from fsdpctl.io.packages import package_folder
 
 _NARROW = 120  # columns of a terminal, below which each key has lines of its own
 
@@ -36,7 +38,7 @@ def list_choices(
 
 
 def _keys_of(group: str) -> dict[str, Key]:
-    keys = {name: key for name, key in KEYS.items() if not key.instead}
+    keys = {name: key for name, key in KEYS.items() if not key.user_key}
     found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
     if not found and group not in SECTIONS:
         where = f"{group}: no such group or key{hint(group, [*SECTIONS, *keys])}"

@@ -28,14 +28,14 @@ from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.config.training import usual_length
+from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.tokenizer import BYTE_TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
 from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import DISPLAY, doing
 from fsdpctl.io.texts import printable
 from fsdpctl.models.decoder_check import attention_of
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.training.assemble import make_model, single_rank_strategy
 from fsdpctl.training.callbacks.generation import Sampling, generate
@@ -109,9 +109,9 @@ class TextGenerator:
         config, weights, files = _open_model(source)
         # Compiling takes longer than it saves on a few tokens.
         changed = {"train.compile": False, "model.attention": attention_of(config.model)}
-        self.config = as_kept(config.changed(changed))
+        self.config = stored_config(config.changed(changed))
         self.source, self._count = source, count
-        model, usual = config.model, usual_length(config.model.name, config.model.max_seq_len)
+        model, usual = config.model, default_seq_len(config.model.name, config.model.max_seq_len)
         self._context = config.train.seq_len or usual
         if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
             self._context = max(self._context, usual)

@@ -50,7 +50,7 @@ def train(
             if is_first_process():
                 DISPLAY.start(sys.stderr, "fsdpctl.train")
             from fsdpctl.launch.run import train_task
-            from fsdpctl.resolve.own import compose_task, make_task
+            from fsdpctl.resolve.script_module import compose_task, make_task
 
             task = make_task(module, loss, data, val_data, collate_fn)
             composed, given = compose_task(task, settings, None if recipe is None else str(recipe))

@@ -23,9 +23,9 @@ from fsdpctl.commands.config_args import (
 from fsdpctl.commands.convert import cli_settings, convert_files, describe_omissions
 from fsdpctl.commands.early_checks import check_paths
 from fsdpctl.commands.printing import emit, info, note, out, print_error, say, show_panel
-from fsdpctl.config.auto import Selection, left_open, selected, unset
-from fsdpctl.config.compose import Composed, First, compose_config
+from fsdpctl.config.compose import Composed, OnChecked, compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.config.selection import Selection, auto_names, unset_names, with_selection
 from fsdpctl.errors import (
     NO_RESTART,
     REMOVED_DURING_RUN,
@@ -95,17 +95,19 @@ def train(
         _train(composed, [*options, *asked.settings], resume)
 
 
-def _composed(asked: ConfigArguments, files: list[Path], first: First | None) -> Composed:
+def _composed(asked: ConfigArguments, files: list[Path], first: OnChecked | None) -> Composed:
     """Compose the configuration, of other tools' files if given; quietly without `first`."""
     if not files:
-        return compose_config(asked.settings, asked.recipe, first=first, of_run=True)
+        return compose_config(asked.settings, asked.recipe, on_checked=first, for_training=True)
     source, words = files[0], cli_settings(files[0], asked)
     recipe = convert_files(files, words)
     for why in recipe.required:
         raise UsageError(f"{source}: {why}")
     names = " and ".join(each.name for each in files)
     note(*(f"{names}: {line}" for line in describe_omissions(recipe) if first))
-    return compose_config(words, str(source), converted=recipe.words, first=first, of_run=True)
+    return compose_config(
+        words, str(source), converted=recipe.words, on_checked=first, for_training=True
+    )
 
 
 def _check_early(resume: str, config: Config, recipe: str | None) -> None:
@@ -133,7 +135,7 @@ def _print_config(composed: Composed, resume: str) -> None:
 
     Settings that are selected if their defaults do not fit are left out.
     """
-    config, names = composed.config, left_open(composed.config)
+    config, names = composed.config, auto_names(composed.config)
     if names:
         from fsdpctl.estimate.estimator import Estimator
         from fsdpctl.estimate.search import resolve_auto_of_run
@@ -143,13 +145,13 @@ def _print_config(composed: Composed, resume: str) -> None:
             Estimator(), state.config, state.stored_config, state.stored_config_location, note
         )
         note(*lines)
-        config = selected(config, Selection.of(plan.config))
-    emit(recipe_text(config, unset(composed.config)))
+        config = with_selection(config, Selection.of(plan.config))
+    emit(recipe_text(config, unset_names(composed.config)))
 
 
 def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
     """Open a run without the launcher's variables: it may be shown where no launcher runs."""
-    from fsdpctl.resolve.place import on_this_machine, role_of_dry_run
+    from fsdpctl.resolve.machine import on_this_machine, role_of_dry_run
     from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import inspect_run_dir
 
@@ -207,7 +209,7 @@ def _show_samples(opened: "Prepared") -> None:
 
 def _check_large_token_files(opened: "Prepared") -> None:
     from fsdpctl.data.token_formats import check_tokens
-    from fsdpctl.resolve.data import is_quick
+    from fsdpctl.resolve.run_data import is_quick
 
     for file in () if is_quick(opened.data.token_files) else opened.data.token_files:
         if file.xxh3 is not None and file.is_local:
@@ -294,12 +296,12 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.suggestions import suggest
     from fsdpctl.estimate.summary import describe_suggestions
-    from fsdpctl.resolve.settle import plan_of
+    from fsdpctl.resolve.run_plan import stored_plan
     from fsdpctl.run.directory import read_config
 
     estimator = Estimator()
     try:
-        found = estimator.estimate(plan_of(read_config(run_dir)))
+        found = estimator.estimate(stored_plan(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or not found.fits

@@ -89,14 +89,14 @@ class StepSample:
 def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
     """Return the samples of a step, and why it was rejected; the data must not have changed."""
     from fsdpctl.data.batches import Batches
-    from fsdpctl.resolve.settle import plan_of
+    from fsdpctl.resolve.run_plan import stored_plan
     from fsdpctl.run.directory import read_config
 
     where = f"--run {run_dir}"
     if not (run_dir / METRICS).is_file():
         raise UsageError(f"{where}: not found; expected a run with at least one completed step")
     config = read_config(run_dir)
-    if config.model.is_own:
+    if config.model.is_script_module:
         raise UsageError(f"{where}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
@@ -105,7 +105,7 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         whose: tuple[int, ...] = () if bad.rank is None else (bad.rank,)
         ranks, numbers = dict.fromkeys(bad.rank_samples, whose), bad.samples
     else:
-        plan = plan_of(config).batches
+        plan = stored_plan(config).batches
         rows = data.train.samples(config.train.seq_len)
         batches = Batches(rows, plan, config.train.seed, data.vocab_size)
         position = after - config.train.global_batch_size

@@ -10,28 +10,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fsdpctl.config.clusters import clusters_like, clusters_with_memory
 from fsdpctl.config.hub import hub_models
-from fsdpctl.config.keys import AUTO, Value
-from fsdpctl.config.model import NO_DECODER, OWN
-from fsdpctl.config.model_path import FROM_PATH, values_of_adapters, values_of_model, with_model
-from fsdpctl.config.overrides import gathered
-from fsdpctl.config.recipe import (
-    PRICED,
-    cards_with,
-    choices_of,
-    clusters_like,
-    find_recipe,
-    package_folder,
-    read_recipe,
-    recipe_names,
-    without_missing,
+from fsdpctl.config.keys import AUTO, Setting, Value
+from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
+from fsdpctl.config.model_path import HF_OPTION, adapter_values, fetch_model_config, model_values
+from fsdpctl.config.options import choices_of, option_settings, option_values
+from fsdpctl.config.overrides import merge_overrides
+from fsdpctl.config.recipe import NO_TOML, find_recipe, read_recipe, recipe_names, without_missing
+from fsdpctl.config.schema import (
+    BATCH_SIZE_KEYS,
+    GROUPS,
+    KEYS,
+    LENGTH_KEYS,
+    SECTIONS,
+    Config,
+    Origin,
 )
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config, Origin
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.short_words import RANKS, expanded, is_hub_name, names_model, with_own_strategy
-from fsdpctl.config.source_config import NO_TOML
+from fsdpctl.config.shorthands import (
+    RANK_KEYS,
+    expand_shorthands,
+    is_hub_name,
+    is_model_name,
+    translate_strategy,
+)
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
@@ -43,8 +48,7 @@ T = TypeVar("T")
 # Keys that apply to every option of their group.
 FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
 
-Pair = tuple[str, str]
-First = Callable[[Config, str | None], None]
+OnChecked = Callable[[Config, str | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Composed:
     cluster: str | None = None  # as it is given
 
     @property
-    def has_recipes_cluster(self) -> bool:
+    def has_cluster_of_recipe(self) -> bool:
         return self.config.origins.get("cluster") is Origin.RECIPE
 
     @property
@@ -74,45 +78,45 @@ class Composed:
 
 
 def compose_config(
-    words: Sequence[str],
+    settings: Sequence[str],
     recipe: str | None = None,
     *,
-    converted: Sequence[Pair] | None = None,
-    first: First | None = None,
-    of_run: bool = False,
+    converted: Sequence[Setting] | None = None,
+    on_checked: OnChecked | None = None,
+    for_training: bool = False,
 ) -> Composed:
-    """Return the configuration of `words` (KEY=VALUE settings) and a recipe.
+    """Return the configuration of `settings` (KEY=VALUE settings) and a recipe.
 
-    `converted` are the settings of the recipe if its file is another tool's. `first` is called with
-    the configuration and the recipe's name before the model is read, which may import torch.
-    `of_run` is that of `with_model`. UsageError if a setting is unknown or given twice, or its
-    value is invalid.
+    `converted` are the settings of the recipe if its file is another tool's. `on_checked` is called
+    with the configuration and the recipe's name before the model is read, which may import torch.
+    `for_training` is passed to `fetch_model_config`. UsageError if a setting is unknown or given
+    twice, or if a value is invalid.
     """
-    typed = checked_settings(words)
+    typed = parse_settings(settings)
     path = None if recipe is None else find_recipe(recipe)
     known = converted or (read_recipe(path) if path and converted is None else ())
     base = [x for x in known if x[0] not in dict(typed)]  # their values need not be valid
     cluster = dict([*base, *typed]).get("cluster")
     with _named(path):
         _refuse_doubles(base)
-        before, base = base, expanded(base, [], _ranks_per_node)
-    written = {*dict(before), *(_split(word)[0] for word in words)}
-    typed = expanded(typed, base, _ranks_per_node)
+        before, base = base, expand_shorthands(base, [])
+    written = {*dict(before), *(_split(word)[0] for word in settings)}
+    typed = expand_shorthands(typed, base)
     given = {*dict(typed)}
     kept, dropped = _below(base, given)
     kept = without_missing(path, kept, given) if path else kept
-    pairs, renamed = with_own_strategy(gathered([*kept, *typed]))
+    pairs, renamed = translate_strategy(merge_overrides([*kept, *typed]))
     with _named(path):
         from_recipe = {*dict(kept)}
         _each(_check_one, [pair for pair in pairs if pair[0] in from_recipe])
-    values = _values_of_choices(choices := {x: text for x, text in pairs if x in GROUPS})
+    values = option_values(choices := {x: text for x, text in pairs if x in GROUPS})
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
-    if first:
-        first(to_config({**values, **parsed}, choices), path.stem if path else None)
-    pairs = with_model(pairs, of_run=of_run)
+    if on_checked:
+        on_checked(to_config({**values, **parsed}, choices), path.stem if path else None)
+    pairs = fetch_model_config(pairs, for_training=for_training)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
-    of_model = values_of_model(choices, dict(pairs), values["model.config_json"])
-    of_adapters = values_of_adapters(choices, dict(pairs), given)
+    of_model = model_values(choices, dict(pairs), values["model.config_json"])
+    of_adapters = adapter_values(choices, dict(pairs), given)
     dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
     values |= of_model | parsed | of_adapters
     values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
@@ -120,27 +124,27 @@ def compose_config(
     has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].is_selected]
     origins |= {x: Origin.RECIPE if x in from_recipe - given else Origin.TYPED for x in has_value}
     # Ranks by the cluster of a recipe are those of its option.
-    origins |= dict.fromkeys({*RANKS} & from_recipe - written - given, Origin.OPTION)
+    origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written - given, Origin.OPTION)
     _resolve_alternatives(values, origins)
     origins |= dict.fromkeys(_autos(values, pairs), Origin.AUTO)
-    of_options = dict.fromkeys((x for x, _ in _texts(_composed_by_hydra(choices))), Origin.OPTION)
+    of_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
     config = replace(to_config(values, choices), origins=of_options | origins)
     if "data" not in written:
         config = config.changed({"data.is_inferred": True})
     return Composed(config, path.stem if path else None, dropped, renamed, cluster)
 
 
-def _autos(values: Mapping[str, Value], pairs: Sequence[Pair]) -> Iterator[str]:
+def _autos(values: Mapping[str, Value], pairs: Sequence[Setting]) -> Iterator[str]:
     yield from (name for name, value in values.items() if value is None and KEYS[name].auto)
     yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].is_selected)
 
 
 def default_config() -> Config:
     """Return the configuration without any setting, before its model is read."""
-    return to_config(_values_of_choices({}), {})
+    return to_config(option_values({}), {})
 
 
-def checked_settings(words: Sequence[str]) -> list[Pair]:
+def parse_settings(words: Sequence[str]) -> list[Setting]:
     """Return settings of the command line as they were typed, after a check of each by itself.
 
     UsageError if settings are unknown or given twice, or values invalid; with a text of each.
@@ -152,14 +156,14 @@ def checked_settings(words: Sequence[str]) -> list[Pair]:
     return typed
 
 
-def with_short_forms(typed: Mapping[str, str]) -> dict[str, str]:
+def without_shorthands(typed: Mapping[str, str]) -> dict[str, str]:
     """Return settings of the command line with those that their short forms stand for."""
-    return dict(expanded([*typed.items()], [("data", "")], _ranks_per_node))
+    return dict(expand_shorthands([*typed.items()], [("data", "")]))
 
 
-def _checked(word: str) -> Pair:
+def _checked(word: str) -> Setting:
     pair = _split(word)
-    pairs, _ = with_own_strategy(gathered(expanded([pair], [("data", "")], _ranks_per_node)))
+    pairs, _ = translate_strategy(merge_overrides(expand_shorthands([pair], [("data", "")])))
     for name, text in pairs:
         _check_one(name, text)
     return pair
@@ -188,7 +192,7 @@ def _named(recipe: Path | None) -> Iterator[None]:
         raise UsageError(*texts) from None
 
 
-def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ...]]:
+def _below(base: list[Setting], given: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
     """Return the settings of a recipe that stay below those given, and the names of ignored ones.
 
     An option of a group on the command line replaces the recipe's, with the keys of that option.
@@ -203,7 +207,7 @@ def _below(base: list[Pair], given: set[str]) -> tuple[list[Pair], tuple[str, ..
     return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
 
 
-def _split(word: str) -> Pair:
+def _split(word: str) -> Setting:
     name, equals, value = word.partition("=")
     name = name.strip()
     if word.startswith("-"):
@@ -226,11 +230,11 @@ def _split(word: str) -> Pair:
         raise UsageError(f"{name}: {problem}")
     if word.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{word}: {NO_TOML}")
-    if name in KEYS and KEYS[name].instead:
-        raise UsageError(f"{name}: no such key; set {KEYS[name].instead}")
+    if name in KEYS and KEYS[name].user_key:
+        raise UsageError(f"{name}: no such key; set {KEYS[name].user_key}")
     if equals:
         return name, value
-    if names_model(word):
+    if is_model_name(word):
         return "model", word
     if is_hub_name(word):
         way = f"if it is on the Hub, set model={word}"
@@ -253,14 +257,7 @@ def _meant_by(word: str) -> str:
     return hint(word, [*KEYS, *GROUPS])
 
 
-def _ranks_per_node(cluster: str) -> int | None:
-    if cluster not in choices_of("cluster"):
-        return None
-    found = _composed_by_hydra({"cluster": cluster})["cluster"].get("ranks_per_node")
-    return found if isinstance(found, int) else None
-
-
-def _refuse_doubles(typed: Sequence[Pair]) -> None:
+def _refuse_doubles(typed: Sequence[Setting]) -> None:
     seen: dict[str, str] = {}
     for name, value in typed:
         if name in seen:
@@ -271,7 +268,7 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
 def _check_one(name: str, text: str) -> None:
     if name in GROUPS:
         choices = choices_of(name)
-        if (name, text) == ("data", "own") or (name == "model" and text.startswith(OWN)):
+        if (name, text) == ("data", "own") or (name == "model" and text.startswith(SCRIPT_PREFIX)):
             raise UsageError(f"{name}={text}: {NO_DECODER}")
         if text not in choices:
             problem = f"no such option{_choice_hint(name, text, choices)} ({', '.join(choices)})"
@@ -291,12 +288,12 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         return f"; `fsdpctl compare{simulate}` takes several"
     if group == "model":
         if "/" in text or os.path.isdir(text):
-            return f"; model={FROM_PATH} model.path={text} loads a directory"
+            return f"; model={HF_OPTION} model.path={text} loads a directory"
         # llama4 is another model than llama3, however near the name.
         size = re.findall(r"\d+", text)
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
-        return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
-    if group == "cluster" and (cards := cards_with(text)):
+        return hint(text, same) or f"; model={HF_OPTION} model.path=DIR loads another model"
+    if group == "cluster" and (cards := clusters_with_memory(text)):
         return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
     if group == "cluster" and (same := clusters_like(text)):
         return f"; did you mean {' or '.join(same)}?"
@@ -304,42 +301,9 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
     return hint(text, [*choices, *elsewhere])
 
 
-def _values_of_choices(choices: Mapping[str, str]) -> dict[str, Value]:
-    values = {name: each.default for name, each in KEYS.items()}
-    values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(choices))}
-    return values
-
-
-def _texts(composed: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
-    for section, content in composed.items():
-        for word, value in content.items():
-            if word not in ("name", "device_names", PRICED):
-                text = str(value).lower() if isinstance(value, bool) else str(value)
-                yield f"{section}.{word}", text
-
-
-# The content of an option's file, by group and option; None: the group's default option.
-_contents: dict[tuple[str, str | None], Mapping[str, Any]] = {}
-
-
-def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the content of each group's selected file. A process reads each file once."""
-    options = [(group, choices.get(group)) for group in GROUPS]
-    if not all(each in _contents for each in options):
-        from hydra import compose, initialize_config_dir  # take 0.2 s; a wrong key has its answer
-        from omegaconf import OmegaConf
-
-        conf = str(package_folder("conf").resolve())
-        with initialize_config_dir(conf, version_base="1.3"):
-            overrides = [f"{group}={choice}" for group, choice in choices.items()]
-            composed: Any = OmegaConf.to_container(compose("config", overrides))
-        _contents.update({each: composed.get(each[0]) or {} for each in options})
-    return {group: _contents[group, option] for group, option in options}
-
-
 def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) -> None:
     """Unset the alternatives to a length or a size that is typed, or else in the recipe."""
-    subjects = {"the length": LENGTHS, "the size of a step": SIZES}
+    subjects = {"the length": LENGTH_KEYS, "the size of a step": BATCH_SIZE_KEYS}
     for source, (subject, names) in product((Origin.TYPED, Origin.RECIPE), subjects.items()):
         found = [x for x in names if origins.get(x) is source and values[x] is not None]
         # In a file, these two mean the shorter length, as in other tools; typed, a mistake.

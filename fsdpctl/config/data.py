@@ -9,11 +9,17 @@ from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.errors import UsageError
 
 CHAT, TEXT, TOKENS = "chat", "text", "tokens"
-HELD_OUT = 0.02  # of the data, if neither a fraction nor files to validate on are named
-MOST_HELD_OUT = 1 << 24  # tokens: more make no validation loss more exact, and take hours
+DEFAULT_VAL_FRACTION = 0.02  # of the data, if neither a fraction nor files to validate on are named
+MAX_VAL_TOKENS = 1 << 24  # tokens: more make no validation loss more exact, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
-LOSS = ".loss"  # of a file with a byte per token: whether it is trained on
-TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS)  # that describe token files
+LOSS_MASK_SUFFIX = ".loss"  # of a file with a byte per token: whether it is trained on
+TOKEN_NEIGHBORS = (
+    ".json",
+    ".idx",
+    ".index",
+    ".metadata",
+    LOSS_MASK_SUFFIX,
+)  # that describe token files
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "keep")
@@ -42,7 +48,8 @@ class DataConfig:
     )
     val_fraction: float | None = auto_key(
         "fraction of the training data that is held out for validation; of token files, at most "
-        f"{MOST_HELD_OUT:,} tokens; auto: {HELD_OUT}, or none if data.path has validation files",
+        f"{MAX_VAL_TOKENS:,} tokens; auto: {DEFAULT_VAL_FRACTION}, or none if data.path has "
+        "validation files",
         within=(0, 0.5),
     )
     tokenizer: str | None = auto_key(
@@ -52,8 +59,8 @@ class DataConfig:
     new_tokens: str | None = optional_key(
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
         "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
-        is_names=True,
-        read=lambda text: _tokens(text),
+        is_list=True,
+        normalize=lambda text: _tokens(text),
     )
     format: str = key(
         "auto",
@@ -95,18 +102,18 @@ class DataConfig:
     is_inferred: bool = field(default=False, compare=False)
 
     @property
-    def added(self) -> tuple[str, ...]:
+    def new_token_texts(self) -> tuple[str, ...]:
         return tuple(json.loads(self.new_tokens or "[]"))
 
     @property
-    def takes_validation(self) -> bool:
+    def uses_validation_files(self) -> bool:
         """Whether validation files at data.path are used: no key of validation is set."""
         return self.val_path is None and self.val_fraction is None
 
     @property
-    def held_out(self) -> float:
+    def used_val_fraction(self) -> float:
         """The fraction that is held out if there are no files of validation."""
-        return HELD_OUT if self.val_fraction is None else self.val_fraction
+        return DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
     @property
     def holds_documents(self) -> bool:
@@ -130,7 +137,7 @@ def _tokens(text: str) -> str:
     return json.dumps(found, ensure_ascii=False)
 
 
-def check_kind(config: DataConfig, typed: Collection[str] = ()) -> None:
+def check_data_keys(config: DataConfig, typed: Collection[str] = ()) -> None:
     """Check that no key is set that only other kinds of data have; UsageError if there is one.
 
     Keys that are `typed` are set even if they have their defaults.

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, TOKEN_NEIGHBORS, TOKEN_SUFFIXES, TOKENS
-from fsdpctl.config.sources import DataSource
+from fsdpctl.config.data_sources import DataSource
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.files import check_inside, nearest_path_hint
 

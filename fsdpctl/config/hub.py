@@ -69,7 +69,7 @@ def has_weights(path: Path) -> bool:
     return repository is None or not _missing(repository, "weights")
 
 
-def announce_weights(path: str) -> bool:
+def print_missing_weights(path: str) -> bool:
     """Print what a run would fetch, for a directory in the cache; return whether it is anything."""
     repository = _repository(path)
     if repository is None or not (missing := _missing(repository, "weights")):
@@ -80,7 +80,7 @@ def announce_weights(path: str) -> bool:
     return True
 
 
-def part_of_run(model: ModelConfig) -> Part:
+def part_for_training(model: ModelConfig) -> Part:
     return "weights" if model.is_pretrained else "tokenizer"
 
 

@@ -13,6 +13,7 @@ from fsdpctl.io.texts import refuse_credentials
 
 AUTO, NONE = "auto", "none"
 _LARGEST_WHOLE = 2**53  # up to here, a float such as 1e3 is exact
+Setting = tuple[str, str]  # a dotted name, or a group, and its text
 Value = str | int | float | bool | None  # None: `auto`, or not set if optional
 
 
@@ -31,16 +32,18 @@ class Key:
     is_selected: bool = False  # allows `auto`: None with `Origin.AUTO`; None alone is a value
     optional: bool = False  # may be left unset
     is_path: bool = False
-    is_names: bool = False  # may be a list in a file
-    read: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
-    instead: str = ""  # the key to set: this one is in files of runs only, neither typed nor listed
+    is_list: bool = False  # may be a list in a file
+    normalize: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
+    user_key: str = (
+        ""  # the key to set: this one is in files of runs only, neither typed nor listed
+    )
     is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
     unit: str = ""  # of a number that can also be given as a size such as 80GB
 
     @property
     def allowed(self) -> str:
         words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
-        if self.read is not None:
+        if self.normalize is not None:
             return f"a list of {words}{', or none' * self.optional}"
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
@@ -64,7 +67,7 @@ class Key:
     @property
     def _may_be_none(self) -> bool:
         """Whether `none` unsets the key; for other text, `none` may be a value."""
-        return self.optional and (self.type != "text" or self.read is not None)
+        return self.optional and (self.type != "text" or self.normalize is not None)
 
     def text(self, value: Value) -> str:
         """Return `value` as it is given on the command line."""
@@ -86,8 +89,8 @@ class Key:
         return self._parse_number(text)
 
     def _parse_text(self, text: str) -> str:
-        if self.read is not None:
-            return self.read(text)
+        if self.normalize is not None:
+            return self.normalize(text)
         if self.choices and text not in self.choices:
             raise self._error(text, did_you_mean(text, self.choices))
         if not text:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
 
-OWN = "own:"  # begins the name of a module of a script
+SCRIPT_PREFIX = "own:"  # begins the name of a module of a script
 NO_DECODER = (
     "a run of fsdpctl.train with a module of a script; expected one of a decoder; "
     "fsdpctl.load_checkpoint reads its weights"
 )
-MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
-MOST_LAYERS, MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
+MAX_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
+MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021); all other weights are frozen."""
 
     rank: int | None = optional_key(
-        "rank of LoRA adapters; all other weights are frozen", within=(1, MOST_WIDTH)
+        "rank of LoRA adapters; all other weights are frozen", within=(1, MAX_WIDTH)
     )
     alpha: float | None = auto_key(
         "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank", minimum=0
@@ -31,12 +31,12 @@ class LoraConfig:
         "all_linear",
         "layers with LoRA adapters: all_linear (except the output head), a list of names or their "
         "ends such as q_proj,v_proj, or a regular expression that is searched in the names",
-        is_names=True,
+        is_list=True,
     )
     also: str | None = optional_key(
         "modules that are trained whole in addition to LoRA adapters, as PEFT's modules_to_save: a "
         "list of names or their ends such as embed_tokens,lm_head, or a regular expression",
-        is_names=True,
+        is_list=True,
     )
     path: str | None = optional_key("PEFT directory with the initial adapters", is_path=True)
 
@@ -70,33 +70,33 @@ class ModelConfig:
         "values merged into the model's config.json, such as rope_scaling.factor=32",
         is_mapping=True,
     )
-    config_json: str | None = optional_key("the whole config.json", instead="model.overrides")
+    config_json: str | None = optional_key("the whole config.json", user_key="model.overrides")
     router_aux_loss: str = key(
         "model",
         "auxiliary loss of routers; model: if config.json has output_router_logits; "
         "global: with token counts of all ranks",
         choices=("model", "global", "none"),
     )
-    num_layers: int = key(4, "number of decoder blocks", within=(1, MOST_LAYERS))
-    hidden_size: int = key(128, "width of the residual stream", within=(1, MOST_WIDTH))
-    intermediate_size: int = key(384, "width inside the MLP", within=(1, MOST_WIDTH))
-    num_heads: int = key(4, "number of query heads", within=(1, MOST_WIDTH))
+    num_layers: int = key(4, "number of decoder blocks", within=(1, MAX_LAYERS))
+    hidden_size: int = key(128, "width of the residual stream", within=(1, MAX_WIDTH))
+    intermediate_size: int = key(384, "width inside the MLP", within=(1, MAX_WIDTH))
+    num_heads: int = key(4, "number of query heads", within=(1, MAX_WIDTH))
     num_kv_heads: int = key(
-        2, "number of key and value heads; divides num_heads", within=(1, MOST_WIDTH)
+        2, "number of key and value heads; divides num_heads", within=(1, MAX_WIDTH)
     )
     head_dim: int | None = auto_key(
-        "width of a head; auto: hidden_size / num_heads", within=(2, MOST_WIDTH)
+        "width of a head; auto: hidden_size / num_heads", within=(2, MAX_WIDTH)
     )
     vocab_size: int | None = auto_key(
-        "size of the vocabulary; auto: that of the tokenizer", within=(1, MOST_TOKENS)
+        "size of the vocabulary; auto: that of the tokenizer", within=(1, MAX_TOKENS)
     )
     max_seq_len: int = key(
-        2048, "longest sequence that the exported model declares", within=(1, MOST_TOKENS)
+        2048, "longest sequence that the exported model declares", within=(1, MAX_TOKENS)
     )
     first_new_token: int | None = optional_key(
         "first of the rows of embeddings that are the mean of those before",
-        within=(1, MOST_TOKENS),
-        instead="data.new_tokens",
+        within=(1, MAX_TOKENS),
+        user_key="data.new_tokens",
     )
     attention: str | None = auto_key(
         "attention kernel; transformers: its own; auto: by the GPU", choices=(*KERNELS, THEIRS)
@@ -105,7 +105,7 @@ class ModelConfig:
     trainable: str | None = optional_key(
         "trained parameters: a list of parts of their names such as norm,lm_head, or a "
         "regular expression that is searched in the names",
-        is_names=True,
+        is_list=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
     base_dtype: str | None = auto_key(
@@ -127,9 +127,9 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
-    def is_own(self) -> bool:
+    def is_script_module(self) -> bool:
         """Whether it is a module that a script has passed to `fsdpctl.train`, not a decoder."""
-        return self.name.startswith(OWN)
+        return self.name.startswith(SCRIPT_PREFIX)
 
     @property
     def is_pretrained(self) -> bool:

@@ -1,89 +1,38 @@
-"""The YAML files of settings: options in conf/, and recipes."""
+"""Recipes, which are YAML files of settings; files of other tools are detected and refused."""
 
 import json
-import re
-from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import fsdpctl
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES
-from fsdpctl.config.source_config import NO_TOML, SourceConfig, tool_of
+from fsdpctl.config.keys import Setting
+from fsdpctl.config.options import choices_of
+from fsdpctl.config.schema import BATCH_SIZE_KEYS, GROUPS, KEYS, LENGTH_KEYS
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.files import nearest_path_hint, read_text_file
+from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_yaml
 
-PRICED = "priced"  # in the file of a cluster: who asks its price, on which day
 MISSING = "???"  # as Hydra marks a value that is required
-OF_MISSING = "MISSING: "  # before the reason, in a comment above such a value
-_OF_JSON = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
-
-
-def package_folder(name: str) -> Path:
-    """Return the directory `conf` or `recipes`: within an installed package, else next to it."""
-    package = Path(fsdpctl.__file__).parent
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
-
-
-def first_comment(file: Path) -> str:
-    """Return the comment at the beginning of a YAML file, which describes it."""
-    lines = read_text_file(file, follow_links=True).splitlines()
-    comment = takewhile(lambda line: line.startswith("#"), lines)
-    return " ".join(line.removeprefix("#").strip() for line in comment)
-
-
-def choices_of(group: str) -> list[str]:
-    return sorted(file.stem for file in (package_folder("conf") / group).glob("*.yaml"))
-
-
-class Gpu(NamedTuple):
-    """A GPU of a named cluster."""
-
-    cluster: str
-    peak: float  # dense FLOP/s in bf16, by its data sheet
-
-
-@cache
-def known_gpu(device_name: str) -> Gpu | None:
-    found = {}
-    for cluster, content in _clusters():
-        for name in content.get("device_names", ()):
-            if re.search(rf"\b{name}\b", device_name, re.IGNORECASE):
-                found[name] = Gpu(cluster, float(content["flops"]) * 1e12)
-    return found[max(found, key=len)] if found else None  # A100-SXM4-40GB rather than A100
-
-
-def cards_with(size: str) -> list[str]:
-    """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
-    digits = size.lower().rstrip("gib")
-    most = float(digits) if digits.isdecimal() else 0.0
-    # A part of the memory is reserved.
-    return [x for x, about in _clusters() if 0.9 * most < float(about.get("memory", 0)) <= most]
-
-
-def clusters_like(text: str) -> list[str]:
-    """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
-    word = text.lower()
-    model = re.search(r"[a-z]+[-_ ]?\d+", word)  # a100 is neither a10 nor one of two
-    start, word = (re.sub(r"[-_ ]", "", each) for each in (model[0] if model else word, word))
-    similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
-    whole = [x for x in similar if all(part in word for part in x.split("_"))]
-    return [max(whole, key=len)] if whole else similar
-
-
-def price_source(cluster: str) -> str:
-    """Return who asks the price of a cluster's file, and the day; empty if it has none."""
-    file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
-    about: Any = read_yaml(file) or {}
-    return str(about.get(PRICED, ""))
-
-
-def _clusters() -> Iterator[tuple[str, Any]]:
-    for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
-        yield file.stem, read_yaml(file) or {}
+MISSING_REASON = "MISSING: "  # before the reason, in a comment above such a value
+# A key of each tool, by which its files are recognized.
+_KNOWN_BY = {
+    "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
+    "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
+}  # fmt: skip
+# Keys of further tools, whose files are not read; a file with one of these is of no tool above.
+_NOT_READ = {
+    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "template": "LLaMA-Factory",
+    "peft_config": "LLaMA-Factory", "dist_config": "LLaMA-Factory", "actor_rollout_ref": "verl",
+    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
+    "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
+}  # fmt: skip
+NO_TOML = (
+    "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
+)
+YAML_NULLS = ("", "null", "~")  # as `read_yaml` returns them
+_JSON_KEYS = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
 
 
 def recipe_names() -> list[str]:
@@ -106,15 +55,18 @@ def find_recipe(name: str) -> Path:
     raise UsageError(f"--recipe {name}: {problem}")
 
 
-def read_recipe(path: Path) -> list[tuple[str, str]]:
+def read_recipe(path: Path) -> list[Setting]:
     """Return the settings of a recipe, in its order.
 
     UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
     """
     content = read_yaml(path)
-    source = SourceConfig(path, content)
-    if (tool := tool_of(source)) is not None:
-        unknown = [each.key for each in source.peek() if each.key not in (*KEYS, *GROUPS)]
+    if (tool := tool_of(path, content)) is not None:
+        unknown = [
+            key
+            for key, value in flat_items(content)
+            if key not in (*KEYS, *GROUPS) and str(value).strip().lower() not in YAML_NULLS
+        ]
         raise UsageError(
             f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
             f"convert`; a recipe has fsdpctl's names instead of {shorten_list(unknown)}"
@@ -122,17 +74,17 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     return list(_flatten(path, "", content))
 
 
-def without_missing(
-    path: Path, words: Sequence[tuple[str, str]], given: Collection[str]
-) -> list[tuple[str, str]]:
+def without_missing(path: Path, words: Sequence[Setting], given: Collection[str]) -> list[Setting]:
     """Return the settings of a recipe without missing ones that others, which are `given`, replace.
 
     UsageError if another value is missing; with the reason in the comment above it.
     """
-    replaced = {name for each in (LENGTHS, SIZES) if {*each} & {*given} for name in each}
+    replaced = {
+        name for each in (LENGTH_KEYS, BATCH_SIZE_KEYS) if {*each} & {*given} for name in each
+    }
     kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]
     for name, text in kept:
-        if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_OF_JSON)):
+        if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_JSON_KEYS)):
             known = (
                 KEYS[name].expected if name in KEYS else shorten_list(choices_of(name)) or "a value"
             )
@@ -145,10 +97,10 @@ def _reason(path: Path, name: str) -> str:
     above, found, _ = read_text_file(path, follow_links=True).partition(f"\n{name}: {MISSING}")
     lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
     comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))
-    return comment.rpartition(OF_MISSING)[2] if found and OF_MISSING in comment else ""
+    return comment.rpartition(MISSING_REASON)[2] if found and MISSING_REASON in comment else ""
 
 
-def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
+def _flatten(path: Path, prefix: str, content: object) -> Iterator[Setting]:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a mapping of keys to values")
     for word, value in content.items():
@@ -160,11 +112,38 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield from _flatten(path, f"{name}.", inner)
         elif isinstance(value, str):
             yield name, value
-        elif name.startswith(_OF_JSON) and isinstance(value, list):
+        elif name.startswith(_JSON_KEYS) and isinstance(value, list):
             yield name, json.dumps(value)
-        elif name in KEYS and KEYS[name].is_names and isinstance(value, list):
+        elif name in KEYS and KEYS[name].is_list and isinstance(value, list):
             yield name, f"[{', '.join(map(str, value))}]"
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:
             yield name, ""  # unknown; reported later
+
+
+def tool_of(file: Path, content: object) -> str | None:
+    """Return the tool that a YAML file belongs to; None if it is not one of the known tools.
+
+    UsageError if the content isn't a mapping, or if fsdpctl does not read files of this tool.
+    """
+    keys = [key for key, _ in flat_items(content)]
+
+    def has(name: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for key in keys)
+
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{file}: expected a mapping of keys to values")
+    if other := next((tool for name, tool in _NOT_READ.items() if has(name)), ""):
+        way = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
+        raise UsageError(f"{file}: a file of {other}: not supported; {way}")
+    return next((tool for name, tool in _KNOWN_BY.items() if has(name)), None)
+
+
+def flat_items(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and the values of nested mappings."""
+    for word, value in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from flat_items(value, f"{prefix}{word}.")
+        else:
+            yield f"{prefix}{word}", value

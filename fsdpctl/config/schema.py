@@ -10,12 +10,13 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, NewType, Self, TypeVar
 
-from fsdpctl.config.any_decoder import NAMES, with_sizes
+from fsdpctl.config.clusters import ClusterConfig
 from fsdpctl.config.data import DataConfig
+from fsdpctl.config.decoder_config import SIZE_NAMES, with_sizes
 from fsdpctl.config.keys import AUTO, Key, auto_key, key, keys_of, optional_key
+from fsdpctl.config.launch import EngineConfig, LaunchConfig
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
-from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
+from fsdpctl.config.training import MAX_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, STATE_DTYPES
 from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT, TF32, Precision
@@ -64,15 +65,15 @@ class StrategyConfig:
         "gradients: reduced ones, with states; params: frozen ones, from where units are gathered, "
         "with states trained ones too",
         choices=("none", "states", "gradients", "params", "all"),
-        read=lambda text: str(Offload.parse(text)),
-        is_names=True,
+        normalize=lambda text: str(Offload.parse(text)),
+        is_list=True,
     )
 
     @property
     def on_host(self) -> Offload:
         return Offload.parse(self.offload)
 
-    def under(self, name: str) -> "StrategyConfig":
+    def with_name(self, name: str) -> "StrategyConfig":
         """Return the section for the strategy `name`, without keys that it doesn't use."""
         if name not in STRATEGIES:  # auto
             return replace(self, name=name)
@@ -104,7 +105,7 @@ class AccumulationConfig:
 
     name: str = "every"
     steps: int | None = auto_key(
-        "micro-batches per step; auto: computed from the batch sizes", within=(1, MOST_SAMPLES)
+        "micro-batches per step; auto: computed from the batch sizes", within=(1, MAX_SAMPLES)
     )
 
 
@@ -197,8 +198,8 @@ class ActivationCheckpointingConfig:
         "numbers of the first blocks that are recomputed more than the others, such as "
         "full:20,selective:8; offload: full, with their inputs in host memory",
         choices=LEVELS[1:],
-        read=read_blocks,
-        is_names=True,
+        normalize=read_blocks,
+        is_list=True,
     )
 
     @property
@@ -207,7 +208,7 @@ class ActivationCheckpointingConfig:
         return self.name != "none" or self.blocks is not None
 
     @property
-    def sends_inputs(self) -> bool:
+    def offloads_inputs(self) -> bool:
         return self.offload or OFFLOAD in (self.blocks or "")
 
     @property
@@ -292,15 +293,15 @@ class Config:
         changed = replace(self, origins={**self.origins, **about}) if about else self
         for name, value in values.items():
             section, _, word = name.partition(".")
-            if section == "model" and word in NAMES:  # its config.json has them too
+            if section == "model" and word in SIZE_NAMES:  # its config.json has them too
                 changed = replace(changed, model=with_sizes(changed.model, **{word: value}))
             else:
                 changed = _set(changed, [section, *(word or "name").split(".")], value)
         return changed
 
-    def under(self, strategy: str, origin: Origin | None = None) -> Self:
+    def with_strategy(self, strategy: str, origin: Origin | None = None) -> Self:
         """The configuration with another strategy, without keys that this doesn't use."""
-        changed = replace(self, strategy=self.strategy.under(strategy))
+        changed = replace(self, strategy=self.strategy.with_name(strategy))
         return changed if origin is None else changed.changed({"strategy": strategy}, origin)
 
 
@@ -311,10 +312,10 @@ def _set(part: Any, path: list[str], value: Any) -> Any:
 
 C = TypeVar("C", bound=Config)  # of functions that keep the type
 # What a configuration becomes on its way, for mypy; `replace` and `changed` keep the type.
-Placed = NewType("Placed", Config)  # its device, ranks and dtypes are known
-Filled = NewType("Filled", Placed)  # with the values that follow from the data and the model
-Settled = NewType(
-    "Settled", Filled
+WithRanks = NewType("WithRanks", Config)  # its device, ranks and dtypes are known
+Filled = NewType("Filled", WithRanks)  # with the values that follow from the data and the model
+Resolved = NewType(
+    "Resolved", Filled
 )  # for a number of ranks, checked; nothing that is selected is `auto`
 SECTIONS: dict[str, type] = {
     each.name: type(getattr(Config(), each.name)) for each in fields(Config) if each.compare
@@ -325,5 +326,5 @@ KEYS: dict[str, Key] = {
     for section, schema in SECTIONS.items()
     for name, each in keys_of(section, schema).items()
 }
-LENGTHS = ("train.steps", "train.epochs", "train.tokens")
-SIZES = ("train.global_batch_size", "train.global_batch_tokens")
+LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
+BATCH_SIZE_KEYS = ("train.global_batch_size", "train.global_batch_tokens")

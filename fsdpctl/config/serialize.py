@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import yaml
 
 from fsdpctl.config.keys import AUTO, NONE, Key, Value, section_from
-from fsdpctl.config.model import NO_DECODER, OWN
+from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
@@ -29,7 +29,7 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
     return Config(**sections)
 
 
-def config_from_words(words: Mapping[str, str]) -> Config:
+def config_from_settings(words: Mapping[str, str]) -> Config:
     """Create the configuration from the result of `config_words`, on any machine.
 
     UsageError if this version doesn't know a key, or doesn't allow its value.
@@ -51,22 +51,22 @@ def config_of_checkpoint(
     CheckpointError if `config_from_words` fails. UsageError if it must be that of a decoder, and is
     not.
     """
-    if is_decoder and words.get("model", "").startswith(OWN):
+    if is_decoder and words.get("model", "").startswith(SCRIPT_PREFIX):
         raise UsageError(f"{where}: {NO_DECODER}")
     try:
-        return config_from_words(words)
+        return config_from_settings(words)
     except UsageError as error:
         problem = f"corrupted, or written by another version: {error}"
         raise CheckpointError(f"{where}: {problem}") from None
 
 
-def config_words(config: Config) -> dict[str, str]:
+def to_settings(config: Config) -> dict[str, str]:
     """Return the configuration as settings by key, without keys that aren't set."""
     words = {}
     for section in SECTIONS:
         if section in GROUPS:
             words[section] = config.value(section)
-        if config.model.is_own and section in ("model", "data"):
+        if config.model.is_script_module and section in ("model", "data"):
             continue
         for name, each in KEYS.items():
             is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
@@ -78,10 +78,10 @@ def config_words(config: Config) -> dict[str, str]:
     return words
 
 
-def words_to_type(config: Config) -> dict[str, str]:
+def user_settings(config: Config) -> dict[str, str]:
     """Return the same without what follows from other settings."""
-    words = config_words(config)
-    return {name: text for name, text in words.items() if name in GROUPS or not KEYS[name].instead}
+    words = to_settings(config)
+    return {name: text for name, text in words.items() if name in GROUPS or not KEYS[name].user_key}
 
 
 def _is_of_an_unused_part(config: Config, name: str) -> bool:
@@ -89,16 +89,16 @@ def _is_of_an_unused_part(config: Config, name: str) -> bool:
     return "." in part and (inner := config.value(part)) == type(inner)()
 
 
-def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
+def only_model_settings(words: Mapping[str, str]) -> dict[str, str]:
     return {x: text for x, text in words.items() if x == "model" or x.startswith("model.")}
 
 
 def config_to_yaml(config: Config) -> str:
     """Return the configuration as a recipe, which gives the same configuration when read."""
-    return words_to_yaml(config_words(config))
+    return settings_to_yaml(to_settings(config))
 
 
-def words_to_yaml(words: Mapping[str, str], notes: Mapping[str, str] = {}) -> str:
+def settings_to_yaml(words: Mapping[str, str], notes: Mapping[str, str] = {}) -> str:
     """Return settings as a recipe, with a line for each, and its note as a comment."""
     lines = []
     for name, text in words.items():

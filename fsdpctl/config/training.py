@@ -7,13 +7,13 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, did_you_mean
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # packages, and extras of fsdpctl
-MOST_SAMPLES = 1 << 20  # per step
+MAX_SAMPLES = 1 << 20  # per step
 _MOST_LENGTH = 1 << 27  # tokens
 # Values of auto: samples of a step; tokens of a sample of the toy model, and at most of others.
 USUAL_SAMPLES, _TOY_LENGTH, _USUAL_LENGTH = 16, 128, 4096
 
 
-def usual_length(model: str | None, max_seq_len: int) -> int:
+def default_seq_len(model: str | None, max_seq_len: int) -> int:
     """Return the value of `train.seq_len=auto`; None: the default model, which is a toy."""
     is_toy = model in (None, ModelConfig().name)
     return _TOY_LENGTH if is_toy else min(max_seq_len, _USUAL_LENGTH)
@@ -49,7 +49,7 @@ class TrainConfig:
     global_batch_size: int = auto_key(
         "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
         "less than 50 steps; at least one per rank",
-        within=(1, MOST_SAMPLES),
+        within=(1, MAX_SAMPLES),
     )
     global_batch_tokens: int | None = optional_key(
         "tokens per step, rounded down to whole samples", minimum=1
@@ -57,7 +57,7 @@ class TrainConfig:
     micro_batch_size: int | None = optional_key(
         "samples per rank and micro-batch; not set: the rank's share of a step, or selected if "
         "that does not fit; auto: selected",
-        within=(1, MOST_SAMPLES),
+        within=(1, MAX_SAMPLES),
         is_selected=True,
     )
     seed: int = key(0, "seed of the initial weights and the data order", minimum=0)
@@ -133,8 +133,8 @@ class LogConfig:
         "programs that get the metrics: event files in the run directory for TensorBoard; Weights "
         "& Biases; Trackio; MLflow",
         choices=TRACKERS,
-        read=lambda text: _trackers(text),
-        is_names=True,
+        normalize=lambda text: _trackers(text),
+        is_list=True,
     )
     project: str | None = optional_key(
         "project in trackers, experiment in MLflow; not set: WANDB_PROJECT, TRACKIO_PROJECT, "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.config.sources import DataSource
+from fsdpctl.config.data_sources import DataSource
 from fsdpctl.data.estimated import EstimatedData
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture
 from fsdpctl.data.packing import DocumentSet

@@ -21,7 +21,7 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
     if it can't be opened, or can't get more tokens.
     """
     found = open_tokenizer(config.tokenizer)
-    if not config.added:
+    if not config.new_token_texts:
         return found
     where = f"data.new_tokens={config.new_tokens}"
     if not isinstance(found, FileTokenizer):
@@ -37,7 +37,7 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         AddedToken(
             text, normalized=False, special=text in template or _CONTROL.fullmatch(text) is not None
         )
-        for text in config.added
+        for text in config.new_token_texts
         if text not in known
     ]
     before = auto.get_vocab()
@@ -49,7 +49,7 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         files[CONFIG_JSON] = found.model_config
     made = FileTokenizer(found.name, files)
     vocab = made.hf.get_vocab()
-    ids = sorted(vocab.get(text, -1) for text in config.added if text not in before)
+    ids = sorted(vocab.get(text, -1) for text in config.new_token_texts if text not in before)
     if ids != [*range(size, size + len(ids))]:
         raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
     made.first_new_id = size if ids else None

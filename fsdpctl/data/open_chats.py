@@ -95,7 +95,7 @@ def open_chats(
     UsageError if a file, a line or the template can't be used.
     """
     found = found or find_data(str(config.path), key, CHAT)
-    held = found.validation if config.takes_validation else ()
+    held = found.validation if config.uses_validation_files else ()
     files = DataFiles(found.option, found.train, held)
     for each in (*files.train, *files.validation) if config.is_inferred else ():
         check_unambiguous(str(each))
@@ -107,7 +107,7 @@ def open_chats(
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
     train, val = (_part(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
-    about = found.summary(validates=config.takes_validation)
+    about = found.summary(validates=config.uses_validation_files)
     about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
     today = setup.today
     named = [("train" if key == "data.path" else "validation", train), ("validation", val)]
@@ -138,7 +138,9 @@ def _entry(config: DataConfig, files: DataFiles, rendering: ChatSetup, key: str)
     if entry := read_cache(name):
         return entry
     parts = files.train, files.validation
-    plan = ChatSource(key, *parts, config.held_out, config.prompt, rendering.template_setup)
+    plan = ChatSource(
+        key, *parts, config.used_val_fraction, config.prompt, rendering.template_setup
+    )
     built = ChatTokenizer(plan, rendering.tokenizer).build()
     facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, built.arrays, facts)
@@ -198,7 +200,7 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: ChatSetup) -> s
         config.prompt,
         config.train_on,
         config.rewritten_turns,
-        "" if files.validation else repr(config.held_out),
+        "" if files.validation else repr(config.used_val_fraction),
     ]
     return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 
@@ -241,10 +243,10 @@ def _notes(
                 f"{with_count(len(part), 'sample')}, {part.num_tokens:,} tokens, "
                 f"{part.num_trained / part.num_tokens:.0%} of them trained on"
             )
-        elif config.held_out:
+        elif config.used_val_fraction:
             lines.append(
-                f"no validation: data.val_fraction={config.held_out:g} selects none of the "
-                "few conversations"
+                f"no validation: data.val_fraction={config.used_val_fraction:g} selects none of "
+                "the few conversations"
             )
     policy = f"{_POLICIES[config.rewritten_turns]} (data.rewritten_turns)"
     lines += (

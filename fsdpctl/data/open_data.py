@@ -5,8 +5,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fsdpctl.config.data import CHAT, LOSS, MOST_HELD_OUT, TOKENS, DataConfig, check_kind
-from fsdpctl.config.sources import sources_in
+from fsdpctl.config.data import (
+    CHAT,
+    LOSS_MASK_SUFFIX,
+    MAX_VAL_TOKENS,
+    TOKENS,
+    DataConfig,
+    check_data_keys,
+)
+from fsdpctl.config.data_sources import sources_in
 from fsdpctl.data.data_set import DataSet, check_same_tokenizer, mix
 from fsdpctl.data.find_data import check_tokenizer_paths
 from fsdpctl.data.new_tokens import open_run_tokenizer
@@ -32,7 +39,7 @@ def open_data(
     `chats` and `text` read one source, whose path the key names. UsageError if the data is missing,
     empty or corrupted, or if a key doesn't apply to it.
     """
-    check_kind(config)
+    check_data_keys(config)
     check_tokenizer_paths(config)
     if config.path is None and config.name != STDLIB:
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
@@ -73,14 +80,14 @@ def _opened(
 
 def _from_token_files(config: DataConfig, key: str) -> DataSet:
     path = str(config.path)
-    isolates, validates = bool(config.packing), config.takes_validation
+    isolates, validates = bool(config.packing), config.uses_validation_files
     opened = open_token_files(path, key, config.format, validates=validates)
     files, held = opened.train, opened.validation
     train = concatenated(files, path, isolates=isolates)
     val = concatenated(held, path, isolates=isolates) if held else None
-    if val is None and config.held_out:
+    if val is None and config.used_val_fraction:
         count = train.num_tokens
-        train, val = train.split(count - min(int(count * config.held_out), MOST_HELD_OUT))
+        train, val = train.split(count - min(int(count * config.used_val_fraction), MAX_VAL_TOKENS))
     both = (*files, *held)
     if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
         problem = f"its format, {unknown.format}, does not tell where documents end"
@@ -88,7 +95,7 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
     tokenizer = _tokenizer_of(files[0])
     notes = tuple(dict.fromkeys(each.hint for each in both if each.hint))
     if any(each.shard.loss_mask is not None for each in both):
-        notes += (f"tokens that NAME{LOSS} excludes from the loss are not trained on",)
+        notes += (f"tokens that NAME{LOSS_MASK_SUFFIX} excludes from the loss are not trained on",)
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
         notes += _check_tokenizer(key, files[0], tokenizer)

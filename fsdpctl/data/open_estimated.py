@@ -15,7 +15,7 @@ from fsdpctl.chats.partial_reads import ByteSpan, rows_in_spans
 from fsdpctl.chats.rows import check_unambiguous
 from fsdpctl.config.data import CHAT, TOKENS, DataConfig
 from fsdpctl.config.data_files import DataFiles
-from fsdpctl.config.sources import sources_in
+from fsdpctl.config.data_sources import sources_in
 from fsdpctl.data.chat_tokens import ChatSource, ChatTokenizer
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import SkippedInput, documents, last_char_start, text_problem
@@ -94,7 +94,7 @@ class _Opener:
     ) -> DataSet:
         read, is_counted, estimate = ways
         found = find_data(str(config.path), key, config.name, fetches=False)
-        held = found.validation if config.takes_validation else ()
+        held = found.validation if config.uses_validation_files else ()
         files = DataFiles(found.option, found.train, held)
         val, size = _size(held), _size((*found.train, *held))
         most = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)  # which an estimate would read, too
@@ -106,7 +106,7 @@ class _Opener:
         with doing("estimating tokens"):
             every = DataFiles(found.option, (*found.train, *held))
             data: EstimatedData = estimate(by, config, key, every)
-        share = val / size if val else config.held_out
+        share = val / size if val else config.used_val_fraction
         kept, rest = (
             replace(data, num_tokens=round(data.num_tokens * x), scale=data.scale * x)
             for x in (1 - share, share)
@@ -116,7 +116,7 @@ class _Opener:
         tokens = f"{count:,.0f} tokens ±{2 * data.relative_error:.1%} in {size:,} bytes"
         return DataSet(
             kept, rest if share else None, tokenizer, tokenizer.vocab_size,
-            f"{config.path}, {found.summary(validates=config.takes_validation)}",
+            f"{config.path}, {found.summary(validates=config.uses_validation_files)}",
             notes=(f"{tokens} (estimated from {NUM_EXCERPTS} places)",), has_val_files=bool(val),
         )  # fmt: skip
 

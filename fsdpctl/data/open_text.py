@@ -62,7 +62,7 @@ def open_text(
         index, train, val = _encoded(tokenizer, config, texts, [])
         about = f"Python's standard library, {len(texts)} files"
     else:
-        path, validates = str(config.path), config.takes_validation
+        path, validates = str(config.path), config.uses_validation_files
         found = found or find_data(path, key, TEXT)
         files = (*found.train, *(found.validation if validates else ()))
         name = _name_of(files, tokenizer, config)
@@ -80,7 +80,7 @@ def open_text(
 
 
 def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    about = _ENCODING, tokenizer.checksum, config.held_out, config.takes_validation
+    about = _ENCODING, tokenizer.checksum, config.used_val_fraction, config.uses_validation_files
     return entry_name("texts", about, files)
 
 
@@ -119,7 +119,7 @@ def _stream(part: _Part) -> TokenStream | None:
 def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> _Opened:
     texts, passed = read_text(found, key, str(config.path))
     held = list[bytes]()
-    if config.takes_validation and found.validation:
+    if config.uses_validation_files and found.validation:
         of_val = DataFiles(found.option, found.validation)
         held, more = read_text(of_val, key, shorten_list([*map(str, of_val.train)]))
         passed.files += more.files
@@ -136,9 +136,11 @@ def _encoded(
 ) -> _Opened:
     has_val_files = bool(held)
     if not has_val_files:
-        texts, held = hold_out(texts, config.held_out)
+        texts, held = hold_out(texts, config.used_val_fraction)
     if not texts:
-        raise UsageError(f"data.val_fraction={config.held_out:g}: leaves nothing to train on")
+        raise UsageError(
+            f"data.val_fraction={config.used_val_fraction:g}: leaves nothing to train on"
+        )
     train, stream = _encode(tokenizer, texts)
     val, val_stream = _encode(tokenizer, held) if held else (None, None)
     return _Index(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
-from fsdpctl.config.data import LOSS, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
+from fsdpctl.config.data import LOSS_MASK_SUFFIX, TOKEN_NEIGHBORS, TOKEN_SUFFIXES
 from fsdpctl.data.token_reads import TokenArray, TokenShard
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
@@ -100,7 +100,7 @@ def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[Store
     folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
 
     def fetch(url: str) -> None:
-        size, is_whole = files[url][0], url in beside and not url.endswith(LOSS)
+        size, is_whole = files[url][0], url in beside and not url.endswith(LOSS_MASK_SUFFIX)
         most = size if is_whole else min(_START, size)
         places[url].copy_prefix(folder / os.path.relpath(url, root), most, size)
 

@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from fsdpctl.config.data import LOSS, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
+from fsdpctl.config.data import LOSS_MASK_SUFFIX, TOKEN_FORMATS, TOKEN_SUFFIXES, TOKENS
 from fsdpctl.config.data_files import DataFiles, select_files
-from fsdpctl.config.model import MOST_TOKENS
+from fsdpctl.config.model import MAX_TOKENS
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.remote_tokens import RemoteShard, cache_descriptions
 from fsdpctl.data.token_reads import DocumentIndex, ShardTokens, TokenShard, file_stamp
@@ -66,7 +66,7 @@ class _Sidecar:
 
     dtype: Literal["uint16", "uint32"]
     num_tokens: Annotated[int, Meta(ge=0, le=1 << 60)]
-    vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    vocab_size: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     num_bytes: Annotated[int, Meta(ge=0)] | None
     xxh3: str
     tokenizer: str
@@ -150,8 +150,8 @@ def open_token_files(
                 raise UsageError(f"{key}: {other.shard.path}: {problem}")
     lacking = [each.shard.path for each in opened if each.shard.loss_mask is None]
     if lacking and len(lacking) < len(opened):
-        problem = f"{lacking[0]}{LOSS}: not found; expected one next to every token file, or none"
-        raise UsageError(f"{key}: {problem}")
+        problem = "not found; expected one next to every token file, or none"
+        raise UsageError(f"{key}: {lacking[0]}{LOSS_MASK_SUFFIX}: {problem}")
     count = len(found.train)
     return TokenFiles(opened[:count], opened[count:], found)
 
@@ -162,7 +162,7 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
     UsageError if the checksum differs from the header's, or a token isn't in the vocabulary.
     """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
-    most = file.vocab_size or vocab_size or MOST_TOKENS
+    most = file.vocab_size or vocab_size or MAX_TOKENS
     with doing(f"checking {path}", BYTES, file.size) as advance:
         for start in range(0, len(tokens), _CHUNK):
             part = tokens[start : start + _CHUNK]
@@ -199,9 +199,9 @@ def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
     if not opened.size:
         raise opened.error("contains no tokens")
     found = _READERS[kind](opened)
-    if f"{path.name}{LOSS}" not in names:
+    if f"{path.name}{LOSS_MASK_SUFFIX}" not in names:
         return found
-    loss = _inspect(_beside(path, LOSS), names, key)  # as datatrove writes it
+    loss = _inspect(_beside(path, LOSS_MASK_SUFFIX), names, key)  # as datatrove writes it
     shard = replace(found.shard, loss_mask=loss.shard("u1", 0, found.shard.count))
     return replace(found, shard=shard, start_checksum=f"{found.start_checksum} {loss.checksum}")
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from fsdpctl.config.model import MOST_TOKENS
+from fsdpctl.config.model import MAX_TOKENS
 from fsdpctl.data.tokenizer_files import (
     TEMPLATES,
     TOKENIZER_CONFIG,
@@ -143,8 +143,8 @@ class FileTokenizer:
             self._control_ids = set(self.control_tokens.values())
             self.prefix, self.suffix = self._added_tokens()
         self.first_new_id: int | None = None  # of those that `data.new_tokens` has added
-        if self.vocab_size > MOST_TOKENS:
-            problem = f"token {self.vocab_size - 1}: exceeds the limit of {MOST_TOKENS:,} tokens"
+        if self.vocab_size > MAX_TOKENS:
+            problem = f"token {self.vocab_size - 1}: exceeds the limit of {MAX_TOKENS:,} tokens"
             raise UsageError(f"{self._location}: {problem}")
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:

@@ -279,7 +279,7 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     if about.is_on:
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
-        is_own = config.model.is_own
+        is_own = config.model.is_script_module
         is_random = config.model.lora.dropout > 0 or getattr(module, "is_random", True)
         treatments = about.treatments(len(blocks))
         checkpoint_blocks(blocks, treatments, keeps_buffers=is_own, is_random=is_random)

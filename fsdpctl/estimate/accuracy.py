@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.cluster_specs import gpu_of
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_json
 
 ACCURACY = "accuracy.json"

@@ -3,25 +3,25 @@
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from fsdpctl.config.auto import (
+from fsdpctl.config.schema import Config, Filled, PrefetchConfig
+from fsdpctl.config.selection import (
     MICRO_BATCH,
     PREFETCH,
     PREFETCHES,
     RECOMPUTATION,
     STRATEGY,
     Selection,
-    left_open,
+    auto_names,
 )
-from fsdpctl.config.schema import Config, Filled, PrefetchConfig
 from fsdpctl.estimate.accuracy import ErrorBand, band_of
 from fsdpctl.estimate.cluster_specs import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, chain
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, Strategy, ranks_per_replica
-from fsdpctl.resolve.auto_values import Stage, filled
-from fsdpctl.resolve.place import strategy_that_runs, supported_strategies
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.machine import executed_strategy, supported_strategies
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -51,7 +51,7 @@ class SearchSpace:
 
         UsageError if its settings conflict.
         """
-        names = left_open(config)
+        names = auto_names(config)
         return SearchSpace(
             config,
             names,
@@ -96,7 +96,7 @@ class SearchSpace:
 
     def plan(self, point: Point) -> RunPlan:
         """Return the plan of a point; UsageError if its settings conflict."""
-        return settle(self.config, self.selection(point))
+        return make_run_plan(self.config, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
         """Return the prefetch settings that differ under a strategy, the least first."""
@@ -141,10 +141,10 @@ def _strategies(placed: Filled) -> tuple[str, ...]:
 
 
 def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
-    under = placed.under(name)
-    size = filled(under, Stage.STRATEGY).strategy.dp_shard_size
+    under = placed.with_strategy(name)
+    size = with_auto_values(under, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
-    return strategy_that_runs(under, row, ranks_per_replica(row, placed.num_ranks, size))
+    return executed_strategy(under, row, ranks_per_replica(row, placed.num_ranks, size))
 
 
 def _micro_batch_sizes(placed: Filled) -> tuple[int, ...]:
@@ -202,8 +202,8 @@ class Ranking:
     def summary(self) -> str:
         """The selection, or the closest and the memory that it lacks; with the reason, if any."""
         usual = self.defaults
-        same = None if usual is None else Selection.usual(usual.config)
-        text = " ".join(self.selection.words(self.names, same))
+        same = None if usual is None else Selection.default(usual.config)
+        text = " ".join(self.selection.settings(self.names, same))
         if not self.ranked:
             text = f"nothing fits; closest is {text}: {'; '.join(self.estimate.shortages)}"
         elif usual is not None:

@@ -6,16 +6,15 @@ from functools import cache
 
 import torch
 
+from fsdpctl.config.clusters import ClusterConfig, gpu_by_name
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import ClusterConfig
-from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import C, Config, Settled
+from fsdpctl.config.schema import C, Config, Resolved
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DeviceDataSheet, HostDataSheet, RingNetwork
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.place import LOCAL, on_cluster
+from fsdpctl.resolve.machine import LOCAL, on_cluster
 
 _TERA, _GIGA = 1e12, 1e9
 _STEP_OVERHEAD = 0.015  # seconds: data loading, hooks, and waits of the host
@@ -39,7 +38,7 @@ _TF32_SHARE = 1 / 2
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
-def device_of(config: Settled) -> DeviceDataSheet:
+def device_of(config: Resolved) -> DeviceDataSheet:
     """Return the device of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.flops is None or cluster.memory_bandwidth is None:
@@ -58,14 +57,14 @@ def device_of(config: Settled) -> DeviceDataSheet:
         step_efficiency=cluster.step_efficiency,
         **_EXPERT_EFFICIENCY.get(generation, {}),
         is_compiled=config.train.compile,
-        fused_dequantization=config.engine.facts.unpacks_at_once,
+        fused_dequantization=config.engine.emulated.fused_dequantization,
         step_overhead=_STEP_OVERHEAD,
         long_sequence_gain=_LONG_SEQUENCE_GAIN.get(generation, {}).get(kernel, 0.0),
         unit_seconds=_UNIT_OVERHEAD.get(config.engine.name, 0.0),
     )
 
 
-def _attention_efficiency(config: Settled) -> Mapping[str, float]:
+def _attention_efficiency(config: Resolved) -> Mapping[str, float]:
     cluster, kernel = config.cluster, kernel_of(config)
     shares = dict(SHARES[cluster.architecture or _DEFAULT_ARCHITECTURE])
     if cluster.attention_efficiency is not None:
@@ -75,7 +74,7 @@ def _attention_efficiency(config: Settled) -> Mapping[str, float]:
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
-def network_of(config: Settled) -> RingNetwork:
+def network_of(config: Resolved) -> RingNetwork:
     """Return the network of a placed configuration; UsageError if its specs are incomplete."""
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
@@ -89,7 +88,7 @@ def network_of(config: Settled) -> RingNetwork:
     )
 
 
-def host_of(config: Settled) -> HostDataSheet:
+def host_of(config: Resolved) -> HostDataSheet:
     cluster, launch = config.cluster, config.launch
     assert launch.nproc_per_node is not None
     return HostDataSheet(
@@ -100,7 +99,7 @@ def host_of(config: Settled) -> HostDataSheet:
     )
 
 
-def _missing_specs(config: Settled, missing: str) -> UsageError:
+def _missing_specs(config: Resolved, missing: str) -> UsageError:
     return UsageError(
         f"cluster={config.cluster.name}: {missing} required; set them or another cluster="
     )
@@ -132,11 +131,11 @@ def with_specs(config: C) -> tuple[C, str]:
     return replace(config, cluster=_with_missing(config, found)), whose
 
 
-def gpu_of(config: Settled) -> str:
+def gpu_of(config: Resolved) -> str:
     """Return the GPU of a cluster by its name in conf/cluster, or that of this machine."""
     if config.cluster.name != LOCAL or not torch.cuda.is_available():
         return config.cluster.name
-    known = known_gpu(name := torch.cuda.get_device_name(0))
+    known = gpu_by_name(name := torch.cuda.get_device_name(0))
     return name if known is None else known.cluster
 
 
@@ -150,7 +149,7 @@ def _with_missing(config: Config, found: ClusterConfig) -> ClusterConfig:
 
 def _specs_of_this_gpu() -> tuple[ClusterConfig, str]:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    known = known_gpu(name)
+    known = gpu_by_name(name)
     if known is not None:
         return _cluster_named(known.cluster), f"specs of cluster={known.cluster}, for {name}"
     return _cluster_named(_ASSUMED_GPU), f"{ASSUMED} specs of cluster={_ASSUMED_GPU}, for {name}"

@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from fsdpctl.config.recipe import price_source
-from fsdpctl.config.schema import LENGTHS, Config, Settled
+from fsdpctl.config.clusters import price_source
+from fsdpctl.config.schema import LENGTH_KEYS, Config, Resolved
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import ErrorBand, band_of
 from fsdpctl.estimate.cluster_specs import ASSUMED, with_specs
@@ -15,7 +15,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import three_digits
 from fsdpctl.models.row_documents import ASSUMED_TOKENS
 from fsdpctl.resolve.auto_values import total_steps
-from fsdpctl.resolve.data import notes_on_epochs
+from fsdpctl.resolve.run_data import notes_on_epochs
 
 _HOUR = 3600
 _TEXTS = {"hours": "{} hours", "gpu_hours": "{} GPU hours", "cost": "cost {}"}
@@ -106,7 +106,7 @@ class RunTime:
 
 
 def has_length(config: Config) -> bool:
-    return config.is_set(*LENGTHS)
+    return config.is_set(*LENGTH_KEYS)
 
 
 def run_time(
@@ -135,7 +135,7 @@ def notes_on_price(config: Config) -> tuple[str, ...]:
     return (f"cost at {price:g} USD per GPU hour: {source}; set cluster.price to change it",)
 
 
-def _notes(config: Settled, run: RunLength, estimator: Estimator) -> Iterator[str]:
+def _notes(config: Resolved, run: RunLength, estimator: Estimator) -> Iterator[str]:
     length, steps = config.train.seq_len, run.steps
     if steps is not None:
         yield from notes_on_price(config)
@@ -150,7 +150,7 @@ def _notes(config: Settled, run: RunLength, estimator: Estimator) -> Iterator[st
             yield from notes_on_epochs(config, estimator.data_of(config), steps)
 
 
-def run_length(config: Settled, tokens: int, estimator: Estimator) -> RunLength:
+def run_length(config: Resolved, tokens: int, estimator: Estimator) -> RunLength:
     """Return the number of steps, each of `tokens`, or why it is unknown."""
     train = config.train
     if not has_length(config):

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import Config, Filled, Settled
+from fsdpctl.config.decoder_config import model_type_of
+from fsdpctl.config.schema import Config, Filled, Resolved
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
@@ -30,12 +30,12 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_recorder import RankGroup, Steps
 from fsdpctl.predict.task_recorder import Machine, TaskRecorder
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.data import estimated_data
 from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.place import on_cluster
+from fsdpctl.resolve.machine import on_cluster
 from fsdpctl.resolve.prepare import Prepared, prepare
-from fsdpctl.resolve.rules import check_trained
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.rules import check_trained_params
+from fsdpctl.resolve.run_data import open_estimated_data
+from fsdpctl.resolve.run_plan import RunPlan
 
 _MAX_TRACED_MODELS = 64  # models that are kept
 _SIMULATED_PASSES = 3  # passes: another one takes as long as the second to last
@@ -73,15 +73,15 @@ class Estimator:
 
     def prepare(self, composed: Composed, *, every: bool = False) -> Prepared:
         """Prepare a configuration for its cluster, as `prepare`; opens data once."""
-        found = prepare(composed, CLUSTER, read=self._read, every=every)
-        if found.opened is not None:
-            self._data[_data_key(found.config)] = found.opened
+        found = prepare(composed, CLUSTER, open_data=self._read, all_strategies=every)
+        if found.data_or_error is not None:
+            self._data[_data_key(found.config)] = found.data_or_error
         return found
 
     def _read(self, config: Config) -> DataSet:
         if (source := _data_key(config)) not in self._data:
             try:
-                self._data[source] = estimated_data(config)
+                self._data[source] = open_estimated_data(config)
             except UsageError as error:
                 self._data[source] = error
         return self.data_of(config)
@@ -118,7 +118,7 @@ class Estimator:
     def _estimate(self, plan: RunPlan) -> RunEstimate:
         plan = replace(plan, config=on_cluster(plan.config))
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
-        check_trained(config, traced.units)
+        check_trained_params(config, traced.units)
         model_pass, last = _model_pass(plan, traced), traced.units[-1]
         training = plan_run(config, traced.units, batches.num_micro_batches)
         recorder = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
@@ -162,7 +162,7 @@ class Estimator:
             config.data.holds_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
-            config.engine.facts,
+            config.engine.emulated,
             kernel_of(config),
         )
         if alike not in _traced_models:
@@ -177,7 +177,7 @@ def _data_key(config: Config) -> object:
     return config.data, config.model.path, config.train.seed
 
 
-def _replay(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
+def _replay(config: Resolved, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
     try:
         return estimate_steps(
             recorder,
@@ -188,7 +188,7 @@ def _replay(config: Settled, recorder: MemoryRecorder, steps: Steps) -> StepEsti
         )
     except UnevenStepError as error:  # such as Gemma 3n's blocks
         reason = "memory cannot be estimated with this recomputation"
-        raise UsageError(f"model: {family_of(config.model)}: {reason}") from error
+        raise UsageError(f"model: {model_type_of(config.model)}: {reason}") from error
 
 
 def _model_pass(plan: RunPlan, traced: TracedModel) -> ModelPass:
@@ -199,7 +199,7 @@ def _model_pass(plan: RunPlan, traced: TracedModel) -> ModelPass:
 
 
 def _simulate(
-    config: Settled, traced: TracedModel, model_pass: ModelPass, passes: int
+    config: Resolved, traced: TracedModel, model_pass: ModelPass, passes: int
 ) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
     recorder = TaskRecorder(model_pass, _machine(config, plan.step.place))
@@ -210,7 +210,7 @@ def _simulate(
         step = simulator.run(recorder.take())
     if config.engine.name == FSDP2:
         trained = sum(each.trainable for unit in traced.units for each in unit.params)
-        step.seconds += config.engine.facts.seconds_per_tensor * trained
+        step.seconds += config.engine.emulated.seconds_per_tensor * trained
     return StepPrediction(
         seconds=step.seconds,
         exposed_communication=step.exposed_communication,
@@ -219,7 +219,7 @@ def _simulate(
     )
 
 
-def _machine(config: Settled, place: RankPlace) -> Machine:
+def _machine(config: Resolved, place: RankPlace) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
     size, on_node = place.size, ranks // nodes

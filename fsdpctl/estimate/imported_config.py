@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from fsdpctl.config.auto import with_fixed_defaults
-from fsdpctl.config.compose import Composed, compose_config, with_short_forms
+from fsdpctl.config.compose import Composed, compose_config, without_shorthands
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.schema import GROUPS, KEYS, Config
+from fsdpctl.config.selection import with_fixed_defaults
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.recipe import rows_of
+from fsdpctl.importers.convert import rows_of
 from fsdpctl.importers.translation import Translation, TranslationRow, affects_memory, settings_of
 from fsdpctl.plan.strategy import FSDPCTL
-from fsdpctl.resolve.place import place, ranks_of
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.machine import assign_ranks, num_ranks_of
+from fsdpctl.resolve.rules import validate
 
 _ASSUMED_CLUSTER = "h100"  # if neither the file nor the command line names hardware
 _PROGRAM_KEY = "engine.program"
@@ -76,8 +76,8 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
             raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments)  # a mistake in these is not the file's
     hardware = _hardware_rows(translation, typed)
-    about = settings_of(hardware) | with_short_forms(typed)
-    rows = [*rows_of(translation, about, ranks_of(about)), *hardware]
+    about = settings_of(hardware) | without_shorthands(typed)
+    rows = [*rows_of(translation, about, num_ranks_of(about)), *hardware]
 
     def composed(words: Mapping[str, str]) -> Composed:
         try:
@@ -91,12 +91,12 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
     if data.path is None and data.name in (CHAT, TEXT) and found.config.model.vocab_size is None:
         raise UsageError(f"{translation.file}: has no data; set data.path, or model.vocab_size")
     if _PROGRAM_KEY not in typed:
-        rows += _program_rows(translation, place(found.config))
+        rows += _program_rows(translation, assign_ranks(found.config))
         words = settings_of(rows)
         found = composed(words)
         try:
             if "engine" in words.keys() - typed:
-                checked(place(found.config))
+                validate(assign_ranks(found.config))
         except UsageError as error:
             got = f": requires engine={FSDPCTL}, got engine="
             own_engine = str(error).replace(got, " requires it instead of ")

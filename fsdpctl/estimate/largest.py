@@ -4,16 +4,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpctl.config.auto import MICRO_BATCH, Selection
-from fsdpctl.config.model import MOST_LAYERS
+from fsdpctl.config.model import MAX_LAYERS
 from fsdpctl.config.schema import Filled
+from fsdpctl.config.selection import MICRO_BATCH, Selection
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import largest_true, least_memory
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.run_plan import RunPlan
 
 FIT_KEYS = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
-_MAX_VALUES = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
+_MAX_VALUES = {"micro_batch": 1 << 20, "model": MAX_LAYERS}
 _LENGTH_MULTIPLE = 256  # tokens: lengths are multiples of it
 
 
@@ -40,7 +40,9 @@ class LargestFit:
     def settings(self) -> str:
         words, found = [f"{name}={value}" for name, value in self.values.items()], self.estimate
         if found is not None and self.names:
-            words += Selection.of(found.config).words(self.names, Selection.usual(found.config))
+            words += Selection.of(found.config).settings(
+                self.names, Selection.default(found.config)
+            )
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fsdpctl.config.auto import RECOMPUTATION
 from fsdpctl.config.keys import NONE
 from fsdpctl.config.schema import GROUPS, KEYS, Config
+from fsdpctl.config.selection import RECOMPUTATION
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
 from fsdpctl.io.texts import three_digits
@@ -17,9 +17,9 @@ from fsdpctl.plan.attention_kernels import THEIRS
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.recomputation import BLOCKS, MODES, Recomputation
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
-from fsdpctl.resolve.auto_values import Facts, Stage, filled
-from fsdpctl.resolve.place import LOCAL
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, with_auto_values
+from fsdpctl.resolve.machine import LOCAL
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 _MOST_NODES = 1 << 10
 _ATTENTION_KEY = "model.attention"
@@ -78,8 +78,10 @@ def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
         THEIRS,
     ):  # by the dtype
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
-        config = filled(config.changed({_ATTENTION_KEY: None}), Stage.DECODER, Facts(is_here))
-    return settle(config.under(config.strategy.name))
+        config = with_auto_values(
+            config.changed({_ATTENTION_KEY: None}), Stage.DECODER, AutoInputs(is_here)
+        )
+    return make_run_plan(config.with_strategy(config.strategy.name))
 
 
 def _unless_set(config: Config, key: str, *values: object) -> list[KeyValues]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
 from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
@@ -12,7 +12,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.step_recorder import RankGroup, StepRecorder, Steps, TrafficRecorder
 from fsdpctl.predict.torch_steps import DdpSteps, Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.place import owner_map_of, shares_memory
+from fsdpctl.resolve.machine import owner_map_of, shares_memory
 
 MOST_PLANNED_PASSES = 3  # micro-steps; another one needs no more memory
 _MAX_REPLAYED_RANKS = 16  # ranks, up to which each is replayed to find the fullest
@@ -23,7 +23,7 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def kept_states(config: Settled) -> KeptStates:
+def kept_states(config: Resolved) -> KeptStates:
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
     has_moments = about.momentum > 0 or not row.needs_momentum
     muon = Muon(about.ns_steps, about.nesterov) if row.steps_matrices else None
@@ -42,7 +42,7 @@ def first_rank(
     return RankPlace(0, size, num_ranks // size, transport)
 
 
-def plan_run(config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
+def plan_run(config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
     given, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
     division = divide(
@@ -85,12 +85,12 @@ def engine_steps(
 
 
 def planned_steps(
-    config: Settled, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: StepRecorder
+    config: Resolved, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: StepRecorder
 ) -> Steps:
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
-    fused = engine.facts.steps_at_once or config.optimizer.name != ADAMW
-    again = engine.facts.regathers and config.activation_checkpointing.name == "full"
+    fused = engine.emulated.fused_optimizer or config.optimizer.name != ADAMW
+    again = engine.emulated.reentrant_checkpoints and config.activation_checkpointing.name == "full"
     about = (engine.name, strategy, units, plan, recorder)
     return engine_steps(*about, fused=fused, regathers=again)
 
@@ -127,7 +127,7 @@ class SentBytes:
 
 
 def sent_per_step(
-    config: Settled, units: tuple[UnitSpec, ...], num_micro_batches: int
+    config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     plan = plan_run(config, units, num_micro_batches)

@@ -5,13 +5,13 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from fsdpctl.config.recipe import package_folder
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
+from fsdpctl.io.packages import package_folder
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.batch_plan import BatchPlan
 from fsdpctl.predict.peak import StepEstimate
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.run_plan import RunPlan
 
 _GIB = 1 << 30
 MEMORY_ACCURACY = "memory_accuracy.json"  # which `benchmarks/estimates.py` writes
@@ -63,7 +63,7 @@ class RunEstimate:
     )
 
     @property
-    def config(self) -> Settled:
+    def config(self) -> Resolved:
         return self.plan.config
 
     @property
@@ -113,7 +113,7 @@ class RunEstimate:
     def kind(self) -> str:
         """The kind of the run, by what predictions err most in."""
         config, model = self.config, self.config.model
-        if config.strategy.on_host or config.activation_checkpointing.sends_inputs:
+        if config.strategy.on_host or config.activation_checkpointing.offloads_inputs:
             return "offloaded"
         if self.num_active < self.num_params:
             return "experts"

@@ -15,9 +15,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from fsdpctl.config.auto import Selection, kept_names, left_open, opened, plain, unset
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, Filled
+from fsdpctl.config.selection import (
+    Selection,
+    auto_names,
+    reselected_names,
+    unset_names,
+    with_auto,
+    with_defaults,
+)
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import TIE
 from fsdpctl.estimate.candidates import (
@@ -32,8 +39,8 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.io.activity import doing
-from fsdpctl.resolve.place import supported_strategies
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.machine import supported_strategies
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 MOST_RANKED = 6  # candidates: the selected one and those that it is compared with
 _MAX_GUESSES = 4  # of a recomputation, before bisection
@@ -59,7 +66,7 @@ def estimates_of(
         each for each in supported_strategies(placed) if is_distinct_on_cluster(placed, each)
     ):
         try:
-            estimate, ranking = resolve_auto(estimator, placed.under(name))
+            estimate, ranking = resolve_auto(estimator, placed.with_strategy(name))
             if ranking is not None and ranking.defaults and not ranking.ranked:
                 estimate, ranking = ranking.defaults, None  # comparable with others
             found.append((estimate, ranking))
@@ -77,18 +84,18 @@ def resolve_auto(estimator: Estimator, placed: Filled) -> tuple[RunEstimate, Ran
     ranking if there is one. If nothing fits, the estimate is that of the closest combination.
     UsageError if no combination is valid.
     """
-    names = unset(placed)
-    if left_open(placed):
+    names = unset_names(placed)
+    if auto_names(placed):
         ranking = rank_candidates(estimator, placed)
         if ranking.ranked or not names:
             return ranking.estimate, ranking
         usual = ranking.estimate
     else:
-        ranking, usual = None, estimator.estimate(settle(placed))
+        ranking, usual = None, estimator.estimate(make_run_plan(placed))
         if usual.fits or not names:
             return usual, None
     more = replace(
-        rank_candidates(estimator, opened(placed, names), complete=False), defaults=usual
+        rank_candidates(estimator, with_auto(placed, names), complete=False), defaults=usual
     )
     if not more.ranked and more.estimate.margin <= usual.margin:
         return usual, ranking
@@ -109,19 +116,19 @@ def resolve_auto_of_run(
     """
     names: tuple[str, ...] = ()
     if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
-        names = kept_names(config, stored)
+        names = reselected_names(config, stored)
     if stored is not None and names:
         selection = Selection.of(stored)
-        plan = settle(opened(config, names), selection)
+        plan = make_run_plan(with_auto(config, names), selection)
         line = f"{'auto':<8}{selection.text(names)}, as in {location}"
         return plan, estimator.estimate(plan), (line,)
-    if left_open(config):
+    if auto_names(config):
         note("selecting the fastest configuration that fits")
     _, ranking = resolve_auto(estimator, config)
     if ranking is None:
-        plan = settle(config)
+        plan = make_run_plan(config)
         return plan, estimator.estimate(plan), ()
-    plan = settle(opened(config, ranking.names), ranking.selection)
+    plan = make_run_plan(with_auto(config, ranking.names), ranking.selection)
     return plan, estimator.estimate(plan), (*describe_ranking(ranking),)
 
 
@@ -130,10 +137,10 @@ def least_memory(estimator: Estimator, placed: Filled, names: Collection[str]) -
 
     The settings of `names` have their defaults if these leave it, else they are selected.
     """
-    found = estimator.estimate_if_fits(settle(plain(placed, names)))
+    found = estimator.estimate_if_fits(make_run_plan(with_defaults(placed, names)))
     if found is not None and found.leaves_reserve:
         return found
-    return _CandidateSearch(estimator, opened(placed, names)).least_memory()
+    return _CandidateSearch(estimator, with_auto(placed, names)).least_memory()
 
 
 def rank_candidates(estimator: Estimator, placed: Filled, *, complete: bool = True) -> Ranking:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
-from fsdpctl.config.auto import RECOMPUTATION, opened
+from fsdpctl.config.selection import RECOMPUTATION, with_auto
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate import memory_savings as savings
 from fsdpctl.estimate.accuracy import is_faster
@@ -18,7 +18,7 @@ from fsdpctl.estimate.memory_savings import MemorySaving, Suggestion, halves, mi
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import rank_candidates
 from fsdpctl.io.activity import doing
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.run_plan import RunPlan
 
 FittingSuggestion = tuple[Suggestion, RunEstimate]
 
@@ -79,7 +79,7 @@ class _SuggestionSearch:
     def _recomputed(self) -> Iterator[Suggestion]:
         """Yield the recomputation that is predicted to be fastest of those that suffice."""
         with suppress(UsageError):
-            asked = opened(self._plan.requested, [RECOMPUTATION])
+            asked = with_auto(self._plan.requested, [RECOMPUTATION])
             for each in rank_candidates(self._estimator, asked, complete=False).ranked[:1]:
                 values = savings.recomputation_values(self._plan, each.selection.recomputation)
                 yield Suggestion(

@@ -7,7 +7,7 @@ from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.memory_savings import Suggestion
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import format_bytes
-from fsdpctl.resolve.place import LOCAL
+from fsdpctl.resolve.machine import LOCAL
 
 
 def describe_ranking(ranking: Ranking) -> Iterator[str]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.decoder_config import model_type_of
+from fsdpctl.config.launch import EmulatedProgram
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.placement import ProgramFacts
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Filled
 from fsdpctl.engine.blocks import checkpoint_blocks, chunk_feed_forward
 from fsdpctl.errors import UsageError
@@ -213,8 +213,8 @@ class BuiltModel:
     num_trained: int
 
 
-def _build(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Module:
-    module = build_model(config, plain_norms=facts.plain_norms)
+def _build(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> nn.Module:
+    module = build_model(config, transformers_norms=facts.transformers_norms)
     chunk_feed_forward(module, chunk_tokens)
     if facts.fused_experts:
         fuse_experts(module)
@@ -222,7 +222,7 @@ def _build(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> nn.Mo
 
 
 @lru_cache(maxsize=8)
-def _built(config: ModelConfig, chunk_tokens: int, facts: ProgramFacts) -> BuiltModel:
+def _built(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> BuiltModel:
     """Return a model, which no one else may change."""
     module = _build(config, chunk_tokens, facts)
     return BuiltModel(
@@ -243,7 +243,7 @@ class TracedModel:
         """
 
         self._model = config.model
-        self._build_options = config.train.mlp_chunk_tokens or 0, config.engine.facts
+        self._build_options = config.train.mlp_chunk_tokens or 0, config.engine.emulated
         built = _built(config.model, *self._build_options)
         self.units, self.num_trained = tuple(built.whole.units), built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
@@ -256,7 +256,7 @@ class TracedModel:
         self._device = str(config.launch.device)
         shared = config.train.context_parallel
         self._context = None if shared == 1 else ContextParallel(shared, 0)
-        self._keeps_logits = config.engine.facts.keeps_logits
+        self._keeps_logits = config.engine.emulated.keeps_logits
         self._model_passes: dict[object, ModelPass] = {}
         self._tracer = self._tracer_of(built.whole)
 
@@ -318,7 +318,7 @@ class TracedModel:
             if self._model.attention == THEIRS:
                 reason = str(error).strip().partition("\n")[0]
                 raise UsageError(
-                    f"model: {family_of(self._model)}: memory cannot be estimated: {reason}"
+                    f"model: {model_type_of(self._model)}: memory cannot be estimated: {reason}"
                 ) from error
         self._model = replace(self._model, attention=THEIRS)
         whole = MetaModule(_build(self._model, *self._build_options), self.units)

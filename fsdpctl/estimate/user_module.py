@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.keys import parse_bytes
-from fsdpctl.config.placement import OURS, PROGRAMS
+from fsdpctl.config.launch import NO_EMULATION, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import requested_strategy, units_of
@@ -50,7 +50,9 @@ class Assumed:
     activation_checkpointing: str = "none"  # or selective, full; of each block
     num_micro_batches: int = 1  # of a step
     reduce: str = "every"  # or last: in which micro-batches gradients are reduced
-    program: str = OURS  # or transformers_foreach: torch's default AdamW, with fsdp2 and ddp
+    program: str = (
+        NO_EMULATION  # or transformers_foreach: torch's default AdamW, with fsdp2 and ddp
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def estimate_memory(
     recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy = requested_strategy(given)
     plan = fullest_rank(assumed.engine, _training_plan(units, given, world_size, assumed))
-    fused = PROGRAMS[assumed.program].steps_at_once
+    fused = PROGRAMS[assumed.program].fused_optimizer
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False

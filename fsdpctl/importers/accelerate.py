@@ -1,10 +1,9 @@
 """Translation of the YAML file of `accelerate config`: the ranks, and how they shard."""
 
-from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.importers import shared
-from fsdpctl.importers.tables import patterns
-from fsdpctl.importers.training import read_inner_deepspeed
-from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
+from fsdpctl.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.importers.training_arguments import read_inner_deepspeed
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, patterns
 
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
 
@@ -24,8 +23,8 @@ def read_accelerate(source: SourceConfig) -> Translation:
     if clip and clip.text.strip() != "auto":
         found.add(clip, f"optimizer.max_grad_norm={clip.text}")
     why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
-    found.leave(SourceKey("(training)", ""), why)
-    found.sort_rest(patterns("unused", "accelerate"))
+    found.leave_out(SourceKey("(training)", ""), why)
+    found.classify_rest(patterns("unused", "accelerate"))
     return found
 
 
@@ -63,7 +62,7 @@ def read_launch_beside(found: Translation, narrow: SourceKey | None) -> SourceKe
     others += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
     for each in others:
         if (each.key, each.text) != ("gradient_accumulation_steps", "1"):
-            found.leave(SourceKey(each.key, each.text[:80]), why)
+            found.leave_out(SourceKey(each.key, each.text[:80]), why)
     return narrow
 
 
@@ -125,7 +124,7 @@ def _read_precision(found: Translation) -> None:
     ours = "fp32" if name in ("no", "false") else "bf16"
     found.map(value, f"precision={ours}", note="same size as fp16" * (name == "fp16"))
     if name == "fp16":
-        found.leave(value, "trained in bf16, without scaling of the loss")
+        found.leave_out(value, "trained in bf16, without scaling of the loss")
     if name == "fp8":
         found.exclude(value, "matrix products are estimated in bf16")
 

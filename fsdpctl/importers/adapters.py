@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
-from fsdpctl.config.source_config import SourceKey
 from fsdpctl.importers.shared import TOO_HIGH
+from fsdpctl.importers.source_config import SourceKey
 from fsdpctl.importers.translation import Translation
 
 # Linear layers of a decoder, and where its blocks are in a model, also with images.
@@ -45,7 +45,7 @@ def read_targets(found: Translation, value: SourceKey) -> None:
     names = [name for layers in _LAYERS.values() for name in layers if any(name in x for x in each)]
     if not names:
         why = "matches no usual name" if expression else "not a regular expression"
-        found.lack("model.lora.targets", value, f"{why}; add model.lora.targets=REGEX")
+        found.require("model.lora.targets", value, f"{why}; add model.lora.targets=REGEX")
         return
     note = "these names in the text model; others that it matches have no adapters"
     found.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
@@ -59,7 +59,7 @@ def read_stacked(
     """Translate peft's parameters with adapters, and the layers: `targets`, unless `usual`."""
     if targets and _is_expression(targets):
         why = "with lora_target_parameters; add model.lora.targets=[NAMES]"
-        found.lack("model.lora.targets", targets, why)
+        found.require("model.lora.targets", targets, why)
         return
     layers = usual or (targets.items if targets else ())
     words = f"model.lora.targets=[{','.join((*layers, *stacked.items))}]"
@@ -68,7 +68,7 @@ def read_stacked(
 
 def read_modules_to_save(found: Translation) -> None:
     """Translate the modules that are trained whole in addition to adapters."""
-    if whole := found.source.take_used("lora_modules_to_save"):
+    if whole := found.source.take_enabled("lora_modules_to_save"):
         note = "an embedding and a head that are one parameter stay one"
         found.map(whole, f"model.lora.also=[{','.join(whole.items)}]", note=note)
 
@@ -78,7 +78,7 @@ def check_heads(found: Translation, value: SourceKey | None) -> None:
     names = value.items if value else ()
     if heads := [each for each in names if each.rpartition(".")[2].strip("*") in _HEADS]:
         shown = SourceKey(value.key if value else "", heads[0])
-        found.ask(shown, "model.lora.targets", "has no adapters here")
+        found.refuse(shown, "model.lora.targets", "has no adapters here")
 
 
 def _matched(expression: re.Pattern[str], number: int) -> tuple[str, ...]:

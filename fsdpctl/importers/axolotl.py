@@ -3,14 +3,13 @@
 import json
 from fnmatch import fnmatchcase
 
-from fsdpctl.config.overrides import OVERRIDES
-from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.config.overrides import OVERRIDES_KEY
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import adapters, shared
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.axolotl_training import read_training
-from fsdpctl.importers.tables import patterns, table
-from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation
+from fsdpctl.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, patterns, table
 from fsdpctl.plan.strategy import Offload
 
 _DEGREES = {
@@ -47,13 +46,13 @@ def read_axolotl(source: SourceConfig) -> Translation:
     shared.read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
     read_training(found, adapts=adapts)
-    found.sort_rest(patterns("unused", "axolotl", "accelerate"))
+    found.classify_rest(patterns("unused", "axolotl", "accelerate"))
     return found
 
 
 def _check_training(source: SourceConfig) -> None:
     for key, why in table("refused", "axolotl").items():
-        if key in source and (value := source.take_used(key)):
+        if key in source and (value := source.take_enabled(key)):
             raise source.error(value, why)
         if any(each.key.startswith(f"{key}.") for each in source.peek()):
             raise UsageError(f"{source.file}: {key}: {why}")
@@ -69,9 +68,9 @@ def _read_model(found: Translation) -> None:
         if place == "overrides_of_model_config" and name and not name.startswith("_"):
             found.source.take(each.key)
             text = json.dumps(each.items) if each.is_list else each.text
-            found.map(each, f"{OVERRIDES}.{name}={text}")
+            found.map(each, f"{OVERRIDES_KEY}.{name}={text}")
     keys = ("tokens", "special_tokens.additional_special_tokens")
-    given = [value for key in keys if (value := found.source.take_used(key))]
+    given = [value for key in keys if (value := found.source.take_enabled(key))]
     texts = [*dict.fromkeys(text for value in given for text in value.items)]
     for value in given:
         found.map(value, f"data.new_tokens={json.dumps(texts, ensure_ascii=False)}")
@@ -98,7 +97,7 @@ def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_maste
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
     pure, half = source.take_on("bfloat16"), source.take_on("fp16", "float16")
     tf32 = source.take_on("tf32")
-    if eight := source.take_used("fp8"):
+    if eight := source.take_enabled("fp8"):
         found.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
     if pure:
@@ -127,7 +126,7 @@ def _read_saved_outputs(found: Translation) -> None:
         found.map(leaves, note="in host memory, which is not counted")
     elif others or (saved and saved.items != ("attention",)):
         way = "saves other outputs than fsdpctl; add activation_checkpointing=selective or full"
-        found.lack("activation_checkpointing", used[0], way)
+        found.require("activation_checkpointing", used[0], way)
     else:
         note = "fsdpctl also saves every second matrix product; the estimate is too high"
         found.map(used[0], "activation_checkpointing=selective", note=note)
@@ -149,7 +148,7 @@ def _read_adapters(found: Translation) -> bool:
     if adapter is None:
         if parts := source.take("unfrozen_parameters"):
             why = "regular expressions are not read from files; add model.trainable=REGEX"
-            found.lack("model.trainable", parts, why)
+            found.require("model.trainable", parts, why)
         source.value(*(each.key for each in source.peek() if each.key.startswith("lora_")))
         return False
     kind = adapter.text.strip().lower()
@@ -186,7 +185,7 @@ def _read_targets(found: Translation) -> None:
         found.map(linear, "model.lora.targets=all_linear")
     elif not found.source.text("lora_model_dir"):
         why = "lora_target_modules: required by axolotl; set model.lora.targets"
-        found.require("model.lora.targets", why)
+        found.require_for_training("model.lora.targets", why)
 
 
 def _read_sharding(found: Translation) -> bool:
@@ -208,18 +207,18 @@ def _read_without(found: Translation) -> None:
         found.map(plugins, note=f"{_CROSS_ENTROPY}: logits of a few tokens at a time")
         found.whole_logits = False
     for key in _FUSED_LOSSES:
-        if value := found.source.take_used(key):
+        if value := found.source.take_enabled(key):
             found.map(value, note="logits of few tokens at a time: train.loss_chunk_tokens")
             found.whole_logits = False
     for key, why in table("smaller", "axolotl").items():
-        if value := found.source.take_used(key):
+        if value := found.source.take_enabled(key):
             found.exclude(value, f"{why}; {shared.TOO_HIGH}")
     is_restored = found.source.take_on("model_quantization_config_kwargs.dequantize")
-    if (packed := found.source.take_used("model_quantization_config")) and not is_restored:
+    if (packed := found.source.take_enabled("model_quantization_config")) and not is_restored:
         found.exclude(packed, f"weights are estimated as if dequantized; {shared.TOO_HIGH}")
     if tiled := found.source.take_on("tiled_mlp"):
         found.map(tiled, "train.mlp_chunk_tokens=auto")
-    if compiled := found.source.take_used("torch_compile", "deepcompile"):
+    if compiled := found.source.take_enabled("torch_compile", "deepcompile"):
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
     _read_kernels(found)
 

@@ -4,15 +4,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
-from fsdpctl.config.source_config import SourceKey
-from fsdpctl.importers import training
 from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
+from fsdpctl.importers.source_config import SourceKey
+from fsdpctl.importers.training_arguments import (
+    first_rows,
+    hides_text,
+    is_fraction,
+    part_of_hub,
+    read_comparisons,
+    read_data,
+    read_held_out,
+    read_hugging_face_training,
+)
 from fsdpctl.importers.translation import Translation
 
 _FEWEST = 2  # steps: axolotl makes a warmup of one step two
 _FLOOR = "lr_scheduler.warmup_steps"
 # Values of a data set's keys that fsdpctl follows, or that change nothing; others are named.
-_AS_HERE: Mapping[str, tuple[object, ...]] = {
+_SAME_MEANING: Mapping[str, tuple[object, ...]] = {
     "ds_type": ("json", "parquet", "arrow", "text"),
     "field": ("text",),
     "field_messages": ("messages", "conversations"),
@@ -26,11 +35,11 @@ _AS_HERE: Mapping[str, tuple[object, ...]] = {
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
 }  # fmt: skip
-_OF_FILES = (
+_PATH_KEYS = (
     "path", "data_files", "type", "preprocess_shards", "trust_remote_code", "chat_template",
     "chat_template_jinja",
 )  # fmt: skip
-_OF_HUB = ("name", "revision", "split")
+_HUB_KEYS = ("name", "revision", "split")
 _TEMPLATES = ("chat_template", "chat_template.default")
 _TEXTS = ("completion", "pretrain")
 _TEMPLATE, _JINJA = "chat_template", "chat_template_jinja"
@@ -53,32 +62,32 @@ def read_training(found: Translation, *, adapts: bool) -> None:
     for plugin in each.items if (each := found.value("plugins")) else ():
         name = plugin.rpartition(".")[2]
         if name and name.removesuffix("Plugin") not in _SAME_LOSS:
-            found.ask(SourceKey("plugins", name), "", "may train something else")
+            found.refuse(SourceKey("plugins", name), "", "may train something else")
     for key in _OTHER_LOSSES:
         if (other := found.value(key)) and not other.is_off:
-            found.ask(other, "", "trains something else")
+            found.refuse(other, "", "trains something else")
     if adapts:
-        found.plain({"lora_alpha": "model.lora.alpha"})
-    steps = training.read_hugging_face_training(found, adapts=adapts)
+        found.add_same({"lora_alpha": "model.lora.alpha"})
+    steps = read_hugging_face_training(found, adapts=adapts)
     if steps is None:
-        found.plain({"num_epochs": "train.epochs"})
+        found.add_same({"num_epochs": "train.epochs"})
     _read_schedule(found, steps)
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
-    found.leave(SourceKey("loss", ""), why)
+    found.leave_out(SourceKey("loss", ""), why)
     _read_data(found)
-    training.read_comparisons(found)
+    read_comparisons(found)
 
 
 def _read_schedule(found: Translation, steps: int | None) -> None:
-    schedule, lowest = found.known("lr_scheduler"), found.value("cosine_min_lr_ratio")
+    schedule, lowest = found.value_or_default("lr_scheduler"), found.value("cosine_min_lr_ratio")
     for key in _OWN_SCHEDULES:
         if (value := found.value(key)) and not value.is_off:
-            found.ask(value, "lr_scheduler", "not supported")
-    warmup, share = found.value("warmup_steps"), found.known("warmup_ratio")
+            found.refuse(value, "lr_scheduler", "not supported")
+    warmup, share = found.value("warmup_steps"), found.value_or_default("warmup_ratio")
     most = 100 if found.value("warmup_ratio") is None else NO_LIMIT
-    is_share = training.is_fraction(share.text) or not share.text.strip("0.")
+    is_share = is_fraction(share.text) or not share.text.strip("0.")
     if warmup is None and (steps is None or not is_share):
-        found.leave(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
+        found.leave_out(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         words = f"lr_scheduler.warmup_ratio={share.text} {_FLOOR}={most}"
         add_schedule(found, schedule, (share, words))
     else:
@@ -99,8 +108,8 @@ def _read_data(found: Translation) -> None:
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
     of_texts = _paths(texts)
-    firsts = training.first_rows(found, of_texts)
-    hides = any(map(training.hides_text, firsts)) or not all(map(found.path_of, of_texts))
+    firsts = first_rows(found, of_texts)
+    hides = any(map(hides_text, firsts)) or not all(map(found.path_of, of_texts))
     is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths)) if entries else None
     others = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -109,23 +118,23 @@ def _read_data(found: Translation) -> None:
     if columns or (hides and not is_text):
         own = f"{key}[].field: {min(columns)[:80]}" if columns else f"{key}[].type: completion"
         own += ": write rows with the column text, and no other, to a file and set data.path=FILE"
-    option = training.read_data(found, shown, paths, is_text=is_text, own=own)
+    option = read_data(found, shown, paths, is_text=is_text, own=own)
     if alpaca := kinds.intersection(_ALPACA):
         found.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
     if is_text:
         why = "fsdpctl reads one stream of tokens, axolotl cuts it at the ends of texts or windows"
-        found.leave(SourceKey(key, "text"), why)
+        found.leave_out(SourceKey(key, "text"), why)
     if option == CHAT:
         _read_chats(found)
         _read_template(found, [each if each.get(_TEMPLATE) else content for each in entries])
     _read_held_out(found)
     for entry in entries:
         for name, value in entry.items():
-            usual = _AS_HERE.get(name, ("false", False))
-            is_same = name in _OF_FILES or value is None or value in usual
-            is_same |= name in _OF_HUB and found.path_of(_files(entry)[0]) is None
+            usual = _SAME_MEANING.get(name, ("false", False))
+            is_same = name in _PATH_KEYS or value is None or value in usual
+            is_same |= name in _HUB_KEYS and found.path_of(_files(entry)[0]) is None
             if not is_same:
-                found.leave(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
+                found.leave_out(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
 
 
 def _read_template(found: Translation, places: Iterable[Mapping[Any, Any]]) -> None:
@@ -134,37 +143,40 @@ def _read_template(found: Translation, places: Iterable[Mapping[Any, Any]]) -> N
     (name, text), *others = given or {("", "")}
     value = SourceKey(_TEMPLATE, names)
     if others:
-        found.leave(value, "fsdpctl has one template for all data; set data.template=FILE")
+        found.leave_out(value, "fsdpctl has one template for all data; set data.template=FILE")
     elif text and name in ("jinja", ""):
         if (file := found.path_of(text)) is not None:
             found.add(SourceKey(_JINJA, text), f"data.template={file}")
         else:
             shown = " ".join(text.split())[:40]
             way = "not a file; write the template to one and set data.template=FILE"
-            found.require("data.template", f"{_JINJA}: {shown}: {way}")
+            found.require_for_training("data.template", f"{_JINJA}: {shown}: {way}")
     elif name and not name.startswith("tokenizer_default"):
         why = "axolotl's own; the tokenizer's is used; for another one, set data.template=FILE"
-        found.leave(value, why)
+        found.leave_out(value, why)
 
 
 def _read_chats(found: Translation) -> None:
-    packing, inputs = found.known("sample_packing"), found.known("train_on_inputs")
+    packing, inputs = (
+        found.value_or_default("sample_packing"),
+        found.value_or_default("train_on_inputs"),
+    )
     found.add(packing, f"data.packing={str(packing.is_on).lower()}")
     found.add(inputs, f"data.train_on={'all' if inputs.is_on else 'assistant'}")
-    long = found.known("excess_length_strategy")
+    long = found.value_or_default("excess_length_strategy")
     found.add(long, f"data.too_long={long.text}")
 
 
 def _read_held_out(found: Translation) -> None:
     entries = list(_entries(found.source.content.get("test_datasets")))
     paths = _paths(entries)
-    held = found.known("val_set_size")
+    held = found.value_or_default("val_set_size")
     if entries:
-        training.read_held_out(found, SourceKey("test_datasets", ", ".join(paths)), paths)
-    elif held.is_off or not held.text.strip().strip("0.") or training.is_fraction(held.text):
+        read_held_out(found, SourceKey("test_datasets", ", ".join(paths)), paths)
+    elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
         found.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:
-        found.ask(held, "data.val_fraction", "a number of samples, not a share")
+        found.refuse(held, "data.val_fraction", "a number of samples, not a share")
 
 
 def _entries(content: object) -> Iterator[Mapping[str, Any]]:
@@ -173,9 +185,7 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _paths(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    parts = [
-        (x, training.part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries
-    ]
+    parts = [(x, part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries]
     return {path: part for entry, part in parts for path in _files(entry)}
 
 

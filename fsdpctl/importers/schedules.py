@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from fsdpctl.config.source_config import SourceKey, as_whole
+from fsdpctl.importers.source_config import SourceKey, as_whole
 from fsdpctl.importers.translation import Translation
 
 NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
@@ -25,7 +25,7 @@ def add_schedule(found: Translation, value: SourceKey, warmup: tuple[SourceKey, 
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
-        found.ask(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
+        found.refuse(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
         return
     found.add(value, *words)
     key, settings = warmup
@@ -42,10 +42,10 @@ def _schedule_words(
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
     lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
     if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, found.known("learning_rate").text)
+        lowest = ratio(absolute, found.value_or_default("learning_rate").text)
     floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
     if name == "cosine_with_min_lr" and lowest is None:
-        found.ask(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+        found.refuse(value, "lr_scheduler", "requires min_lr or min_lr_rate")
         return None
     if name in ("cosine", "cosine_with_min_lr"):
         if arguments.get("num_cycles") == "0.5":
@@ -62,11 +62,11 @@ def _schedule_words(
         if limit and (steps := as_whole(limit.text)):
             share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
         else:
-            found.ask(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+            found.refuse(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
         return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
                 f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
     why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
-    found.ask(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+    found.refuse(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
     return None
 
 

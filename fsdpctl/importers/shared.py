@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.hub import hub_models, local_model
-from fsdpctl.config.model_path import model_words
-from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.config.model_path import model_settings
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.importers.translation import Translation
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
-OF_FSDP = "parameters, gradients, master weights and moments on the host"
+FSDP_OFFLOAD = "parameters, gradients, master weights and moments on the host"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
@@ -34,7 +34,7 @@ _SMALLER = re.compile(
     ".*(8bit|4bit|fp8|lion|muon|dion|lomo|galore|apollo).*|adafactor|came.*|rmsprop.*|adagrad|"
     "schedule_free_sgd"
 )
-_OF_ZERO = {
+_ZERO_OFFLOADS = {
     "optimizer": (
         "gradients, master weights and moments on the host",
         Offload.STATES | Offload.GRADIENTS,
@@ -50,7 +50,7 @@ _STRATEGIES = {
     "_hybrid_shard_zero2": "hybrid_shard_grad_op",
 }  # fmt: skip
 _STAGES = {0: "no_shard", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
-_OF_FSDP_1 = (
+_FSDP_1_KEYS = (
     "sharding_strategy", "fsdp_sharding_strategy", "forward_prefetch", "fsdp_forward_prefetch",
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ def read_context(found: Translation, *keys: str) -> None:
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
     """Refuse kinds of parallelism, such as `tensor`, whose degree is not 1; each with its keys."""
     for what, keys in degrees.items():
-        value = source.take_used(*keys)
+        value = source.take_enabled(*keys)
         if value and value.text.strip() != "1":
             raise source.error(
                 value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the "
@@ -83,7 +83,7 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
         if name in _UNFUSED:
             found.emulate("(AdamW)", name, "engine.program=transformers_foreach")
         if name in _LIKE_ADAMW:
-            found.ask(shown, "optimizer", expected)
+            found.refuse(shown, "optimizer", expected)
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
     elif _NARROW.fullmatch(name):
@@ -99,10 +99,10 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
         found.map(value, "optimizer=muon")
     elif _SMALLER.fullmatch(name):
         found.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
-        found.ask(shown, "optimizer", expected)
+        found.refuse(shown, "optimizer", expected)
     else:
         way = "add optimizer=adamw or optimizer=sgd to estimate it as one of these"
-        found.lack("optimizer", shown, f"unknown optimizer states; {way}")
+        found.require("optimizer", shown, f"unknown optimizer states; {way}")
 
 
 def read_offload(
@@ -125,7 +125,7 @@ def read_offload(
 
 def check_attention(source: SourceConfig) -> None:
     value = source.value("attn_implementation")
-    eager = source.take_used("eager_attention")
+    eager = source.take_enabled("eager_attention")
     if value and value.text.strip() == "eager":
         eager = value
     if eager:
@@ -140,7 +140,7 @@ def read_recomputation(found: Translation, usual: str) -> bool:
     source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), found.settings.get(names[0])
     every = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
-    leaves = source.take_used(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
+    leaves = source.take_enabled(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
     recomputes = (set_before or usual) == "full" if value is None else not value.is_off
     if value is not None or set_before is None:
         option = f"{names[0]}={'full' if recomputes else 'none'}"
@@ -165,7 +165,7 @@ def _read_distance(found: Translation, every: SourceKey, *, sends: bool) -> None
         found.map(every, "activation_checkpointing=none", blocks, note=note)
     else:
         way = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
-        found.lack("activation_checkpointing", every, f"the number of blocks is unknown; {way}")
+        found.require("activation_checkpointing", every, f"the number of blocks is unknown; {way}")
 
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:
@@ -203,7 +203,7 @@ def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
         if leaves and leaves.is_on:
             read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
-        read_offload(found, offload, OF_FSDP)
+        read_offload(found, offload, FSDP_OFFLOAD)
     value = found.source.take("gradient_checkpointing_kwargs.use_reentrant")
     if value and value.is_on and version == "1" and "model.lora.rank" in found.settings:
         found.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
@@ -243,12 +243,12 @@ def _read_fsdp_of_transformers(found: Translation) -> None:
     known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
     keys = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
     # That of transformers 5 and axolotl 0.20, which refuses what FSDP 1 alone has.
-    old = modes or any(f"fsdp_config.{each}" in found.source for each in _OF_FSDP_1)
+    old = modes or any(f"fsdp_config.{each}" in found.source for each in _FSDP_1_KEYS)
     usual = "1" if old and found.tool == "axolotl" else "2"
     version = found.source.text(*keys, default=usual)
     read_fsdp(found, version=version, strategy=next(iter(known), ""))
     if modes and "offload" in words:
-        read_offload(found, modes, OF_FSDP)
+        read_offload(found, modes, FSDP_OFFLOAD)
 
 
 def _read_prefetch(
@@ -267,7 +267,7 @@ def read_deepspeed(found: Translation, value: SourceKey) -> None:
     places = (Path(value.text), found.source.file_of(value.key).parent / value.text)
     file = next((each for each in places if each.is_file()), None)
     if file is None:
-        found.lack("strategy", value, "not found; add the stage of ZeRO, such as strategy=zero3")
+        found.require("strategy", value, "not found; add the stage of ZeRO, such as strategy=zero3")
         return
     found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
     read_zero(found, found.deepspeed, "zero_optimization.", "stage")
@@ -285,11 +285,11 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     found.map(SourceKey(f"{section}{stage_key}", str(stage)), *ours, note=note)
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
-        offload = source.take_used(*keys)
+        offload = source.take_enabled(*keys)
         if offload and what == "param" and stage < 3:
             found.source.seen.add(offload.key)
         elif offload:
-            read_offload(found, offload, *_OF_ZERO[what])
+            read_offload(found, offload, *_ZERO_OFFLOADS[what])
 
 
 def _is_known(name: str) -> bool:
@@ -297,7 +297,7 @@ def _is_known(name: str) -> bool:
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
-        model_words(str(folder))
+        model_settings(str(folder))
         return True
     with suppress(UsageError):  # not on the Hub, or not to be fetched here
         return name.partition("@")[0] in hub_models() or local_model(name, "config") != name
@@ -309,7 +309,7 @@ def model_of(found: Translation) -> dict[str, str]:
     with suppress(UsageError):  # as in `_is_known`
         if found.model:
             path = local_model(os.path.expanduser(found.model.text), "config", table=True)
-            return model_words(path)
+            return model_settings(path)
     return {}
 
 
@@ -327,4 +327,4 @@ def map_model(found: Translation, value: SourceKey | None, key: str, revision: s
     found.map(found.model, "model=hf", f"model.path={name}")
     if not is_known:
         why = "not a directory, a known name, or one on the Hugging Face Hub"
-        found.lack("model", found.model, f"{why}; {way_on}")
+        found.require("model", found.model, f"{why}; {way_on}")

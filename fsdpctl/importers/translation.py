@@ -4,12 +4,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.config.source_config import SourceConfig, SourceKey
 from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS
 from fsdpctl.errors import UsageError
+from fsdpctl.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.io.packages import package_folder
+from fsdpctl.io.untrusted import read_yaml
 
 # Settings of fsdpctl that affect the memory estimate; a section includes all of its keys.
 _AFFECT_MEMORY = (
@@ -131,24 +135,24 @@ class Translation:
         """
         for name, why in _invalid(settings):
             if decides:
-                self.ask(value, name, why)
+                self.refuse(value, name, why)
             else:
-                self.leave(value, why)
+                self.leave_out(value, why)
             return
         is_usual = value.key in self.defaults and self.value(value.key) is None
         note = note or f"the default of {self.tool}" * is_usual
         self.map(None if is_usual else value, *settings, default=value.key, note=note)
 
-    def plain(self, names: Mapping[str, str]) -> None:
+    def add_same(self, names: Mapping[str, str]) -> None:
         """Add the values of keys that have a counterpart with the same meaning."""
         for theirs, ours in names.items():
-            value = self.known(theirs) if theirs in self.defaults else self.value(theirs)
+            value = self.value_or_default(theirs) if theirs in self.defaults else self.value(theirs)
             if value is None or ours in self.settings:
                 continue
             if not value.text or ("$" in value.text and theirs in self.defaults):
                 why = f"required by {self.tool}"
                 why = f"{value.text[:80]}: a variable that is not known" if value.text else why
-                self.require(ours, f"{value.key}: {why}; set {ours}")
+                self.require_for_training(ours, f"{value.key}: {why}; set {ours}")
             else:
                 self.add(value, f"{ours}={value.text}", decides=theirs in self.defaults)
 
@@ -156,7 +160,7 @@ class Translation:
         """Return the first of `keys` that is set, for the training."""
         return self.source.value(*keys)
 
-    def known(self, key: str) -> SourceKey:
+    def value_or_default(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
         text = self.defaults[key]
         return self.value(key) or SourceKey(key, text, (text,))
@@ -165,19 +169,19 @@ class Translation:
         """Record that the estimate doesn't include `value`."""
         self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
-    def leave(self, value: SourceKey, why: str) -> None:
+    def leave_out(self, value: SourceKey, why: str) -> None:
         """Record that the training doesn't follow `value`."""
         self.left_out.append(TranslationRow(value.key, value.text, note=why))
 
-    def lack(self, name: str, value: SourceKey, why: str) -> None:
+    def require(self, name: str, value: SourceKey, why: str) -> None:
         """Require the setting `name`, also for an estimate, because of a value."""
         self.missing.append((name, f"{value.key}: {value.text[:80]}: {why}"))
 
-    def require(self, name: str, why: str) -> None:
+    def require_for_training(self, name: str, why: str) -> None:
         """Require the setting `name`, without which `train` does not accept the recipe."""
         self.missing_for_training.append((name, why))
 
-    def ask(self, value: SourceKey, name: str, why: str) -> None:
+    def refuse(self, value: SourceKey, name: str, why: str) -> None:
         """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
         way = f"; set {name}" if name else ""
         shown = value.key if not value.text else f"{value.key}: {value.text[:80]}"
@@ -191,7 +195,7 @@ class Translation:
         except OSError:  # too long for a name
             return None
 
-    def sort_rest(self, unused: Iterable[str]) -> None:
+    def classify_rest(self, unused: Iterable[str]) -> None:
         """Classify all keys that are left; the patterns `unused` don't affect memory."""
         patterns = tuple(unused)
         for value in self.source.rest():
@@ -230,3 +234,18 @@ def _invalid(settings: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def affects_memory(name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in _AFFECT_MEMORY)
+
+
+@cache
+def _read_tools() -> dict[str, dict[str, Any]]:
+    return cast(dict[str, dict[str, Any]], read_yaml(package_folder("conf") / "tools.yaml"))
+
+
+def table(part: str, *tools: str) -> dict[str, str]:
+    """Return a part with a text for each key; later `tools` take precedence."""
+    return {key: text for tool in tools for key, text in _read_tools()[tool][part].items()}
+
+
+def patterns(part: str, *tools: str) -> tuple[str, ...]:
+    """Return a part with patterns of keys."""
+    return tuple(each for tool in tools for each in _read_tools()[tool][part].split())

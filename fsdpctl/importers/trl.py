@@ -5,14 +5,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
-from fsdpctl.config.model_path import MODEL_CONFIG
-from fsdpctl.config.source_config import SourceConfig, SourceKey
+from fsdpctl.config.model_path import CONFIG_JSON_KEY
 from fsdpctl.errors import UsageError
-from fsdpctl.importers import adapters, shared, training
+from fsdpctl.importers import adapters, shared
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
-from fsdpctl.importers.tables import patterns, table
-from fsdpctl.importers.translation import SourceBatch, Translation
+from fsdpctl.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.importers.training_arguments import (
+    first_rows,
+    hides_text,
+    is_fraction,
+    named_data,
+    part_of_hub,
+    read_comparisons,
+    read_data,
+    read_held_out,
+    read_hugging_face_training,
+)
+from fsdpctl.importers.translation import SourceBatch, Translation, patterns, table
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
 
@@ -49,13 +59,13 @@ def read_trl(source: SourceConfig) -> Translation:
     shared.read_optimizer(found, source.take("optim"), "optim")
     _read_loss(found)
     _read_training(found)
-    found.sort_rest(patterns("unused", "trl", "accelerate"))
+    found.classify_rest(patterns("unused", "trl", "accelerate"))
     return found
 
 
 def _read_loss(found: Translation) -> None:
     """Translate the loss, for which TRL 1.16 makes all logits only to smooth labels."""
-    smoothing = found.source.take_used("label_smoothing_factor")
+    smoothing = found.source.take_enabled("label_smoothing_factor")
     found.whole_logits = smoothing is not None and bool(smoothing.text.strip("0."))
     found.tiled_logits = not found.whole_logits
     note = "logits of parts of the vocabulary; loss_type=nll of TRL before 1.16 makes all at once"
@@ -104,7 +114,7 @@ def _read_adapters(found: Translation) -> None:
 def _read_targets(found: Translation) -> None:
     names = ("lora_target_modules", "lora_target_parameters")
     targets, stacked = map(found.source.take, names)
-    text = shared.model_of(found).get(MODEL_CONFIG, '{"model_type": "llama"}')
+    text = shared.model_of(found).get(CONFIG_JSON_KEY, '{"model_type": "llama"}')
     family, layers = json.loads(text)["model_type"], table("targets", "peft")
     usual = next((each for each, of in layers.items() if family in of.split()), "")
     if stacked:
@@ -116,7 +126,7 @@ def _read_targets(found: Translation) -> None:
         found.map(None, f"model.lora.targets={usual}", default=names[0], note=note)
     else:
         why = f"peft has no default for {family}; set model.lora.targets"
-        found.require("model.lora.targets", f"{names[0]}: not set: {why}")
+        found.require_for_training("model.lora.targets", f"{names[0]}: not set: {why}")
 
 
 def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
@@ -127,65 +137,69 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 def _read_training(found: Translation) -> None:
     adapts = "model.lora.rank" in found.settings
-    steps = training.read_hugging_face_training(found, adapts=adapts)
+    steps = read_hugging_face_training(found, adapts=adapts)
     if steps is None:
         note = "" if found.value("num_train_epochs") else "the default of TRL"
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
-        epochs = found.known("num_train_epochs")
+        epochs = found.value_or_default("num_train_epochs")
         found.add(epochs, f"train.epochs={epochs.text}", note=note)
-    share, warmup = found.value("warmup_ratio"), found.known("warmup_steps")
+    share, warmup = found.value("warmup_ratio"), found.value_or_default("warmup_steps")
     if share and not warmup.text.strip("0."):
         warmup = share
     elif share:
-        found.leave(share, "warmup_steps decides")
-    is_share = warmup.key == "warmup_ratio" or training.is_fraction(warmup.text)
+        found.leave_out(share, "warmup_steps decides")
+    is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
-    add_schedule(found, found.known("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
+    add_schedule(
+        found, found.value_or_default("lr_scheduler_type"), (warmup, f"{name}={warmup.text}")
+    )
     if not found.value("router_aux_loss_coef"):
         why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
-        found.leave(SourceKey("router_aux_loss_coef", "(not set)"), why)
+        found.leave_out(SourceKey("router_aux_loss_coef", "(not set)"), why)
     _read_data(found)
-    training.read_comparisons(found)
+    read_comparisons(found)
     if (loss := found.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
-        found.ask(loss, "", "another loss")
+        found.refuse(loss, "", "another loss")
 
 
 def _read_data(found: Translation) -> None:
     content = found.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    parts = (training.part_of_hub(each.get("name"), each.get("split")) for each in entries)
+    parts = (part_of_hub(each.get("name"), each.get("split")) for each in entries)
     paths = dict(zip((str(each.get("path", "")) for each in entries), parts, strict=True))
     data = found.value("dataset_name")
     named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
-        named, paths = training.named_data(found, data, "dataset_config", "dataset_train_split")
-    firsts = training.first_rows(found, paths)
+        named, paths = named_data(found, data, "dataset_config", "dataset_train_split")
+    firsts = first_rows(found, paths)
     field, own = found.value("dataset_text_field"), ""
     if field and field.text != TEXT and any(_trains_column(field.text, row) for row in firsts):
         own = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; rename it in a file "
         own += "and set data.path=FILE"
-    is_text = any(_trains_column(TEXT, row) and training.hides_text(row) for row in firsts)
-    option = training.read_data(found, named, paths, is_text=is_text, own=own)
+    is_text = any(_trains_column(TEXT, row) and hides_text(row) for row in firsts)
+    option = read_data(found, named, paths, is_text=is_text, own=own)
     for entry in entries:
         is_here = found.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
-                found.leave(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed")
-    held = found.known("eval_strategy")
-    test, tested = training.named_data(found, data, "dataset_config", "dataset_test_split", "test")
+                found.leave_out(
+                    SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed"
+                )
+    held = found.value_or_default("eval_strategy")
+    test, tested = named_data(found, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:
         found.add(held, "data.val_fraction=0")
     elif test is None or entries or found.path_of(test.text) is not None:
-        training.read_held_out(found, held, {})
+        read_held_out(found, held, {})
     else:
-        training.read_held_out(found, SourceKey(f"{held.key}, {test.key}", test.text), tested)
+        read_held_out(found, SourceKey(f"{held.key}, {test.key}", test.text), tested)
     _read_template(found)
     if option == CHAT:
         _read_chats(found, firsts, is_known=bool(paths) and all(map(found.path_of, paths)))
     elif option == TEXT:
         why = "TRL trains on the text of each row alone, fsdpctl on one stream of tokens"
-        found.leave(named or SourceKey("dataset_name", ""), why)
+        found.leave_out(named or SourceKey("dataset_name", ""), why)
 
 
 def _read_template(found: Translation) -> None:
@@ -194,12 +208,12 @@ def _read_template(found: Translation) -> None:
     file = found.path_of(value.text)
     if file is not None and file.is_dir():
         file = found.path_of(f"{file}/chat_template.jinja")
-        found.leave(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
+        found.leave_out(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
     if file is not None:
         found.add(value, f"data.template={file}")
     else:
         way = "no Jinja file; set data.template=FILE"
-        found.require("data.template", f"{value.key}: {value.text[:80]}: {way}")
+        found.require_for_training("data.template", f"{value.key}: {value.text[:80]}: {way}")
 
 
 def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
@@ -210,20 +224,20 @@ def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def _read_chats(found: Translation, firsts: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
-    packing, long = found.known("packing"), found.known("truncation_mode")
+    packing, long = found.value_or_default("packing"), found.value_or_default("truncation_mode")
     found.add(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":
         found.add(long, "data.too_long=truncate")
     else:
-        found.ask(long, "data.too_long", "fsdpctl keeps the start of a sample")
-    only = found.known("assistant_only_loss")
+        found.refuse(long, "data.too_long", "fsdpctl keeps the start of a sample")
+    only = found.value_or_default("assistant_only_loss")
     completion = found.value("completion_only_loss")
     if only.is_on or (completion and completion.is_on):
         found.add(only if only.is_on else completion or only, "data.train_on=assistant")
     elif completion is None and not is_known:
         why = "of rows with prompt and completion TRL trains on the completion, of others on all"
         way = "set data.train_on=assistant or all, or data=text for rows with text and other keys"
-        found.require("data.train_on", f"dataset_name: {why}; {way}")
+        found.require_for_training("data.train_on", f"dataset_name: {why}; {way}")
     elif completion is None and all("completion" in row for row in firsts):
         note = "rows with prompt and completion: TRL trains on the completion"
         found.add(only, "data.train_on=assistant", note=note)

@@ -3,9 +3,10 @@
 import platform
 import re
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
-from fsdpctl import __version__
+import fsdpctl
 from fsdpctl.errors import UsageError
 
 _REQUIREMENT = re.compile(r"""([\w.-]+)([^;]*)(?:;.*extra *== *["'](\w+)["'])?""")
@@ -14,7 +15,14 @@ _NAMES = {"hydra": "hydra-core", "yaml": "pyyaml"}  # of packages, by module
 
 def versions() -> dict[str, str]:
     found = {name: _version(name) for name in ("torch", "transformers")}
-    return {"fsdpctl": __version__, **found, "python": platform.python_version()}
+    return {"fsdpctl": fsdpctl.__version__, **found, "python": platform.python_version()}
+
+
+def package_folder(name: str) -> Path:
+    """Return the directory `conf` or `recipes`: within an installed package, else next to it."""
+    package = Path(fsdpctl.__file__).parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
 
 
 def import_package(package: str, location: str) -> Any:

@@ -19,7 +19,7 @@ import msgspec
 
 import fsdpctl
 from fsdpctl.comm.world import PrefixStore, Store
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.io.files import os_errors_as, read_text_file

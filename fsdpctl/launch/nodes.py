@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdpctl.comm.world import DistStoreError, Store, TCPStore
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.launch.addresses import local_address, open_store, resolve_endpoint
 from fsdpctl.launch.diagnosis import RankState
 from fsdpctl.launch.handshake import UNREACHABLE, Handshake, decode, encode

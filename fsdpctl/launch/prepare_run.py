@@ -11,8 +11,8 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.launch import LaunchConfig
+from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.estimator import Estimator, write_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -22,10 +22,10 @@ from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.activity import Reporter, doing
 from fsdpctl.io.run_files import CHECKPOINTS
 from fsdpctl.launch.run_summary import describe_run
-from fsdpctl.resolve.launchers import Role
-from fsdpctl.resolve.own import Task
+from fsdpctl.resolve.launchers import LaunchRole
 from fsdpctl.resolve.prepare import Prepared, prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
+from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.data_record import check_same_data, write_data_record
 from fsdpctl.run.directory import ResumeState, RunDirState, inspect_run_dir, prepare_run_dir
@@ -41,7 +41,7 @@ class PreparedRun:
     run_dir: Path
     lock: RunLock
     first_plan: RunPlan  # of the first round
-    config: Settled  # settled for the ranks of the current round
+    config: Resolved  # settled for the ranks of the current round
     step: int  # of the checkpoint that the current round starts from
 
     @property
@@ -54,9 +54,9 @@ def prepare_run(
     settings: Sequence[str],
     resume: str,
     reporter: Reporter,
-    role: Role | None = None,
+    role: LaunchRole | None = None,
     *,
-    task: Task | None = None,
+    task: ScriptTask | None = None,
 ) -> PreparedRun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
@@ -91,7 +91,7 @@ def prepare_run(
                 reporter.note,
             )
         else:
-            plan = settle(state.config)
+            plan = make_run_plan(state.config)
         described = describe_run(opened, plan, state, estimate)
         for line in (*lines, *described):
             (reporter.result if line.startswith("note ") else reporter.info)(line)
@@ -138,7 +138,11 @@ def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
     key = next((each for each, value in lengths.items() if value is not None), "train.steps")
     if train.steps is not None and state.step < train.steps:
         key = "train.patience"
-    new = "set another train.run_dir" if state.config.model.is_own else "pass --resume never"
+    new = (
+        "set another train.run_dir"
+        if state.config.model.is_script_module
+        else "pass --resume never"
+    )
     say(f"set a larger {key} to continue, or {new} to start a new run")
     return True
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Settled
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.launch import LaunchConfig
+from fsdpctl.config.schema import Resolved
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import NO_RESTART, REMOVED_DURING_RUN, UsageError
 from fsdpctl.io.activity import DISPLAY
 from fsdpctl.io.run_files import METRICS, RUN_CONFIG
@@ -19,7 +19,7 @@ from fsdpctl.launch.nodes import NodeLauncher, RestartRound
 from fsdpctl.launch.outcome import RoundOutcome
 from fsdpctl.launch.prepare_run import PreparedRun
 from fsdpctl.launch.workers import launch_workers
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.run.directory import changed_settings, inspect_run_dir, prepare_restart
 from fsdpctl.run.environment import Restart, read_start_records
 from fsdpctl.run.metrics import last_step
@@ -95,7 +95,7 @@ def _next_round(
         return None
     state = inspect_run_dir(config, "auto", ignores_remote=True)
     prepare_restart(state, round_index + 1)
-    changed = changed_settings(replace(state, previous_settings=config_words(run.config)), config)
+    changed = changed_settings(replace(state, previous_settings=to_settings(run.config)), config)
     run.config, run.step = config, state.step
     ranks, lost_steps = config.launch.nproc_per_node, max(0, last - state.step)
     assert ranks is not None
@@ -136,7 +136,7 @@ def made_progress(run_dir: Path, restart: int) -> bool:
 
 def settle_for_nodes(
     run: PreparedRun, members: list[int], say: Say, *, is_stuck: bool
-) -> Settled | None:
+) -> Resolved | None:
     """Settle the run on the remaining nodes, with one rank fewer per node if it was stuck."""
     launch = run.launch
     least_nodes = launch.nnodes_min or launch.nnodes
@@ -153,7 +153,7 @@ def settle_for_nodes(
     for count in range(max(ranks - is_stuck, least), least - 1, -1):
         try:
             fewer = replace(launch, nnodes=len(members), nproc_per_node=count)
-            return settle(run.first_plan.requested, launch=fewer).config
+            return make_run_plan(run.first_plan.requested, launch=fewer).config
         except UsageError as error:
             problem = str(error)
     say(f"no restart with the remaining ranks: {problem}")

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Reporter, doing
 from fsdpctl.io.resources import is_pinned
-from fsdpctl.resolve.launchers import LauncherRank, Role, endpoint_of, rank_of, role_of
+from fsdpctl.resolve.launchers import LauncherRank, LaunchRole, endpoint_of, role_of, role_of_script
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
-    from fsdpctl.config.placement import LaunchConfig
+    from fsdpctl.config.launch import LaunchConfig
     from fsdpctl.config.schema import Config
     from fsdpctl.launch.handshake import Handshake, Invitation
     from fsdpctl.launch.outcome import RoundOutcome
     from fsdpctl.launch.prepare_run import PreparedRun
-    from fsdpctl.resolve.own import Task
+    from fsdpctl.resolve.script_module import ScriptTask
 
     Begin = Callable[[], PreparedRun | None]  # begins the run; None: it is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
-_tasks: "list[Task]" = []  # of this process
+_tasks: "list[ScriptTask]" = []  # of this process
 
 
 def train_on_node(
@@ -40,17 +40,17 @@ def train_on_node(
     """
     os.environ.setdefault(_STARTED, str(time.time()))
     launch = composed.config.launch
-    if composed.has_recipes_cluster and launch.name == "local":  # before its ranks count
-        from fsdpctl.resolve.place import on_this_machine
+    if composed.has_cluster_of_recipe and launch.name == "local":  # before its ranks count
+        from fsdpctl.resolve.machine import on_this_machine
 
         composed = on_this_machine(composed)
     role = role_of(composed.config.launch)
-    rank, alone = role.rank, role.is_alone
+    rank, alone = role.rank, role.starts_all_ranks
     model = composed.config.model
     if not alone and model.path is not None:  # each node needs it, but one process opens the run
-        from fsdpctl.config.hub import local_model, part_of_run
+        from fsdpctl.config.hub import local_model, part_for_training
 
-        local_model(model.path, part_of_run(model))
+        local_model(model.path, part_for_training(model))
     begun = partial(_prepare, composed, settings, resume, reporter, role)
     if rank is not None:
         _run_as_rank(composed.config, role, rank, begun, reporter)
@@ -65,14 +65,16 @@ def train_on_node(
     return train_with_restarts(found, reporter.result), found.run_dir
 
 
-def train_task(task: "Task", composed: "Composed", settings: list[str], reporter: Reporter) -> None:
+def train_task(
+    task: "ScriptTask", composed: "Composed", settings: list[str], reporter: Reporter
+) -> None:
     """Train a module of a script as one rank; the process exits if the run is not complete."""
     if _tasks:
         raise UsageError("fsdpctl.train: called before in this process; start another one")
     _tasks.append(task)
     before = dict(os.environ)
     os.environ[_STARTED] = str(time.time())
-    role = rank_of(composed.config.launch)
+    role = role_of_script(composed.config.launch)
     assert role.rank is not None
     begun = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
     done = _run_as_rank(composed.config, role, role.rank, begun, reporter, task)
@@ -92,13 +94,13 @@ def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
 
 
 def _run_as_node(
-    config: "Config", role: Role, begin: "Begin", reporter: Reporter
+    config: "Config", role: LaunchRole, begin: "Begin", reporter: Reporter
 ) -> "tuple[RoundOutcome, Path] | None":
     from fsdpctl.launch.nodes import NodeLauncher
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
-    from fsdpctl.resolve.place import place
+    from fsdpctl.resolve.machine import assign_ranks
 
-    launch = place(config, role).launch
+    launch = assign_ranks(config, role).launch
     reporter.info(
         f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}"
     )
@@ -158,11 +160,11 @@ def _accept(handshake: "Handshake", launch: "LaunchConfig") -> "Invitation | Non
 
 def _run_as_rank(
     config: "Config",
-    role: Role,
+    role: LaunchRole,
     rank: LauncherRank,
     begin: "Begin",
     reporter: Reporter,
-    task: "Task | None" = None,
+    task: "ScriptTask | None" = None,
 ) -> "PreparedRun | Invitation | None":
     """Meet the other ranks, then become the worker: this process exits with it.
 
@@ -173,14 +175,14 @@ def _run_as_rank(
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
-    from fsdpctl.resolve.place import place
+    from fsdpctl.resolve.machine import assign_ranks
 
-    launch = place(config, role).launch
+    launch = assign_ranks(config, role).launch
     nodes = rank.world_size // rank.local_world_size
     address, port = loopback(), 0
     if rank.address:
         address, port = resolve_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
-    is_first = rank.rank == 0 and not rank.store_is_there
+    is_first = rank.rank == 0 and not rank.has_store
     shared = open_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", local_address(address, launch.interface)[1])
     for name in ("rank", "world_size", "local_rank", "local_world_size"):

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from fsdpctl.chats.values import with_count
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_run import remote_of
-from fsdpctl.config.any_decoder import family_of
-from fsdpctl.config.model import OWN
-from fsdpctl.config.schema import LENGTHS, Config, Origin
-from fsdpctl.config.training import usual_length
+from fsdpctl.config.decoder_config import model_type_of
+from fsdpctl.config.model import SCRIPT_PREFIX
+from fsdpctl.config.schema import LENGTH_KEYS, Config, Origin
+from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.script_data import ScriptData
 from fsdpctl.estimate.library_kernels import MODULES
@@ -21,9 +21,9 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
 from fsdpctl.models.registry import count_active
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
-from fsdpctl.resolve.place import note_on_products, shares_memory, strategy_that_runs
+from fsdpctl.resolve.machine import executed_strategy, note_on_tf32, shares_memory
 from fsdpctl.resolve.prepare import Prepared
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.run_plan import RunPlan
 from fsdpctl.run.directory import ResumeState, RunDirState, changed_settings
 from fsdpctl.run.environment import newest_versions
 from fsdpctl.training.learning_rate import warmup_steps
@@ -55,7 +55,7 @@ def describe_run(
         ("run", _run_directory(state)),
         ("experts", "" if estimate is None else _experts(opened)),
         ("note", "" if estimate is None else _in_float32(opened)),
-        ("note", note_on_products(opened.config)),
+        ("note", note_on_tf32(opened.config)),
         ("blocks", _blocks(plan.config)),
         *(("note", text) for text in (*opened.notes, *state.notes)),
         *(("changed", text) for text in changed_settings(state, plan.config)),
@@ -74,8 +74,8 @@ def _model(opened: Prepared) -> str:
     config, count = opened.config, sum(count_weights(opened.module).values())
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
-    if config.model.is_own:
-        name = config.model.name.removeprefix(OWN)
+    if config.model.is_script_module:
+        name = config.model.name.removeprefix(SCRIPT_PREFIX)
         return f"{name}, {_count(count)} parameters{in_part}, {_dtypes(opened)}"
     if (active := count_active(opened.module)) != count:
         in_part = f" ({_count(active)} active){in_part}"
@@ -87,7 +87,7 @@ def _model(opened: Prepared) -> str:
         packed = quantized_shapes(opened.module).values()
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
         weights += f", linear layers{experts} in {config.model.base_dtype}"
-    of = "" if config.model.path is None else f"{family_of(config.model)}, "
+    of = "" if config.model.path is None else f"{model_type_of(config.model)}, "
     vocabulary = f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}"
     return (
         f"{config.model.title}, {of}{_count(count)} parameters{in_part}, vocabulary {vocabulary}, "
@@ -136,7 +136,7 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     threads = ""
-    if config.launch.device == "cpu" and not config.model.is_own:  # a script has its own
+    if config.launch.device == "cpu" and not config.model.is_script_module:  # a script has its own
         threads = f"{with_count(threads_per_rank(each or 1), 'thread')} each on "
         threads += f"{with_count(num_cores(), 'core')}, "
     return (
@@ -157,7 +157,7 @@ def _strategy(config: Config, ranks: int) -> str:
     name += ", parameters in host memory" * (Offload.PARAMS in given.on_host)
     if shares_memory(config):
         return f"{name}, sharing memory"
-    effective, _ = strategy_that_runs(config, row, size)
+    effective, _ = executed_strategy(config, row, size)
     if effective.name == row.name:
         return name
     if ranks == 1:
@@ -180,7 +180,7 @@ def _data(data: DataSet) -> str:
 def _batch(opened: Prepared, plan: RunPlan) -> str:
     batches, train, model = plan.batches, plan.config.train, plan.config.model
     length = _origin(opened, "train.seq_len")
-    if length and train.seq_len < usual_length(model.name, model.max_seq_len):
+    if length and train.seq_len < default_seq_len(model.name, model.max_seq_len):
         length = " (default: limited by the data)"
     passes = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
     shared = batches.context_parallel
@@ -190,7 +190,7 @@ def _batch(opened: Prepared, plan: RunPlan) -> str:
         who = f"group{'s' * (groups > 1)} of {shared} ranks"
     # What is not set follows from the others.
     selected = _origin(opened, "train.micro_batch_size", plan).replace(" (default)", "")
-    each = "" if model.is_own else f" of {train.seq_len} tokens{length}"
+    each = "" if model.is_script_module else f" of {train.seq_len} tokens{length}"
     return (
         f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')}{each} "
         f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
@@ -204,13 +204,13 @@ def _length(opened: Prepared) -> str:
     steps = train.steps
     tokens = steps * train.global_batch_size * train.seq_len
     epochs = steps * train.global_batch_size / len(opened.data.train.samples(train.seq_len))
-    unit = "samples" if config.model.is_own else "tokens"
+    unit = "samples" if config.model.is_script_module else "tokens"
     warmup = warmup_steps(config.lr_scheduler, steps)
     reached = f" at step {warmup}" if warmup >= steps > 0 else ""
     few = ""
     if steps < _FEW_STEPS and config.is_auto("train.steps"):
         few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
-    chosen = " (default)" if not config.is_set(*LENGTHS) else ""
+    chosen = " (default)" if not config.is_set(*LENGTH_KEYS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
         f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} {unit}, {passes} "

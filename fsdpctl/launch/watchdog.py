@@ -28,7 +28,7 @@ from fsdpctl.comm.rank_status import (
     make_status_file,
 )
 from fsdpctl.comm.world import Store
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import ExitCode
 from fsdpctl.launch.diagnosis import EXITED, UNKNOWN, RankState, describe_hang
 from fsdpctl.launch.nodes import NodeExchange

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from fsdpctl.comm.rank_status import make_status_file
 from fsdpctl.comm.world import PrefixStore, Store
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
 from fsdpctl.launch.addresses import create_store, interface_of, loopback
 from fsdpctl.launch.nodes import NodeLauncher

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdpctl.config.any_decoder import content_of, family_of, with_content
+from fsdpctl.config.decoder_config import config_dict, model_type_of, with_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.errors import UsageError
@@ -58,7 +58,7 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
 
     UsageError if the model sees later tokens, or documents would be mixed.
     """
-    found, family = check_decoder(config.model), family_of(config.model)
+    found, family = check_decoder(config.model), model_type_of(config.model)
     config = config.changed({"model.attention": attention_of(config.model)})
     notes = list[str]()
     if found.problem:
@@ -97,7 +97,7 @@ def check_shared_rows(config: Config) -> None:
     shared, model = config.train.context_parallel, config.model
     if shared == 1:
         return
-    content = content_of(model)
+    content = config_dict(model)
     problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUTS if content.get(n)), "")
     if not problem and model.router_aux_loss == "model" and content.get("output_router_logits"):
         problem = (
@@ -121,7 +121,7 @@ def _checked(model: ModelConfig) -> Found:
         except Exception as error:  # the code of a family raises what it likes
             failure = error
     line = str(failure).partition("\n")[0]
-    problem = f"{family_of(model)}: not supported; a small copy fails: {line}"
+    problem = f"{model_type_of(model)}: not supported; a small copy fails: {line}"
     raise UsageError(f"model: {problem}") from failure
 
 
@@ -240,9 +240,9 @@ def _with_short_ranges(model: ModelConfig) -> ModelConfig:
             for name, each in content.items()
         }  # fmt: skip
 
-    content = content_of(model)
+    content = config_dict(model)
     switches = any(kind in str(content) for kind in _SWITCHING)
-    return with_content(model, short(content))
+    return with_config(model, short(content))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

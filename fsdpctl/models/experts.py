@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.config.any_decoder import CONFIG_OF
+from fsdpctl.config.decoder_config import CONFIG_LOCATION
 from fsdpctl.config.peft import OF_EXPERTS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import quantized_shapes
@@ -48,7 +48,7 @@ def aux_loss_factor(model: Any) -> float:
     for name in _OTHER_LOSSES:
         if found := getattr(model, name, None):
             way = "set it to 0, or model.router_aux_loss=none to train without it"
-            raise UsageError(f"{CONFIG_OF}: {name}={found}: not supported; {way}")
+            raise UsageError(f"{CONFIG_LOCATION}: {name}={found}: not supported; {way}")
     found = next((value for name in _FACTORS if (value := getattr(model, name, None))), 0.0)
     routers: list[Any] = []
     for part in model.modules():  # the backbone of some families has a list of its own

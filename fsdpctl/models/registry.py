@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.config.any_decoder import declared, family_of
+from fsdpctl.config.decoder_config import config_value, model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.errors import UsageError
@@ -24,9 +24,9 @@ _DRAWN_AT_ONCE = 1 << 24
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
-def build_model(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
+def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
     """Build the module with its adapters on the meta device; UsageError if nothing is trained."""
-    module = build_plain(config, plain_norms=plain_norms)
+    module = build_plain(config, transformers_norms=transformers_norms)
     whole = sum(count_weights(module).values())
     if config.router_aux_loss == "global" and count_active(module) == whole:
         raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
@@ -35,17 +35,17 @@ def build_model(config: ModelConfig, *, plain_norms: bool = False) -> Transforme
     return module
 
 
-def build_plain(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
+def build_plain(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
     """Build the module without adapters, with all parameters trainable, on the meta device.
 
-    With `plain_norms`, its norms are those of transformers, which keep more for backward.
+    With `transformers_norms`, its norms are those of transformers, which keep more for backward.
     UsageError if the model's numbers are inconsistent.
     """
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: unknown without data; set a number")
     try:
         with torch.device("meta"):
-            return build_transformers(config, plain_norms=plain_norms)
+            return build_transformers(config, transformers_norms=transformers_norms)
     except (RuntimeError, TypeError, OverflowError):
         raise UsageError("model: matrices of these sizes are too large for any machine") from None
 
@@ -64,7 +64,7 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 1
-    family = "" if is_adapter(name) else family_of(config)
+    family = "" if is_adapter(name) else model_type_of(config)
     if family and family not in _PLAIN:
         draw_parameter(name, whole, number, config)
         return
@@ -75,7 +75,7 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     if is_adapter(name):
         draw_adapter(name, whole, generator)
         return
-    std = float(declared(config, "initializer_range"))
+    std = float(config_value(config, "initializer_range"))
     if family == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)  # projections into the residual stream
     if whole.is_cuda and whole.numel() >= DRAWN_ON_DEVICE:

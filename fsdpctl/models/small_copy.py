@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.any_decoder import (
-    CONFIG_OF,
-    content_of,
+from fsdpctl.config.decoder_config import (
+    CONFIG_LOCATION,
+    config_dict,
     read_configuration,
-    resized,
-    with_content,
+    with_config,
+    with_other_sizes,
 )
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
@@ -61,8 +61,8 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
 def _made(model: ModelConfig) -> nn.Module:
-    content = content_of(model)
-    told = read_configuration(content, CONFIG_OF).to_dict()  # with what the file leaves out
+    content = config_dict(model)
+    told = read_configuration(content, CONFIG_LOCATION).to_dict()  # with what the file leaves out
     few = {name: token for name, token in _TOKENS.items() if told.get(name) is not None}
     content = {**content, **_shrunk(told), **few}
     heads = {name: told[name] for name in told if name.endswith("head_dim")}
@@ -75,7 +75,7 @@ def _small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
     """Return the first copy of narrower parts that is small, and runs; None if there is none."""
     for make in (_narrow, None, *(partial(_divided, by=each) for each in _DIVISIONS)):
         try:
-            shrunk = with_content(model, make(content) if make else content)
+            shrunk = with_config(model, make(content) if make else content)
             module = _cut(shrunk, "meta")
             if _count(module) > _MOST:
                 continue
@@ -100,7 +100,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    told, (factor, heads) = read_configuration(content, CONFIG_OF).to_dict(), by
+    told, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
     sizes = {name: each for name, each in told.items() if type(each) is int and named.search(name)}
     return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
@@ -108,11 +108,11 @@ def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
 
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same with narrow heads, if that makes the residual stream narrower."""
-    config = read_configuration(content, CONFIG_OF)
+    config = read_configuration(content, CONFIG_LOCATION)
     head = min(getattr(config, "head_dim", None) or _OF_A_HEAD, _OF_A_HEAD)
     width = min(config.num_attention_heads * head, config.hidden_size)
-    narrow = resized(content, {"hidden_size": width}, CONFIG_OF)
-    return resized(narrow, {"head_dim": head}, CONFIG_OF)  # if it does not follow
+    narrow = with_other_sizes(content, {"hidden_size": width}, CONFIG_LOCATION)
+    return with_other_sizes(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if it does not follow
 
 
 def _shrunk(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.any_decoder import CONFIG_OF, content_of, read_configuration
+from fsdpctl.config.decoder_config import CONFIG_LOCATION, config_dict, read_configuration
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -21,10 +21,12 @@ _WIDTH = 8  # of the norms that are tried
 _known: dict[tuple[object, ...], type | None] = {}
 
 
-def build_transformers(config: ModelConfig, *, plain_norms: bool = False) -> TransformersDecoder:
+def build_transformers(
+    config: ModelConfig, *, transformers_norms: bool = False
+) -> TransformersDecoder:
     """Build the module on the current device, which is usually meta; see `build_plain`."""
     model = built(config)
-    if not plain_norms:
+    if not transformers_norms:
         fuse_norms(model)
     decoder = TransformersDecoder(model, config.router_aux_loss)
     decoder.attention.use(ours=config.attention != THEIRS)
@@ -34,13 +36,13 @@ def build_transformers(config: ModelConfig, *, plain_norms: bool = False) -> Tra
 def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    told = read_configuration(content_of(config), CONFIG_OF)
+    told = read_configuration(config_dict(config), CONFIG_LOCATION)
     try:
         make: Any = transformers.AutoModelForCausalLM
         return make.from_config(told, dtype=dtype)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
-        where = CONFIG_OF if config.path is None else f"model.path={config.path}: config.json"
+        where = CONFIG_LOCATION if config.path is None else f"model.path={config.path}: config.json"
         if isinstance(error, KeyError):  # of a table of activations, for example
             known = did_you_mean(str(error.args[0]), [*transformers.activations.ACT2FN])
             key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', told.to_json_string())

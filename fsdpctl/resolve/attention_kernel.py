@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from fsdpctl.config.schema import Config, Placed
+from fsdpctl.config.schema import Config, WithRanks
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import (
     CUDNN,
@@ -48,7 +48,7 @@ def can_run(config: Config, kernel: str | None) -> bool:
     return not _problem(config, kernel, here=True)
 
 
-def notes_on_kernel(config: Placed) -> tuple[str, ...]:
+def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
     """Return a line if `auto` leaves out an installed kernel, for a configuration placed here."""
     if config.model.attention is not None or config.launch.device == "cpu":
         return ()

@@ -19,10 +19,10 @@ from torch import nn
 
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.data import CHAT, TOKENS
-from fsdpctl.config.model import OWN
-from fsdpctl.config.schema import SIZES, C, Config
-from fsdpctl.config.serialize import config_words
-from fsdpctl.config.training import usual_length
+from fsdpctl.config.model import SCRIPT_PREFIX
+from fsdpctl.config.schema import BATCH_SIZE_KEYS, C, Config
+from fsdpctl.config.serialize import to_settings
+from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.packing import DocumentSet
@@ -34,7 +34,7 @@ from fsdpctl.plan.optimizers import MATRICES, MUON
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.data import DATE, check_amount, vocabulary_of
+from fsdpctl.resolve.run_data import DATE_KEY, check_amount, vocabulary_of
 
 # Samples of a step, and steps of warmup, if the data and the length of a run are no less.
 _SAMPLES, _WARMUP = 16, 50
@@ -55,7 +55,7 @@ _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 class Stage(Enum):
     """The point at which enough is known for a value."""
 
-    PLACE = auto()  # the device and the ranks, of this machine or a cluster
+    RANKS = auto()  # the device and the ranks, of this machine or a cluster
     MODEL = auto()  # the files of the model
     DECODER = auto()  # the attention that its decoder supports
     DATA = auto()  # the data of a run; an estimate may lack it
@@ -64,8 +64,8 @@ class Stage(Enum):
     BATCHES = auto()  # the distribution of a step to ranks
 
 
-class Facts(NamedTuple):
-    """The facts that rows read besides the settings."""
+class AutoInputs(NamedTuple):
+    """The inputs of rows besides the settings."""
 
     is_here: bool = False  # on this machine, rather than on a cluster
     data: DataSet | None = None
@@ -79,17 +79,17 @@ class AutoValue(NamedTuple):
 
     key: str
     stage: Stage
-    value: Callable[[Config, Facts], Any]
+    value: Callable[[Config, AutoInputs], Any]
     # Whether it also replaces a value, such as the `auto` of an earlier row.
     replaces: Callable[[Config, str], bool] = lambda c, key: False
-    is_kept: bool = False  # a run that resumes keeps it: losses depend on it
+    kept_on_resume: bool = False  # a run that resumes keeps it: losses depend on it
 
 
-def filled(config: C, stage: Stage, facts: Facts = Facts()) -> C:
+def with_auto_values(config: C, stage: Stage, inputs: AutoInputs = AutoInputs()) -> C:
     """Return the configuration with the value of each row of a stage whose key has none."""
     for row in AUTO_VALUES:
         if row.stage is stage and (config.value(row.key) is None or row.replaces(config, row.key)):
-            config = config.changed({row.key: row.value(config, facts)})
+            config = config.changed({row.key: row.value(config, inputs)})
     return config
 
 
@@ -102,26 +102,26 @@ def has_bf16() -> bool:
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _compute_dtype(c: Config, f: Facts) -> str:
+def _compute_dtype(c: Config, f: AutoInputs) -> str:
     """bfloat16 on GPUs, except those that only emulate it and are many times slower with it."""
     on_gpu = c.launch.device == "cuda" and has_bf16()
     is_split = c.precision.master_dtype == SPLIT  # of which the bf16 half is gathered
     return "bfloat16" if on_gpu or is_split else "float32"
 
 
-def _last_validation(c: Config, f: Facts) -> int:
+def _last_validation(c: Config, f: AutoInputs) -> int:
     """All data, unless its loss is compared with those before."""
     return c.train.eval_batches if c.compares_losses else 0
 
 
-def _usual_warmup(c: Config, f: Facts) -> int | None:
+def _usual_warmup(c: Config, f: AutoInputs) -> int | None:
     return None if c.lr_scheduler.warmup_ratio is not None else _WARMUP
 
 
 # ---- with the files of the model ---------------------------------------------------------------
 
 
-def _tokenizer(c: Config, f: Facts) -> str | None:
+def _tokenizer(c: Config, f: AutoInputs) -> str | None:
     path = Path(str(c.model.path))
     reads_text = c.data.name != TOKENS or c.model.is_pretrained
     return tokenizer_beside(path) if c.model.path and reads_text and path.exists() else None
@@ -130,7 +130,7 @@ def _tokenizer(c: Config, f: Facts) -> str | None:
 # ---- with the data -----------------------------------------------------------------------------
 
 
-def _length(c: Config, f: Facts) -> int:
+def _length(c: Config, f: AutoInputs) -> int:
     """Samples of at most the usual length.
 
     Text is as long as its shortest part. Conversations get sequences for the longest of them, and
@@ -153,7 +153,7 @@ def _length(c: Config, f: Facts) -> int:
     return usual if usual <= most or most < 1 else _rounded_down(most)
 
 
-def _samples(c: Config, f: Facts) -> int:
+def _samples(c: Config, f: AutoInputs) -> int:
     """The usual number, or what the tokens of a step hold; at least what the ranks need.
 
     Of conversations, fewer if the run would otherwise have too few steps.
@@ -179,14 +179,14 @@ def _rounded_down(count: float) -> int:
     return 1 << max(0, int(count).bit_length() - 1)
 
 
-def _vocabulary(c: Config, f: Facts) -> int | None:
+def _vocabulary(c: Config, f: AutoInputs) -> int | None:
     return None if f.data is None else vocabulary_of(c, f.data)
 
 
 # ---- with the model ----------------------------------------------------------------------------
 
 
-def _peak_rate(c: Config, f: Facts) -> float | None:
+def _peak_rate(c: Config, f: AutoInputs) -> float | None:
     """By the model's size, as the values published for Llama 3: 3e-4 at 8 B, 1.5e-4 at 70 B.
 
     Pretrained weights are usually trained with a tenth of it, and LoRA adapters with the full rate.
@@ -199,7 +199,7 @@ def _peak_rate(c: Config, f: Facts) -> float | None:
     return float(f"{rate:.2g}")
 
 
-def _warmup(c: Config, f: Facts) -> int | None:
+def _warmup(c: Config, f: AutoInputs) -> int | None:
     """The usual steps, or a tenth of all if that is less."""
     usual, steps = c.lr_scheduler.warmup_steps, c.train.steps
     if usual is None or steps is None:  # a share
@@ -255,50 +255,52 @@ def run_identity(config: Config) -> str:
     rows = (each for each in AUTO_VALUES if each.replaces is Config.is_auto)
     keys = {each.key for each in rows if config.is_auto(each.key)}
     if config.train.global_batch_tokens is not None:
-        keys.discard(SIZES[0])
-    same = filled(config.changed(dict.fromkeys(keys)), Stage.PLACE)
-    usual = config_words(Config())
+        keys.discard(BATCH_SIZE_KEYS[0])
+    same = with_auto_values(config.changed(dict.fromkeys(keys)), Stage.RANKS)
+    usual = to_settings(Config())
     words = {
         name: text
-        for name, text in config_words(same).items()
-        if decides_losses(name) and name != DATE and usual.get(name) != text
+        for name, text in to_settings(same).items()
+        if decides_losses(name) and name != DATE_KEY and usual.get(name) != text
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def _run_dir(c: Config, f: Facts) -> str | None:
+def _run_dir(c: Config, f: AutoInputs) -> str | None:
     if f.module is None:  # of an estimate
         return None
-    return str(Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(OWN)}-{run_identity(c)}")
+    return str(
+        Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(SCRIPT_PREFIX)}-{run_identity(c)}"
+    )
 
 
 # ---- for a number of ranks ---------------------------------------------------------------------
 
 
-def _owners(c: Config, f: Facts) -> str:
+def _owners(c: Config, f: AutoInputs) -> str:
     has_map = get_strategy(c.strategy.name).has_owner_map
     return MATRICES if has_map and c.optimizer.name == MUON else "even"
 
 
-def _replica(c: Config, f: Facts) -> int | None:
+def _replica(c: Config, f: AutoInputs) -> int | None:
     return c.launch.nproc_per_node if get_strategy(c.strategy.name).replicates else None
 
 
-def _logits(c: Config, f: Facts) -> int:
+def _logits(c: Config, f: AutoInputs) -> int:
     """Tokens whose logits exist at a time; never so few that matrix products become slow."""
     assert c.model.vocab_size is not None
     few = _CHUNK_BYTES // (4 * c.model.vocab_size)
-    return 0 if c.engine.facts.keeps_logits else _chunk(_tokens(c, f), few)
+    return 0 if c.engine.emulated.keeps_logits else _chunk(_tokens(c, f), few)
 
 
-def _feed_forward(c: Config, f: Facts) -> int:
+def _feed_forward(c: Config, f: AutoInputs) -> int:
     """Tokens whose activations need about as much memory as a hidden state of all."""
     tokens = _tokens(c, f)
     alike = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
     return _chunk(tokens, -(-alike // _MULTIPLE) * _MULTIPLE)
 
 
-def _tokens(c: Config, f: Facts) -> int:
+def _tokens(c: Config, f: AutoInputs) -> int:
     assert f.batches is not None
     shared = tokens_per_rank(c.train.seq_len, c.train.context_parallel)
     return f.batches.micro_batch_size * shared
@@ -311,7 +313,7 @@ def _chunk(tokens: int, few: int) -> int:
 
 
 def check_chunks(c: Config, batches: BatchPlan) -> None:
-    tokens = _tokens(c, Facts(batches=batches))
+    tokens = _tokens(c, AutoInputs(batches=batches))
     least = -(-tokens // _MOST_CHUNKS)
     for key in _CHUNKED:
         if 0 < (asked := c.value(key) or 0) < least:
@@ -321,7 +323,7 @@ def check_chunks(c: Config, batches: BatchPlan) -> None:
             )
 
 
-def _of_batches(name: str) -> Callable[[Config, Facts], int]:
+def _of_batches(name: str) -> Callable[[Config, AutoInputs], int]:
     return lambda c, f: int(getattr(f.batches, name))
 
 
@@ -331,27 +333,32 @@ def _is_limited(c: Config, key: str) -> bool:
 
 _WARMUP_STEPS, _LENGTH = "lr_scheduler.warmup_steps", "train.seq_len"
 AUTO_VALUES = (
-    AutoValue("precision.param_dtype", Stage.PLACE, _compute_dtype, is_kept=True),
-    AutoValue("precision.reduce_dtype", Stage.PLACE, lambda c, f: "float32"),
-    AutoValue("precision.master_dtype", Stage.PLACE, lambda c, f: "float32"),
-    AutoValue("train.final_eval_batches", Stage.PLACE, _last_validation),
+    AutoValue("precision.param_dtype", Stage.RANKS, _compute_dtype, kept_on_resume=True),
+    AutoValue("precision.reduce_dtype", Stage.RANKS, lambda c, f: "float32"),
+    AutoValue("precision.master_dtype", Stage.RANKS, lambda c, f: "float32"),
+    AutoValue("train.final_eval_batches", Stage.RANKS, _last_validation),
     AutoValue(
-        "model.lora.alpha", Stage.PLACE, lambda c, f: c.model.lora.rank and c.model.lora.used_alpha
+        "model.lora.alpha", Stage.RANKS, lambda c, f: c.model.lora.rank and c.model.lora.used_alpha
     ),
-    AutoValue(_LENGTH, Stage.PLACE, lambda c, f: usual_length(c.model.name, c.model.max_seq_len)),
-    AutoValue(SIZES[0], Stage.PLACE, lambda c, f: _SAMPLES),
-    AutoValue(_WARMUP_STEPS, Stage.PLACE, _usual_warmup),
+    AutoValue(
+        _LENGTH, Stage.RANKS, lambda c, f: default_seq_len(c.model.name, c.model.max_seq_len)
+    ),
+    AutoValue(BATCH_SIZE_KEYS[0], Stage.RANKS, lambda c, f: _SAMPLES),
+    AutoValue(_WARMUP_STEPS, Stage.RANKS, _usual_warmup),
     AutoValue("data.tokenizer", Stage.MODEL, _tokenizer),
     AutoValue(
-        "model.attention", Stage.DECODER, lambda c, f: kernel_of(c, here=f.is_here), is_kept=True
+        "model.attention",
+        Stage.DECODER,
+        lambda c, f: kernel_of(c, here=f.is_here),
+        kept_on_resume=True,
     ),
-    AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, is_kept=True),
+    AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, kept_on_resume=True),
     AutoValue("model.vocab_size", Stage.DATA, _vocabulary),
-    AutoValue(DATE, Stage.DATA, lambda c, f: f.data and f.data.date, is_kept=True),
-    AutoValue(SIZES[0], Stage.DATA, _samples, Config.is_auto, is_kept=True),
+    AutoValue(DATE_KEY, Stage.DATA, lambda c, f: f.data and f.data.date, kept_on_resume=True),
+    AutoValue(BATCH_SIZE_KEYS[0], Stage.DATA, _samples, Config.is_auto, kept_on_resume=True),
     AutoValue("train.steps", Stage.LENGTH, lambda c, f: total_steps(c, f.data), _is_limited),
     AutoValue("optimizer.lr", Stage.LENGTH, _peak_rate),
-    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, Config.is_auto, is_kept=True),
+    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, Config.is_auto, kept_on_resume=True),
     AutoValue("train.run_dir", Stage.LENGTH, _run_dir),
     AutoValue("strategy.owner_map", Stage.STRATEGY, _owners),
     AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _replica),

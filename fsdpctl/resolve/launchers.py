@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import UsageError
 
 # Set by launchers: of ranks, of tasks, of several machines.
@@ -20,8 +20,15 @@ _TASKS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun is not supported; use torchrun with launch=env",
 }
 _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
-_OF_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_STEP = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
+_ENV_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_STEP_VARIABLES = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
 _SAME_EVERYWHERE = re.compile(r"\d+(\(x\d+\))?")
 _ENDPOINT = re.compile(
     r"(\[(?P<address>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[^][:]+)):(?P<port>[0-9]{1,5})"
@@ -40,11 +47,11 @@ class LauncherRank:
     address: str  # of rank 0, a name or an IP address
     port: int
     attempt: int = 0  # restarts of all ranks by the launcher
-    store_is_there: bool = False  # the launcher's; else rank 0 creates one
+    has_store: bool = False  # the launcher's; else rank 0 creates one
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class LaunchRole:
     """The ranks that a configuration is prepared for, here or on a described cluster."""
 
     launch: LaunchConfig | None  # with the nodes of the launcher; None: a described cluster
@@ -57,17 +64,17 @@ class Role:
         return self.launch is not None
 
     @property
-    def is_alone(self) -> bool:
+    def starts_all_ranks(self) -> bool:
         """Whether this process starts all ranks."""
         return self.rank is None and self.launch is not None and self.launch.nnodes == 1
 
 
-CLUSTER = Role(None)
+CLUSTER = LaunchRole(None)
 
 
 def role_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
-) -> Role:
+) -> LaunchRole:
     """Return the role of this process, with the nodes of its launcher.
 
     `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
@@ -75,24 +82,24 @@ def role_of(
     """
     rank: LauncherRank | None = None
     if launch.name == "env":
-        rank = _of_env(launch, environ)
+        rank = _rank_from_env(launch, environ)
     elif launch.name == "slurm":
-        launch, rank = _of_slurm(launch, environ, are_ranks=are_ranks)
+        launch, rank = _role_from_slurm(launch, environ, are_ranks=are_ranks)
     else:
         _check_alone(launch, environ)
     if rank is None:
         _check_nodes(launch)
-        return Role(launch)
+        return LaunchRole(launch)
     ranks = rank.local_world_size
     if launch.nproc_per_node not in (None, ranks):
         problem = f"the launcher has started {ranks} rank{'s' * (ranks > 1)} on this node"
         raise UsageError(f"launch.nproc_per_node={launch.nproc_per_node}: {problem}")
     nodes = rank.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")
-    return Role(replace(launch, nproc_per_node=ranks, nnodes=nodes), rank)
+    return LaunchRole(replace(launch, nproc_per_node=ranks, nnodes=nodes), rank)
 
 
-def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Role:
+def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> LaunchRole:
     """Return the role of a script: a rank of torchrun or srun, or else the only one.
 
     UsageError if the variables are missing, contradict `launch`, or are another launcher's.
@@ -113,7 +120,7 @@ def rank_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Ro
             f"--nproc-per-node {launch.nproc_per_node or 2} SCRIPT"
         )
     alone = LauncherRank(0, 1, 0, 1, address="", port=0)
-    return Role(replace(launch, nproc_per_node=1), alone)
+    return LaunchRole(replace(launch, nproc_per_node=1), alone)
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
@@ -176,15 +183,15 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
             )
 
 
-def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
-    missing = [name for name in _OF_ENV if not environ.get(name)]
+def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
+    missing = [name for name in _ENV_VARIABLES if not environ.get(name)]
     if missing:
         raise UsageError(
             f"launch=env: {', '.join(missing)} not set; start one process per rank with another "
             "launcher, such as `torchrun -m fsdpctl train launch=env`"
         )
     _refuse_own_nodes(launch, "launch=env")
-    rank, world, local, ranks = (_number(name, environ) for name in _OF_ENV[:4])
+    rank, world, local, ranks = (_number(name, environ) for name in _ENV_VARIABLES[:4])
     is_one = 0 <= local < ranks <= world and rank < world
     if not is_one or world % ranks or rank % ranks != local:
         raise UsageError(
@@ -198,7 +205,7 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
         address=environ["MASTER_ADDR"].strip("[]"),
         port=_number("MASTER_PORT", environ),
         attempt=_number(attempt, environ) if attempt in environ else 0,
-        store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )  # fmt: skip
 
 
@@ -208,10 +215,10 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
         raise UsageError(f"launch.node_rank={launch.node_rank}: {problem}")
 
 
-def _of_slurm(
+def _role_from_slurm(
     launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool
 ) -> tuple[LaunchConfig, LauncherRank | None]:
-    if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
+    if any(f"SLURM_STEP_{name}" not in environ for name in _STEP_VARIABLES):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
             "`srun fsdpctl train launch=slurm`"
@@ -219,7 +226,7 @@ def _of_slurm(
     if "SLURM_HET_SIZE" in environ:
         raise UsageError("launch=slurm: heterogeneous jobs are not supported")
     _refuse_own_nodes(launch, "launch=slurm")
-    tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _OF_STEP[:2])
+    tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _STEP_VARIABLES[:2])
     _check_node_count(launch, nodes, "Slurm has started the step on")
     each = environ["SLURM_STEP_TASKS_PER_NODE"]
     if not _SAME_EVERYWHERE.fullmatch(each) or tasks % nodes:

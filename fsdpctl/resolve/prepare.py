@@ -16,12 +16,12 @@ from fsdpctl.checkpoint.remote_run import remote_of
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.gguf_model import notes_on_gguf
-from fsdpctl.config.hub import Part, announce_weights, local_model, part_of_run
+from fsdpctl.config.hub import Part, local_model, part_for_training, print_missing_weights
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import SIZES, C, Config, Filled, Origin, Placed
-from fsdpctl.config.serialize import config_from_words
+from fsdpctl.config.schema import BATCH_SIZE_KEYS, C, Config, Filled, Origin, WithRanks
+from fsdpctl.config.serialize import config_from_settings
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
 from fsdpctl.errors import UsageError
@@ -33,94 +33,105 @@ from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
-from fsdpctl.resolve.auto_values import AUTO_VALUES, Facts, Stage, filled, steps_of_epochs
-from fsdpctl.resolve.data import (
-    check_validation,
-    checked_data,
-    estimated_data,
-    is_here,
-    notes_on_data,
-    notes_on_epochs,
-    with_data,
+from fsdpctl.resolve.auto_values import (
+    AUTO_VALUES,
+    AutoInputs,
+    Stage,
+    steps_of_epochs,
+    with_auto_values,
 )
-from fsdpctl.resolve.launchers import CLUSTER, Role, role_of
-from fsdpctl.resolve.own import Task
-from fsdpctl.resolve.place import (
+from fsdpctl.resolve.launchers import CLUSTER, LaunchRole, role_of
+from fsdpctl.resolve.machine import (
+    assign_ranks,
     note_on_job,
     notes_on_cluster,
     notes_on_cores,
     on_this_machine,
-    place,
 )
-from fsdpctl.resolve.rules import check_preflight, check_trained, checked
+from fsdpctl.resolve.rules import check_preflight, check_trained_params, validate
+from fsdpctl.resolve.run_data import (
+    check_validation,
+    is_here,
+    notes_on_data,
+    notes_on_epochs,
+    open_checked_data,
+    open_estimated_data,
+    with_data,
+)
+from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
-_OF_CONTENT = ("train.seq_len", SIZES[0])  # whose `auto` follows from the data
-_REPLACED = ("train.epochs", "train.tokens", "train.global_batch_tokens")  # by steps and samples
+_DATA_KEYS = ("train.seq_len", BATCH_SIZE_KEYS[0])  # whose `auto` follows from the data
+_REPLACED_KEYS = (
+    "train.epochs",
+    "train.tokens",
+    "train.global_batch_tokens",
+)  # by steps and samples
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A configuration, its data and its module; what depends on its ranks is as asked for."""
+    """A configuration, its data and its module; what depends on its ranks is as requested."""
 
     config: Filled  # of a run, every setting that decides the losses is final, and its directory
     notes: tuple[str, ...]  # settings that cannot be honored, and facts about the data
-    opened: DataSet | UsageError | None  # the data, or why an estimate could not open it
-    built: nn.Module | None  # the module, on the meta device unless it is a script's
+    data_or_error: DataSet | UsageError | None  # the data, or why an estimate could not open it
+    module_or_none: nn.Module | None  # the module, on the meta device unless it is a script's
 
     @property
     def data(self) -> DataSet:
-        assert isinstance(self.opened, DataSet)
-        return self.opened
+        assert isinstance(self.data_or_error, DataSet)
+        return self.data_or_error
 
     @property
     def module(self) -> Any:
-        return self.built
+        return self.module_or_none
 
 
-Read = Callable[[Config], DataSet]
+OpenData = Callable[[Config], DataSet]
 
 
 def prepare(
-    asked: Composed,
-    role: Role | None = None,
+    composed: Composed,
+    role: LaunchRole | None = None,
     *,
-    task: Task | None = None,
+    task: ScriptTask | None = None,
     resume: str = AUTO,
-    read: Read = estimated_data,
-    every: bool = False,
+    open_data: OpenData = open_estimated_data,
+    all_strategies: bool = False,
 ) -> Prepared:
     """Prepare a configuration for a role; by default, that of this process.
 
-    On a cluster, `read` opens the data if something follows from it. A run that its directory has
-    begun keeps its values of `auto`, unless `resume` is another than `auto`. A `task` has a module
-    and data in place of those of the settings. With `every`, the strategy is not the one that
-    counts. UsageError if the configuration is invalid; the message names the key.
+    For an estimate, `open_data` opens the data, if a value of `auto` depends on the data. If the
+    directory of the run has a configuration and `resume` is `auto`, the run keeps the values of
+    `auto` that its first start had. A `task` replaces the module and the data of the settings. With
+    `all_strategies`, rules of the selected strategy are not checked. UsageError if the
+    configuration is invalid; the message names the key.
     """
     if role is None or role.is_here:
-        asked = on_this_machine(asked)
-    role = role or role_of(asked.config.launch)
-    preparation = _Preparation(asked, role, task, read, every)
+        composed = on_this_machine(composed)
+    role = role or role_of(composed.config.launch)
+    preparation = _Preparation(composed, role, task, open_data, all_strategies)
     if role is CLUSTER:
         return preparation.prepared()
     with doing("opening the model and the data"):
         found = preparation.prepared()
-        if not (kept := _kept(found.config) if resume == AUTO else {}):
+        if not (kept := _stored_values(found.config) if resume == AUTO else {}):
             return found
         # Set before the data is opened, whose tokens may have the date.
-        asked = replace(asked, config=asked.config.changed(kept, Origin.DERIVED))
-        return replace(preparation, asked=asked).prepared()
+        composed = replace(composed, config=composed.config.changed(kept, Origin.DERIVED))
+        return replace(preparation, composed=composed).prepared()
 
 
 @dataclass(frozen=True, slots=True)
 class _Preparation:
     """The steps of `prepare`, in their order."""
 
-    asked: Composed
-    role: Role
-    task: Task | None
-    read: Read
-    every: bool
+    composed: Composed
+    role: LaunchRole
+    task: ScriptTask | None
+    open_data: OpenData
+    all_strategies: bool
 
     @property
     def is_run(self) -> bool:
@@ -128,52 +139,54 @@ class _Preparation:
         return self.role is not CLUSTER
 
     def prepared(self) -> Prepared:
-        facts = Facts(self.role.is_here, recipe=self.asked.recipe)
-        config, notes = self._placed(facts)
+        inputs = AutoInputs(self.role.is_here, recipe=self.composed.recipe)
+        config, notes = self._placed(inputs)
         if self.task is None:
-            config, more = self._with_model(config, facts)
+            config, more = self._with_model(config, inputs)
             notes += more
         found, on_cache = self._data(config)
-        facts = facts._replace(data=found if isinstance(found, DataSet) else None)
-        config = filled(config, Stage.DATA, facts)
-        if facts.data is not None and self.task is None:
-            config = with_data(config, facts.data)
-        module, more = self._module(config, facts)
-        config = filled(config, Stage.LENGTH, facts._replace(module=module))
+        inputs = inputs._replace(data=found if isinstance(found, DataSet) else None)
+        config = with_auto_values(config, Stage.DATA, inputs)
+        if inputs.data is not None and self.task is None:
+            config = with_data(config, inputs.data)
+        module, more = self._module(config, inputs)
+        config = with_auto_values(config, Stage.LENGTH, inputs._replace(module=module))
         notes = (*notes, *on_cache, *more)
-        if facts.data is not None and self.is_run:
-            steps_of_epochs(config, facts.data)  # refuses data without a sample
+        if inputs.data is not None and self.is_run:
+            steps_of_epochs(config, inputs.data)  # refuses data without a sample
             steps = config.train.steps or 0
-            notes += () if self.task else notes_on_epochs(config, facts.data, steps)
-            config = config.changed(dict.fromkeys(_REPLACED))
+            notes += () if self.task else notes_on_epochs(config, inputs.data, steps)
+            config = config.changed(dict.fromkeys(_REPLACED_KEYS))
         run_dir = config.train.run_dir
         if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
             run_dir = os.path.relpath(os.path.realpath(run_dir))
             config = config.changed({"train.run_dir": run_dir})
         return Prepared(Filled(config), notes, found, module)
 
-    def _placed(self, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
+    def _placed(self, inputs: AutoInputs) -> tuple[WithRanks, tuple[str, ...]]:
         if self.is_run:
-            check_preflight(self.asked.config)
-        config = place(self.asked.config, self.role, facts)
+            check_preflight(self.composed.config)
+        config = assign_ranks(self.composed.config, self.role, inputs)
         try:  # an error does not wait for the data
-            checked(config.under(AUTO) if self.every else config)
+            validate(config.with_strategy(AUTO) if self.all_strategies else config)
         except UsageError as error:
             key = str(error).partition("=")[0]
             is_of_recipe = config.origins.get(key) is Origin.RECIPE
-            sets = f" (recipe {self.asked.recipe} sets {key})" if is_of_recipe else ""
+            sets = f" (recipe {self.composed.recipe} sets {key})" if is_of_recipe else ""
             raise UsageError(f"{error}{sets}") from None
         if not self.role.is_here:
             return config, (note_on_job(config),) if self.is_run else ()
         check_attention(config, here=True)
-        notes = notes_on_cluster(self.asked)
+        notes = notes_on_cluster(self.composed)
         missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
         if missing is None:
             return config, notes
         note = f"train.compile=true: {missing}; blocks run uncompiled"
         return config.changed({"train.compile": False}), (note, *notes)
 
-    def _with_model(self, config: Placed, facts: Facts) -> tuple[Placed, tuple[str, ...]]:
+    def _with_model(
+        self, config: WithRanks, inputs: AutoInputs
+    ) -> tuple[WithRanks, tuple[str, ...]]:
         notes = tuple[str, ...]()
         if self.role.is_here:
             notes = notes_on_cores(config) + notes_on_kernel(config)
@@ -181,15 +194,15 @@ class _Preparation:
             config = _with_path(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # whose tensors must be those that the file describes
-        config = with_vocabulary(filled(config, Stage.MODEL, facts))
+        config = with_vocabulary(with_auto_values(config, Stage.MODEL, inputs))
         config, on_packing = with_decoder(config)
-        config = filled(config, Stage.DECODER, facts)
+        config = with_auto_values(config, Stage.DECODER, inputs)
         if not self.is_run:
             return config, ()
         notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
         return config, notes + notes_on_gguf(config.model.path)
 
-    def _data(self, config: Placed) -> tuple[DataSet | UsageError | None, tuple[str, ...]]:
+    def _data(self, config: WithRanks) -> tuple[DataSet | UsageError | None, tuple[str, ...]]:
         """Open the data. An estimate needs none, or returns why it cannot be read."""
         if self.task is not None:
             check_validation(config, self.task.data)
@@ -197,58 +210,64 @@ class _Preparation:
         if self.is_run:
             cache = Path(config.train.run_dir or RUNS) / CACHE
             why = None if self.role.is_dry else ensure_cache(cache)
-            data = checked_data(config)
+            data = open_checked_data(config)
             return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
         is_needed = config.model.vocab_size is None
-        counts = any(map(config.is_auto, _OF_CONTENT)) and is_here(config.data)
+        counts = any(map(config.is_auto, _DATA_KEYS)) and is_here(config.data)
         train, is_chat = config.train, config.data.name == CHAT and is_here(config.data)
         ends_with_data = is_chat and train.tokens is None and train.steps is None
         if not (is_needed or counts or ends_with_data or train.epochs is not None):
             return None, ()
         try:
-            return self.read(filled(_with_path(config, "tokenizer"), Stage.MODEL)), ()
+            return self.open_data(
+                with_auto_values(_with_path(config, "tokenizer"), Stage.MODEL)
+            ), ()
         except UsageError as error:
             if is_needed or (counts and os.path.exists(config.model.path or os.curdir)):
                 raise
             return error, ()  # without the tokenizer, the usual length is assumed
 
-    def _module(self, config: Placed, facts: Facts) -> tuple[nn.Module | None, tuple[str, ...]]:
+    def _module(
+        self, config: WithRanks, inputs: AutoInputs
+    ) -> tuple[nn.Module | None, tuple[str, ...]]:
         if not self.is_run:
             return None, ()
         module = self.task.module if self.task else build_model(config.model)
-        check_trained(config, divide_module(module, None))
+        check_trained_params(config, divide_module(module, None))
         if self.task is not None:
             return module, self.task.notes
-        are_here = not (self.role.is_dry and announce_weights(str(config.model.path)))
+        are_here = not (self.role.is_dry and print_missing_weights(str(config.model.path)))
         if config.model.is_pretrained and are_here:
             check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
-        assert facts.data is not None
-        return module, notes_on_new_rows(config, module) + notes_on_data(config, facts.data)
+        assert inputs.data is not None
+        return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
 
 
 def _with_path(config: C, part: Part | None) -> C:
     """Fetch up to `part` of the model, by default what a run needs; make its paths absolute."""
     if config.model.path is None:
         return config
-    found = local_model(config.model.path, part or part_of_run(config.model))
+    found = local_model(config.model.path, part or part_for_training(config.model))
     paths = {"model.path": os.path.abspath(found)}
     if config.model.lora.path is not None:
         paths["model.lora.path"] = os.path.abspath(config.model.lora.path)
     return config.changed(paths)
 
 
-def _kept(config: Config) -> dict[str, Any]:
+def _stored_values(config: Config) -> dict[str, Any]:
     """Return the values of rows that a run was begun with and that would be others now.
 
     Only a prepared run has a directory. Another length or number of ranks, or another day if the
     template writes the date, would change them.
     """
-    if (begun := _begun_in(config)) is None:
+    if (begun := _stored_config(config)) is None:
         return {}
     before, typed = begun
-    keys = {row.key for row in AUTO_VALUES if row.is_kept and config.is_auto(row.key)} - typed
+    keys = {
+        row.key for row in AUTO_VALUES if row.kept_on_resume and config.is_auto(row.key)
+    } - typed
     if config.is_set("train.global_batch_tokens"):
-        keys.discard(SIZES[0])
+        keys.discard(BATCH_SIZE_KEYS[0])
     if not can_run(config, before.model.attention):
         keys.discard("model.attention")
     values = {key: (before.value(key), config.value(key)) for key in keys}
@@ -256,15 +275,15 @@ def _kept(config: Config) -> dict[str, Any]:
     return found and {**found, "train.run_dir": config.train.run_dir}
 
 
-def _begun_in(config: Config) -> tuple[Config, set[str]] | None:
+def _stored_config(config: Config) -> tuple[Config, set[str]] | None:
     """Return the configuration that a run's directory or its store has, and what was typed."""
     run_dir = Path(str(config.train.run_dir))
     with suppress(UsageError):  # reported by `inspect_run_dir`
         if (run_dir / RUN_CONFIG).is_file():
             lines = read_text_file(run_dir / OVERRIDES_FILE).splitlines()
             words = read_run_config(run_dir / RUN_CONFIG)
-            return config_from_words(words), {each.partition("=")[0] for each in lines}
+            return config_from_settings(words), {each.partition("=")[0] for each in lines}
         remote = remote_of(config)
         if remote is not None and (stored := remote.newest()) is not None:
-            return config_from_words(stored.manifest.config), set()
+            return config_from_settings(stored.manifest.config), set()
     return None

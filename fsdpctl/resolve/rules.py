@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fsdpctl.config.data import check_kind
+from fsdpctl.config.data import check_data_keys
 from fsdpctl.config.keys import AUTO
+from fsdpctl.config.launch import NO_EMULATION
 from fsdpctl.config.model import LoraConfig
-from fsdpctl.config.placement import OURS
 from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import install_hint
@@ -39,8 +39,8 @@ from fsdpctl.plan.strategy import (
 )
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.auto_values import Stage, filled
-from fsdpctl.resolve.place import may_share_memory, strategy_that_runs
+from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.machine import executed_strategy, may_share_memory
 
 
 class Rule(NamedTuple):
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     is_broken: Callable[[Config], bool | str]
 
 
-def checked(config: C) -> C:
+def validate(config: C) -> C:
     """Check the settings of a placed configuration against one another.
 
     Returns the configuration with the sizes of its strategy, unless that is `auto`.
@@ -58,9 +58,9 @@ def checked(config: C) -> C:
     if not config.is_auto("strategy"):
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
-        config = filled(config, Stage.STRATEGY)
+        config = with_auto_values(config, Stage.STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
-    check_kind(config.data, {*filter(config.is_typed, KEYS)})
+    check_data_keys(config.data, {*filter(config.is_typed, KEYS)})
     for message in _broken(config):
         raise UsageError(message)
     check_attention(config)
@@ -111,7 +111,7 @@ _ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
     "precision.master_dtype={SPLIT}": lambda c: c.precision.master_dtype == SPLIT,
     "activation_checkpointing.offload=true": lambda c: c.activation_checkpointing.offload,
     "activation_checkpointing.blocks={activation_checkpointing.blocks}": lambda c: (
-        c.activation_checkpointing.sends_inputs
+        c.activation_checkpointing.offloads_inputs
     ),
     "train.context_parallel={train.context_parallel}": lambda c: c.train.context_parallel > 1,
     "model.lora.rank={model.lora.rank}": lambda c: c.model.lora.rank is not None,
@@ -131,7 +131,7 @@ def _cannot_offload(config: Config) -> str:
     if config.is_auto("strategy"):
         return ""
     row = get_strategy(given.name)
-    runs, _ = strategy_that_runs(config, row, given.dp_shard_size)
+    runs, _ = executed_strategy(config, row, given.dp_shard_size)
     return given.on_host.refusal(row, runs, config.num_ranks)
 
 
@@ -290,8 +290,8 @@ RULES = (
 
 def check_preflight(config: Config) -> None:
     """Check what estimates have no need of: packages for logging, the object store."""
-    if (program := config.engine.program) != OURS:
-        raise UsageError(f"engine.program={program}: for estimates only; expected {OURS}")
+    if (program := config.engine.program) != NO_EMULATION:
+        raise UsageError(f"engine.program={program}: for estimates only; expected {NO_EMULATION}")
     if config.is_typed("cluster.price"):
         price = f"cluster.price={config.cluster.price:g}"
         raise UsageError(f"{price}: for estimates and compare --simulate only")
@@ -310,7 +310,7 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
+def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:
     params = [param for unit in units for param in unit.params]
     config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
     if config.optimizer.name == MUON and not any(map(is_muons, params)):

@@ -9,7 +9,7 @@ from torch import nn
 from fsdpctl.checkpoint.fitted import TIED
 from fsdpctl.checkpoint.peft import rows_in
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
-from fsdpctl.config.any_decoder import canonical, content_of, declared
+from fsdpctl.config.decoder_config import canonical_json, config_dict, config_value
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import keeps_ties
 from fsdpctl.config.schema import C, Config
@@ -32,13 +32,13 @@ def with_vocabulary(config: C) -> C:
     here = path is not None and Path(path).exists()
     if config.model.lora.path is not None and config.model.is_pretrained:
         config = _as_in_peft(config, config.model.lora.path)
-    if not config.data.added or config.model.vocab_size is None:
+    if not config.data.new_token_texts or config.model.vocab_size is None:
         return config
     data, size = config.data, config.model.vocab_size
     if data.tokenizer is None and here:
         data = replace(data, tokenizer=tokenizer_beside(Path(str(path))))
     if data.tokenizer is None and path is not None and not here:  # only its sizes are known
-        return config.changed({"model.vocab_size": _padded(size + len(data.added))})
+        return config.changed({"model.vocab_size": _padded(size + len(data.new_token_texts))})
     tokenizer = open_run_tokenizer(data)
     assert isinstance(tokenizer, FileTokenizer)
     if tokenizer.vocab_size > size:
@@ -72,7 +72,7 @@ def _as_in_peft(config: C, path: str) -> C:
     found = rows_in(Path(path), names)
     also = modules_also(module, model.lora.also)
     is_saved = any(name.rpartition(".")[0] in also for name in names)
-    is_tied = len(names) > len(shapes) and bool(declared(model, TIED))
+    is_tied = len(names) > len(shapes) and bool(config_value(model, TIED))
     if is_saved and is_tied and not (keeps_ties(path) and len(found) == len(names)):
         config = replace(config, model=_untied(model))
     base, rows = tokenizer_beside(Path(str(model.path))), max(found.values(), default=0)
@@ -96,5 +96,5 @@ def _has_new_tokens(adapters: str, base: str | None) -> bool:
 def _untied(model: ModelConfig) -> ModelConfig:
     """Return a model whose head is a parameter of its own, as PEFT makes it."""
     overrides = json.loads(model.overrides or "{}") | {TIED: False}
-    content = content_of(model) | {TIED: False}
-    return replace(model, overrides=canonical(overrides), config_json=canonical(content))
+    content = config_dict(model) | {TIED: False}
+    return replace(model, overrides=canonical_json(overrides), config_json=canonical_json(content))

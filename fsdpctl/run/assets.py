@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, OF_THE_MODEL
 from fsdpctl.checkpoint.pretrained import assets_beside, read_assets
-from fsdpctl.config.any_decoder import family_of
+from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.data.data_set import DataSet
@@ -56,7 +56,7 @@ def _files_of(
     files = tokenizer.files()
     if not isinstance(tokenizer, FileTokenizer):
         return files
-    kind = family_of(model)
+    kind = model_type_of(model)
     exported = {**_parsed(found, CONFIG_JSON, "the model"), "model_type": kind}
     here = class_keys(tokenizer.model_config)
     configs = [json.dumps(exported).encode(), found.get(CONFIG_JSON)]

@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.publish import sealed_card
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 from fsdpctl.io.run_files import CHECKPOINTS, METRICS, OVERRIDES_FILE
@@ -52,7 +52,7 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     rows = (f"| {name} | {one_line(x).replace('|', '&#124;')} |" for name, x in facts.items() if x)
     text = f"---\n{front.to_yaml()}\n---\n\n# Trained with fsdpctl\n\n| | |\n|---|---|\n"
     text += "\n".join(rows) + "\n"
-    usual = config_words(compose_config([]).config)
+    usual = to_settings(compose_config([]).config)
     settings = [
         f"{name}={_public(name, each)}"
         for name, each in words.items()

@@ -26,15 +26,15 @@ from fsdpctl.checkpoint.load import state_kinds
 from fsdpctl.checkpoint.manifest import Progress, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
-from fsdpctl.config.model import OWN
-from fsdpctl.config.model_path import MODEL_CONFIG
+from fsdpctl.config.model import SCRIPT_PREFIX
+from fsdpctl.config.model_path import CONFIG_JSON_KEY
 from fsdpctl.config.overrides import read_run_config
-from fsdpctl.config.schema import Config, Filled, Settled
+from fsdpctl.config.schema import Config, Filled, Resolved
 from fsdpctl.config.serialize import (
-    config_from_words,
+    config_from_settings,
     config_of_checkpoint,
     config_to_yaml,
-    config_words,
+    to_settings,
 )
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
@@ -115,7 +115,7 @@ def read_config(run_dir: Path) -> Config:
     check_run_files(run_dir)
     file = run_dir / RUN_CONFIG
     try:
-        return config_from_words(read_run_config(file))
+        return config_from_settings(read_run_config(file))
     except UsageError as error:
         problem = str(error).removeprefix(f"{file}: ")
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
@@ -138,7 +138,7 @@ def inspect_run_dir(
         return RunDirState(config, ResumeState.NEW, 0)
     source = open_checkpoint(resume)
     manifest = source.manifest
-    before, now = manifest.config, config_words(config)
+    before, now = manifest.config, to_settings(config)
     if of_model := _changed_architecture(before, now):
         raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(of_model)})")
     first, name = before.get("optimizer"), config.optimizer.name
@@ -156,7 +156,7 @@ def changed_settings(state: RunDirState, config: Filled) -> list[str]:
 
     They do not decide the losses, unless the run starts from the state of another run.
     """
-    now = config_words(config)
+    now = to_settings(config)
     names = _differing_names(state.previous_settings, now) if state.previous_settings else []
     if state.source is not None:
         names = [
@@ -194,8 +194,8 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
     else:
         notes = _note_on_latest(run_dir, config)
         return RunDirState(config, ResumeState.NEW, 0, notes=notes)
-    before = config_words(kept)
-    now = config_words(config)
+    before = to_settings(kept)
+    now = to_settings(config)
     if is_here:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, before, now)
     if stored is not None:  # else its checkpoints would be overwritten
@@ -276,14 +276,14 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """
     last = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
-    if config.model.is_own or run_dir.parent.name != RUNS or last is None:
+    if config.model.is_script_module or run_dir.parent.name != RUNS or last is None:
         return ()
     if not name or last.name.rpartition("-")[0] != name:
         return ()
     if newest_checkpoint(last / CHECKPOINTS) is None:
         return ()
     try:
-        before, now = config_words(read_config(last)), config_words(config)
+        before, now = to_settings(read_config(last)), to_settings(config)
     except UsageError:  # of another version, which a new run does not need
         return ()
     changed = [key for key in _differing_names(before, now) if decides_losses(key)]
@@ -317,7 +317,7 @@ def _check_same_run(
             ", or pass --resume never" * bool(_changed_architecture(before, now))
             or f", pass --resume never{more}"
         )
-        more = "" if now["model"].startswith(OWN) else more
+        more = "" if now["model"].startswith(SCRIPT_PREFIX) else more
         raise UsageError(
             f"{where}: contains a run with a different configuration "
             f"({', '.join(deciding)}); set another train.run_dir{more}"
@@ -339,12 +339,12 @@ def _differing_names(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     """
     names = sorted({*before, *now} - {*_PROCESS_SETTINGS})
     found = [name for name in names if before.get(name) != now.get(name)]
-    others = [name for name in found if name.startswith("model.") and name != MODEL_CONFIG]
-    return [name for name in found if name != MODEL_CONFIG or not others]
+    others = [name for name in found if name.startswith("model.") and name != CONFIG_JSON_KEY]
+    return [name for name in found if name != CONFIG_JSON_KEY or not others]
 
 
 def prepare_run_dir(
-    state: RunDirState, config: Settled, settings: Sequence[str], assets: Mapping[str, bytes]
+    state: RunDirState, config: Resolved, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> str:
     """Write the files that the workers read, for a settled configuration. The lock must be held.
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
-from fsdpctl.config.any_decoder import declared, family_of
+from fsdpctl.config.clusters import gpu_by_name
+from fsdpctl.config.decoder_config import config_value, model_type_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.recipe import known_gpu
 from fsdpctl.config.schema import Config
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
@@ -89,13 +89,13 @@ class ModelFlops:
 
 
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
-    if config.model.is_own:
+    if config.model.is_script_module:
         return ModelFlops(0, None)
     per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     gpu = None
     if device.type == "cuda" and config.precision.param_dtype == "bfloat16":  # of its peak
-        gpu = known_gpu(torch.cuda.get_device_name(device))
+        gpu = gpu_by_name(torch.cuda.get_device_name(device))
     return ModelFlops(per_token, None if gpu is None else gpu.peak * ranks)
 
 
@@ -120,9 +120,9 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     `seq_len`; causal masking does not halve it.
     """
     assert model.vocab_size is not None
-    if not declared(model, "tie_word_embeddings"):
+    if not config_value(model, "tie_word_embeddings"):
         num_params -= model.vocab_size * model.hidden_size
-    if family_of(model) == "gpt2":
+    if model_type_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size
     heads = model.num_heads * model.head_width
     return 6 * num_params + 12 * model.num_layers * heads * seq_len

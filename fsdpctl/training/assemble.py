@@ -18,7 +18,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.mesh import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
@@ -40,10 +40,10 @@ from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch_plan import context_groups
 from fsdpctl.plan.optimizers import MUON, get_optimizer
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy, ranks_per_replica
-from fsdpctl.resolve.data import vocabulary_of
-from fsdpctl.resolve.own import Task
-from fsdpctl.resolve.place import owner_map_of, shares_memory
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.machine import owner_map_of, shares_memory
+from fsdpctl.resolve.run_data import vocabulary_of
+from fsdpctl.resolve.run_plan import RunPlan
+from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.run.data_record import check_same_data, recorded_fingerprint
 from fsdpctl.run.environment import add_start, describe_start, device_name
 from fsdpctl.training.callbacks.checkpoints import Checkpoints
@@ -63,7 +63,7 @@ OPTIMIZER_CLASSES: dict[str, Any] = {"adamw": ShardedAdamW, "sgd": ShardedSGD, M
 
 
 def make_model(
-    config: Settled,
+    config: Resolved,
     device: torch.device,
     *,
     strategy: str | None = None,
@@ -77,7 +77,7 @@ def make_model(
     in host memory as configured. `module` is one with values, in place of a decoder.
     """
     if strategy:
-        config = replace(config, strategy=config.strategy.under(strategy))
+        config = replace(config, strategy=config.strategy.with_name(strategy))
     sharding, initialize = sharding_of(config, trains=trains), None
     if module is not None:
         module.to(device)
@@ -90,12 +90,12 @@ def make_model(
     return shard_from(Source(device, initialize, is_empty=empty), module, sharding)
 
 
-def single_rank_strategy(config: Settled) -> str:
+def single_rank_strategy(config: Resolved) -> str:
     """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
     return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
 
 
-def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
+def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
     """Return how fsdpctl's engine shards the model.
 
     If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
@@ -115,7 +115,7 @@ def sharding_of(config: Settled, *, trains: bool = False) -> Sharding:
 
 
 def make_trained_model(
-    config: Settled, device: torch.device, *, empty: bool, own: nn.Module | None = None
+    config: Resolved, device: torch.device, *, empty: bool, own: nn.Module | None = None
 ) -> TrainedModel:
     """Return the model, or a script's `own`, sharded by the configured engine. Collective."""
     model: TrainedModel
@@ -146,7 +146,7 @@ def make_trained_model(
     return model
 
 
-def _initializer(config: Settled, module: nn.Module) -> Callable[[str, Tensor], None]:
+def _initializer(config: Resolved, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
     quantized, packing = quantized_shapes(module), packing_of(module)
 
@@ -162,7 +162,7 @@ def _initializer(config: Settled, module: nn.Module) -> Callable[[str, Tensor], 
     return draw
 
 
-def make_module(config: Settled) -> TransformersDecoder:
+def make_module(config: Resolved) -> TransformersDecoder:
     """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
     fill_buffers(module)
@@ -170,7 +170,7 @@ def make_module(config: Settled) -> TransformersDecoder:
     return module
 
 
-def make_optimizer(config: Settled, model: TrainedModel) -> Optimizer:
+def make_optimizer(config: Resolved, model: TrainedModel) -> Optimizer:
     """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
     given = {name: getattr(about, name) for name in (*row.keys, "weight_decay")}
@@ -197,7 +197,7 @@ def make_trainer(
     *,
     shows: bool,
     only_measures: bool = False,
-    task: Task | None = None,
+    task: ScriptTask | None = None,
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
@@ -238,7 +238,7 @@ def make_trainer(
 
 
 def _load(
-    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: Task | None
+    plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: ScriptTask | None
 ) -> tuple[TrainingParts, Progress, list[Base]]:
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
@@ -263,7 +263,7 @@ def _load(
     return TrainingParts(config, run_dir, *made, world.device), done, bases
 
 
-def _data(config: Settled) -> DataSet:
+def _data(config: Resolved) -> DataSet:
     """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
@@ -272,7 +272,7 @@ def _data(config: Settled) -> DataSet:
 
 
 def _fill(
-    config: Settled, model: TrainedModel, optimizer: Optimizer, newest: Path | None
+    config: Resolved, model: TrainedModel, optimizer: Optimizer, newest: Path | None
 ) -> tuple[Progress, list[Base]]:
     if newest is not None:
         return _resume(newest, model, optimizer)

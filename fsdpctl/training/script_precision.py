@@ -59,7 +59,7 @@ def dtype_errors_as_usage(config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not (config.model.is_own and _DTYPE_ERROR.search(str(error))):
+        if not (config.model.is_script_module and _DTYPE_ERROR.search(str(error))):
             raise
         dtype, frames = config.precision.param_dtype, traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if not each.filename.startswith(_LIBRARIES)]

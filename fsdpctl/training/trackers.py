@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
 from fsdpctl.io.files import checked_name, open_regular, read_text_file
@@ -70,7 +70,7 @@ class _Wandb:
         stored = _steps_of_wandb([*run_dir.glob(f"wandb/offline-run-*-{number}/*.wandb")])
         self._run = wandb.init(
             id=number, resume="allow", project=_project(config, "WANDB_PROJECT"),
-            name=run_dir.name, dir=str(run_dir), config=config_words(config),
+            name=run_dir.name, dir=str(run_dir), config=to_settings(config),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
         # Steps below it; without a server, a run does not know of earlier starts.
@@ -96,7 +96,7 @@ class _Trackio:
 
         with redirect_stdout(StringIO()):
             name = f"{run_dir.name}-{_tracker_id(run_dir)}"
-            about = {"config": config_words(config), "resume": "allow", "embed": False}
+            about = {"config": to_settings(config), "resume": "allow", "embed": False}
             self._run = trackio.init(_project(config, "TRACKIO_PROJECT"), name, **about)
         self._last = getattr(self._run, "_initial_last_step", None)
 
@@ -131,7 +131,7 @@ class _Mlflow:
         else:
             about = {"tags": {"fsdpctl": number}, "run_name": run_dir.name}
             self._run = self._client.create_run(where, **about).info.run_id
-            words = [Param(name, x[:_LONGEST_PARAM]) for name, x in config_words(config).items()]
+            words = [Param(name, x[:_LONGEST_PARAM]) for name, x in to_settings(config).items()]
             for start in range(0, len(words), _PARAMS):
                 self._client.log_batch(self._run, params=words[start : start + _PARAMS])
         if is_usual:

@@ -98,7 +98,7 @@ def launch_step(
         group["lr"] = lr
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
-    if config.model.is_own:  # all ranks have the statistics that are saved
+    if config.model.is_script_module:  # all ranks have the statistics that are saved
         move_buffers(parts.model.module, parts.device, parts.model.collectives)
     clock.lap("optimizer")
     model, goes_on = parts.model, step + 1 < config.train.steps

@@ -22,8 +22,8 @@ from fsdpctl.io.texts import one_line
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
-    from fsdpctl.resolve.own import Task
-    from fsdpctl.resolve.settle import RunPlan
+    from fsdpctl.resolve.run_plan import RunPlan
+    from fsdpctl.resolve.script_module import ScriptTask
 
 MODULE = "fsdpctl.training.worker"
 MEASURE_ONLY = "measure"  # as last argument: only steps, without output
@@ -108,19 +108,19 @@ def report_error(error: BaseException) -> None:
 
 
 def _train(
-    run_dir: Path, store: "Store | None", task: "Task | None", *, only_measures: bool
+    run_dir: Path, store: "Store | None", task: "ScriptTask | None", *, only_measures: bool
 ) -> None:
     import psutil
     import torch
 
     from fsdpctl.comm.world import joined_world
-    from fsdpctl.resolve.settle import plan_of
+    from fsdpctl.resolve.run_plan import stored_plan
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.heartbeat import RunLock
 
     lock = RunLock(run_dir)
     try:
-        plan = plan_of(read_config(run_dir))
+        plan = stored_plan(read_config(run_dir))
         lock.join()
     except Exception as error:
         report_error(error)
@@ -139,7 +139,12 @@ def _train(
 
 
 def _run(
-    plan: "RunPlan", world: "World", started: float, task: "Task | None", *, only_measures: bool
+    plan: "RunPlan",
+    world: "World",
+    started: float,
+    task: "ScriptTask | None",
+    *,
+    only_measures: bool,
 ) -> None:
     from fsdpctl.models.fused import fusing
     from fsdpctl.models.kernels import rounded_products, using
@@ -201,7 +206,7 @@ def main() -> None:
     _work(Path(sys.argv[1]), only_measures=MEASURE_ONLY in sys.argv[2:])
 
 
-def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> None:
+def become_rank(run_dir: Path, store: "Store", task: "ScriptTask | None" = None) -> None:
     """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`.
 
     This process exits with the run; with the `task` of a script, only if that fails.
@@ -215,7 +220,7 @@ def become_rank(run_dir: Path, store: "Store", task: "Task | None" = None) -> No
 def _work(
     run_dir: Path,
     store: "Store | None" = None,
-    task: "Task | None" = None,
+    task: "ScriptTask | None" = None,
     *,
     only_measures: bool = False,
 ) -> None:

@@ -16,7 +16,7 @@ from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words, model_words_only
+from fsdpctl.config.serialize import only_model_settings, to_settings
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.registry import build_model
 from tests.models.decoders import compose, load, load_decoder, save_decoder
@@ -32,7 +32,7 @@ def sharded(family: str, folder: Path) -> CheckpointReader:
     file = folder / "in" / "model.safetensors"
     save_file({name: _at_router(name, each) for name, each in load_file(file).items()}, file)
     config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
-    words = model_words_only(config_words(config))
+    words = only_model_settings(to_settings(config))
     about = About(config=words, attachments=assets_beside(folder / "in"))
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))

@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.tensor_file import (
 )
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_bytes, tensor_of
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
@@ -56,7 +56,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small():
         for name, param in params.items()
     }
     files = {rank_file(rank): FileInfo(297 << 20, f"{rank:032x}") for rank in range(16384)}
-    manifest = Manifest(files, {}, tensors, Progress(), config_words(config), {}, 16384)
+    manifest = Manifest(files, {}, tensors, Progress(), to_settings(config), {}, 16384)
     assert len(params) == 126 * 9 + 3
     assert len(manifest.to_json()) < 10_000_000
 

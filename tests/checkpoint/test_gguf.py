@@ -20,7 +20,7 @@ from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.errors import UsageError
 from tests.models.families import FAMILIES, save_model
@@ -36,7 +36,7 @@ def sharded(
     save_model(family, folder / "in")
     config = compose_config(["model=hf", f"model.path={folder / 'in'}", *words]).config
     about = About(
-        config=config_words(config),
+        config=to_settings(config),
         attachments=assets_beside(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
     shard_weights(open_weights(config.model), folder / "sharded", num_files=3, about=about)

@@ -16,7 +16,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.source import Overlay, weight_bytes
 from fsdpctl.comm.mesh import collectives_for
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -93,7 +93,7 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     assert biases
     assert all(name.endswith("e_score_correction_bias") for name in biases)
     base = Base.new(tmp_path / "base", open_weights(config.model), ranks)
-    about = About(Progress(1), config_words(config), base=base.verified(ranks))
+    about = About(Progress(1), to_settings(config), base=base.verified(ranks))
     reader = save(tmp_path / "step-00000001", model, about)
     resumed, evaluated = load(config), load(config)
     load_into(reader, resumed, None, checked_weights(reader, ranks)[0])

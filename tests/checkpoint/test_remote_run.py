@@ -25,7 +25,7 @@ from fsdpctl.checkpoint.publish import About, new_directory, write_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_to_yaml, config_words
+from fsdpctl.config.serialize import config_to_yaml, to_settings
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -33,7 +33,7 @@ from fsdpctl.io import stores
 from fsdpctl.io.activity import Reporter
 from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch.prepare_run import prepare_run
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import ResumeState, inspect_run_dir, prepare_run_dir
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import UploadOutcome, Uploads
@@ -303,10 +303,10 @@ def test_a_slow_store_gets_the_newest_checkpoint_and_those_to_keep(run, monkeypa
 def test_a_run_resumes_from_its_store(run, tmp_path):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     here = tmp_path / "new" / "run"
-    config = as_kept(compose_config([*settings, f"train.run_dir={here}"]).config)
+    config = stored_config(compose_config([*settings, f"train.run_dir={here}"]).config)
     assert inspect_run_dir(config, "auto").resume_state is ResumeState.NEW
     for folder in folders(run):
-        reseal(folder, lambda content: content.update(config=config_words(config)))
+        reseal(folder, lambda content: content.update(config=to_settings(config)))
     RemoteCheckpoints(URL).upload(folders(run)[1])
     seen = inspect_run_dir(config, "auto")
     assert (seen.resume_state, seen.step, str(seen.source)) == (
@@ -339,9 +339,9 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
 
 def test_a_finished_run_completes_its_upload(run, monkeypatch):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
-    config = as_kept(compose_config([*settings, f"train.run_dir={run}"]).config)
+    config = stored_config(compose_config([*settings, f"train.run_dir={run}"]).config)
     for folder in folders(run):
-        reseal(folder, lambda content: content.update(config=config_words(config)))
+        reseal(folder, lambda content: content.update(config=to_settings(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
     monkeypatch.setattr(prepare_run, "prepare", lambda *_, **__: SimpleNamespace(config=config))
     said: list[str] = []
@@ -356,7 +356,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
 def test_a_store_that_fails_is_not_taken_for_an_empty_one(run, tmp_path, monkeypatch):
     RemoteCheckpoints(URL).upload(folders(run)[0])
     words = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
-    config = as_kept(compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config)
+    config = stored_config(compose_config([*words, f"train.run_dir={tmp_path}/new/run"]).config)
     for name in ("ls", "info"):
         with monkeypatch.context() as planting:
             planting.setattr(MemoryFileSystem, name, lambda *given, **about: slow_store())

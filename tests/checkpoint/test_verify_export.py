@@ -21,9 +21,9 @@ from fsdpctl.checkpoint.verify_export import findings_on
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import PREFIX
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.data.tokenizer import ByteTokenizer
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.commands.run import invoke
 from tests.models.decoders import save_decoder
@@ -72,8 +72,8 @@ def made(tmp_path_factory):
     change(folder / "model" / MODEL, lambda x: scaled(x, "mlp.experts"))
     words = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
              "model.lora.targets=[all_linear,experts]", "data.tokenizer=bytes"]  # fmt: skip
-    config = as_kept(compose_config(words).config)
-    about = About(Progress(1), config_words(config), base=BaseInfo(str(base), "", ""))
+    config = stored_config(compose_config(words).config)
+    about = About(Progress(1), to_settings(config), base=BaseInfo(str(base), "", ""))
     snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, about)
     write_checkpoint(folder / "step-00000001", snapshot, Collectives())
     write_peft(CheckpointReader(folder / "step-00000001"), folder / "adapters")

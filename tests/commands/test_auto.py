@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.selection import auto_names
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
 
 OPEN = [
@@ -82,7 +82,7 @@ def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
     given = words(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
     more = ["launch.share_memory=false", "train.micro_batch_size=1"]
-    kept = settle(prepare(compose_config([*given, *chosen, *more])).config)
+    kept = make_run_plan(prepare(compose_config([*given, *chosen, *more])).config)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
     code, text = invoke("train", "--dry-run", *given, *OPEN)
@@ -124,7 +124,10 @@ def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
 def test_auto_is_valid_in_a_recipe(tmp_path):
     file = tmp_path / "open.yaml"
     file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\n")
-    assert left_open(compose_config([], str(file)).config) == ("strategy", "train.micro_batch_size")
-    assert left_open(compose_config(["strategy=full_shard"], str(file)).config) == (
+    assert auto_names(compose_config([], str(file)).config) == (
+        "strategy",
+        "train.micro_batch_size",
+    )
+    assert auto_names(compose_config(["strategy=full_shard"], str(file)).config) == (
         "train.micro_batch_size",
     )

@@ -14,8 +14,9 @@ import pytest
 from fsdpctl.commands.compare import results
 from fsdpctl.commands.compare.report import NOT_REACHED, OK
 from fsdpctl.commands.compare.variants import supported, variants
+from fsdpctl.config.clusters import price_source
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import choices_of, price_source
+from fsdpctl.config.options import choices_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text

@@ -10,7 +10,7 @@ from fsdpctl.commands.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import did_you_mean
-from fsdpctl.resolve.place import place
+from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.training.learning_rate import lr_factor
 from tests.commands.run import TINY, invoke, make_text
 from tests.hostile import make_checkpoint
@@ -120,7 +120,7 @@ def test_a_run_on_several_machines_is_looked_at_from_one(words, launch):
 
 def test_samples_are_as_long_as_the_model_is_used_for():
     lengths = {
-        name: place(compose_config([f"model={name}"]).config).train.seq_len
+        name: assign_ranks(compose_config([f"model={name}"]).config).train.seq_len
         for name in ("llama_tiny", "gpt2", "llama3_70b")
     }
     assert lengths == {"llama_tiny": 128, "gpt2": 1024, "llama3_70b": 4096}
@@ -178,7 +178,7 @@ def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
     words = ["data=text", f"data.path={file}", "train.seq_len=16"]
     resolved = ["data.tokenizer=bytes", "model.vocab_size=256", "optimizer.lr=0.25"]
     (first / "config.yaml").write_text(
-        config_to_yaml(place(compose_config([*words, *resolved]).config))
+        config_to_yaml(assign_ranks(compose_config([*words, *resolved]).config))
     )
     Path("runs/latest").symlink_to("llama_tiny-abcdef")
     said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.commands.train import _show_failure
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.io.run_files import RUN_CONFIG
 from fsdpctl.launch.outcome import Failure, RoundOutcome
 from fsdpctl.launch.run_summary import _strategy
-from fsdpctl.resolve.launchers import Role
-from fsdpctl.resolve.place import place
+from fsdpctl.resolve.launchers import LaunchRole
+from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.run.environment import read_start_records
 from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
@@ -191,7 +191,7 @@ def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     assert (smaller.returncode, "model.num_layers 2 -> 1" in smaller.stderr) == (2, True)
 
 
-HERE = Role(LaunchConfig())
+HERE = LaunchRole(LaunchConfig())
 LACKING = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
 REFUSES = """
 import os
@@ -229,7 +229,9 @@ def test_the_first_lines_say_whether_ranks_share_memory(words: list[str], text: 
     pytest.param(-9, "", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exit_code, message):
-    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(place(compose_config(LACKING).config, HERE)))
+    (tmp_path / RUN_CONFIG).write_text(
+        config_to_yaml(assign_ranks(compose_config(LACKING).config, HERE))
+    )
     failure = Failure(1, "here", exit_code, message, 0)
     _show_failure(failure, tmp_path, RoundOutcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -238,7 +240,7 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(tmp_path, capsys, exi
     assert "peak " in said
     assert "to fit" in said
     assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
-    fits = place(compose_config([LACKING[0], "train.seq_len=16"]).config, HERE)
+    fits = assign_ranks(compose_config([LACKING[0], "train.seq_len=16"]).config, HERE)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
     killed = Failure(1, "here", -9, "", 0)
     _show_failure(killed, tmp_path, RoundOutcome((killed,), None))

@@ -25,7 +25,7 @@ from fsdpctl.launch.outcome import RoundOutcome
 from fsdpctl.launch.prepare_run import PreparedRun, prepare_run
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.run.directory import read_config
 from tests.commands.run import environment, make_text
 from tests.hostile import make_checkpoint
@@ -78,7 +78,7 @@ def test_the_table_of_commands_repeats_what_each_says(name):
 @pytest.mark.slow
 def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
-    plan = settle(prepare(compose_config(
+    plan = make_run_plan(prepare(compose_config(
         ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
     ), CLUSTER).config)  # fmt: skip
     estimator = Estimator()

@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import choices_of, read_recipe, recipe_names
+from fsdpctl.config.options import choices_of
+from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.auto_values import Stage, filled
-from fsdpctl.resolve.place import place
+from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.machine import assign_ranks
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
 
@@ -28,7 +29,7 @@ def test_the_default_is_a_fully_sharded_toy_model_on_the_standard_library():
 )
 def test_text_is_taken_literally(value):
     config = compose_config([f"data.path={value}"]).config
-    assert (config.data.path, config_from_words(config_words(config))) == (value, config)
+    assert (config.data.path, config_from_settings(to_settings(config))) == (value, config)
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_any_text_survives_the_resolved_file(tmp_path_factory, value):
     config = compose_config([f"data.path={value}"]).config
     file = tmp_path_factory.mktemp("run") / "config.yaml"
     file.write_text(config_to_yaml(config), encoding="utf-8")
-    assert config_from_words(dict(read_recipe(file))) == config
+    assert config_from_settings(dict(read_recipe(file))) == config
     assert compose_config([], str(file)).config == config
 
 
@@ -137,10 +138,10 @@ def test_only_one_key_sets_the_batch_size():
     with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
-    assert filled(place(config), Stage.DATA).train.global_batch_size == 3
+    assert with_auto_values(assign_ranks(config), Stage.DATA).train.global_batch_size == 3
     short = compose_config(["train.global_batch_tokens=299", "train.seq_len=300"]).config
     with pytest.raises(UsageError, match=r"fewer than the train.seq_len=300 of one sample"):
-        filled(place(short), Stage.DATA)
+        with_auto_values(assign_ranks(short), Stage.DATA)
 
 
 @pytest.fixture
@@ -215,7 +216,8 @@ def test_an_unknown_recipe_lists_the_existing_ones():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_composes_and_has_a_description(group, tmp_path):
-    from fsdpctl.config.recipe import first_comment, package_folder
+    from fsdpctl.config.options import first_comment
+    from fsdpctl.io.packages import package_folder
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for choice in choices_of(group):
@@ -226,7 +228,8 @@ def test_every_option_composes_and_has_a_description(group, tmp_path):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_composes_and_is_short(name, tmp_path):
-    from fsdpctl.config.recipe import first_comment, package_folder
+    from fsdpctl.config.options import first_comment
+    from fsdpctl.io.packages import package_folder
 
     file = package_folder("recipes") / f"{name}.yaml"
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

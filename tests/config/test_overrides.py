@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.config.any_decoder import content_of, read_configuration
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.decoder_config import config_dict, read_configuration
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
 
 ROPE = "model.overrides.rope_scaling"
@@ -26,7 +26,7 @@ FORMS: list[dict[str, object]] = [  # of earlier versions, and of this one
 def rope(*words: str, form: int, folder: Path) -> dict[str, object]:
     (folder / "config.json").write_text(json.dumps(LLAMA | FORMS[form]))
     words = ("model=hf", f"model.path={folder}", *words)
-    content = content_of(compose_config(words).config.model)
+    content = config_dict(compose_config(words).config.model)
     found: dict[str, object] = read_configuration(content, "").rope_parameters
     return found
 
@@ -53,7 +53,7 @@ def test_a_typed_value_is_merged_into_that_of_the_recipe(tmp_path):
         "layer_types: [full_attention, sliding_attention], sliding_window: 64}\n"
     )
     words = [f"{ROPE}.factor=4", "model.num_layers=2"]
-    content = content_of(compose_config(words, str(file)).config.model)
+    content = config_dict(compose_config(words, str(file)).config.model)
     assert content["rope_scaling"] == {"rope_type": "yarn", "factor": 4}
     assert content["layer_types"] == ["full_attention", "sliding_attention"]
     assert (content["num_hidden_layers"], content["sliding_window"]) == (2, 64)
@@ -61,8 +61,8 @@ def test_a_typed_value_is_merged_into_that_of_the_recipe(tmp_path):
 
 def test_a_configuration_with_overrides_is_read_again(tmp_path):
     config = longer()
-    assert content_of(config.model)["rope_scaling"]["factor"] == 32
-    assert config_from_words(config_words(config)) == config
+    assert config_dict(config.model)["rope_scaling"]["factor"] == 32
+    assert config_from_settings(to_settings(config)) == config
     file = tmp_path / "config.yaml"
     file.write_text(config_to_yaml(config))
     assert compose_config([], str(file)).config == config
@@ -96,7 +96,7 @@ def test_sizes_of_weights_cannot_be_changed(tmp_path):
         compose_config(words)
     assert compose_config([*words, "model.init=random"]).config.model.hidden_size == 64
     longer = compose_config([*words[:2], "model.max_seq_len=99"]).config.model
-    assert content_of(longer)["max_position_embeddings"] == longer.max_seq_len == 99
+    assert config_dict(longer)["max_position_embeddings"] == longer.max_seq_len == 99
 
 
 def test_a_config_json_is_not_typed():
@@ -109,4 +109,4 @@ def test_a_run_reads_its_overrides(tmp_path):
     words = ["model=llama3_1b", f"{ROPE}.factor=8", "model.overrides.tie_word_embeddings=false"]
     config = compose_config(words).config
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
-    assert config_from_words(read_run_config(tmp_path / "config.yaml")) == config
+    assert config_from_settings(read_run_config(tmp_path / "config.yaml")) == config

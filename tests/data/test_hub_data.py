@@ -6,13 +6,13 @@ import pytest
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_files import option_of_path
-from fsdpctl.config.sources import absolute_paths, sources_in
+from fsdpctl.config.data_sources import absolute_paths, sources_in
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_estimated import open_estimated
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.data import is_here
+from fsdpctl.resolve.run_data import is_here
 from tests.hub_server import SHA, Hub, serving
 
 BYTES = ByteTokenizer()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.sources import absolute_paths, sources_in
+from fsdpctl.config.data_sources import absolute_paths, sources_in
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.mixture import PERIOD, MixedSource, Mixture, ShareSchedule
 from fsdpctl.data.open_data import open_data

@@ -16,8 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from fsdpctl.commands.app import COMMANDS, app
-from fsdpctl.config import compose
-from fsdpctl.config.recipe import choices_of, find_recipe, read_recipe, recipe_names
+from fsdpctl.config.options import choices_of, option_contents
+from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import FsdpctlError
 from tests.documented.lines import ROOT, Line
@@ -58,7 +58,7 @@ def read_options(lines: Sequence[Line]) -> None:
     }
     for number in range(max(map(len, options.values()))):
         chosen = {name: each[number % len(each)] for name, each in options.items() if each}
-        compose._composed_by_hydra(chosen)
+        option_contents(chosen)
 
 
 def problem_of(line: Line) -> str | None:

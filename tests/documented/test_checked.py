@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.config.recipe import choices_of
+from fsdpctl.config.options import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
 from tests.documented.check import problem_of, read_options

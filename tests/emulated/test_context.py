@@ -10,8 +10,8 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.plan.batch_plan import ContextParallel
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model
 from fsdpctl.training.decoder_loss import summed_loss
 from tests.commands.run import TINY
@@ -23,7 +23,9 @@ WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=6
 
 def losses(rank: int, device: torch.device) -> Tensor:
     """Of two steps, whose gradients are reduced in between."""
-    config = as_kept(place(compose_config([*WORDS, f"launch.device={device.type}"]).config))
+    config = stored_config(
+        assign_ranks(compose_config([*WORDS, f"launch.device={device.type}"]).config)
+    )
     enable_context_parallel(device, 2, 2)
     model = make_model(config, device)
     generator = torch.Generator().manual_seed(0)

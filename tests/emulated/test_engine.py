@@ -15,8 +15,8 @@ from torch import Tensor
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.collectives import Gathering
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.config.any_decoder import declared
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.decoder_config import config_value
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.offloaded_inputs import SentInput
 from fsdpctl.models import registry
@@ -103,7 +103,9 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert one.float().std().item() == pytest.approx(declared(model, "initializer_range"), rel=0.05)
+    assert one.float().std().item() == pytest.approx(
+        config_value(model, "initializer_range"), rel=0.05
+    )
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         drawn("a.weight", 16)  # a small one does

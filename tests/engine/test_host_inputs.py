@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.host_worker import Copier
 from fsdpctl.engine.offloaded_inputs import HostInputs, HostSlots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.recomputation import treatments_of
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
@@ -260,7 +260,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def trained(config: Settled, rank: int, *, offload: bool) -> dict[str, Tensor]:
+def trained(config: Resolved, rank: int, *, offload: bool) -> dict[str, Tensor]:
     about = replace(config.activation_checkpointing, offload=offload)
     config = replace(config, activation_checkpointing=about)
     torch.manual_seed(rank)
@@ -271,20 +271,20 @@ def trained(config: Settled, rank: int, *, offload: bool) -> dict[str, Tensor]:
     for _ in range(2):
         train_step(config, model, optimizer)
     inputs = host_inputs(model)
-    assert config.activation_checkpointing.sends_inputs == bool(inputs and inputs.sizes)
+    assert config.activation_checkpointing.offloads_inputs == bool(inputs and inputs.sizes)
     state: dict[str, Tensor] = model.state_dict()
     return state
 
 
-def check_bits(config: Settled, rank: int) -> None:
+def check_bits(config: Resolved, rank: int) -> None:
     one, other = (trained(config, rank, offload=offload) for offload in (False, True))
     assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
-def composed(ranks: int, words: list[str]) -> Settled:
+def composed(ranks: int, words: list[str]) -> Resolved:
     size = f"train.global_batch_size={4 * ranks}"
     words = [f"launch.nproc_per_node={ranks}", size, *SMALL, *words]
-    return as_kept(place(compose_config(words).config))
+    return stored_config(assign_ranks(compose_config(words).config))
 
 
 @pytest.mark.parametrize("words", CASES, ids=["packed", "selective", "adapters"])
@@ -296,7 +296,7 @@ def test_a_run_has_the_same_bits(words: list[str]) -> None:
 TREATMENTS = ["full:2", "offload:1,full:1,selective:1", "offload:3", "selective:3"]
 
 
-def check_treatments(config: Settled, rank: int) -> None:
+def check_treatments(config: Resolved, rank: int) -> None:
     usual = trained(config, rank, offload=False)
     for blocks in TREATMENTS:
         mixed = config.changed({"activation_checkpointing.blocks": blocks})
@@ -345,4 +345,4 @@ def test_decoders_of_transformers_have_the_same_bits(family, mode, tmp_path):
     decoders.save_decoder(family, tmp_path)
     mixed = ["model.init=random", "launch.nproc_per_node=1", "train.global_batch_size=4"]
     settings = [*SMALL[-3:], *mixed, "launch.device=cpu", f"activation_checkpointing={mode}"]
-    check_bits(as_kept(place(decoders.compose(tmp_path, *settings))), 0)
+    check_bits(stored_config(assign_ranks(decoders.compose(tmp_path, *settings))), 0)

@@ -6,10 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from fsdpctl.config.auto import PREFETCHES, Selection, left_open, selected
+from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.recipe import choices_of, known_gpu
+from fsdpctl.config.options import choices_of
 from fsdpctl.config.schema import Config, Filled
+from fsdpctl.config.selection import PREFETCHES, Selection, auto_names, with_selection
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Point, Ranking, SearchSpace
@@ -21,7 +22,7 @@ from fsdpctl.plan.recomputation import MODES, Recomputation
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.matrix import fast
 
 OPEN = [
@@ -60,7 +61,7 @@ def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch(
     found = ranking(*OPEN)
     assert found.selection.recomputation.text == "none"
     assert found.selection.micro_batch_size == 4
-    assert found.names == left_open(compose_config(OPEN).config)
+    assert found.names == auto_names(compose_config(OPEN).config)
     texts = {each.selection.text(found.names) for each in found.ranked}
     assert len(texts) == len(found.ranked) == MOST_RANKED
 
@@ -148,8 +149,8 @@ def test_settings_that_are_not_auto_are_kept():
 
 def test_a_micro_batch_that_is_not_set_is_the_whole_share_of_a_rank():
     config = compose_config(TOY).config
-    assert (left_open(config), "train.micro_batch_size" in config_to_yaml(config)) == ((), False)
-    assert left_open(compose_config([*TOY, "train.micro_batch_size=auto"]).config)
+    assert (auto_names(config), "train.micro_batch_size" in config_to_yaml(config)) == ((), False)
+    assert auto_names(compose_config([*TOY, "train.micro_batch_size=auto"]).config)
     assert compose_config([*TOY, "train.micro_batch_size=none"]).config == config
     found = ranking("strategy=auto", "cluster.memory=4")
     assert found.estimate.batches.micro_batch_size == 4
@@ -228,21 +229,26 @@ def test_the_name_of_a_run_does_not_depend_on_the_selection():
 def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
     base = prepare(composed("train.micro_batch_size=auto")).config
     kept = Selection.of(base)
-    assert settle(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
-    assert settle(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
+    assert make_run_plan(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
+    assert make_run_plan(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
     one = replace(base.launch, nproc_per_node=1)
-    assert settle(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
+    assert (
+        make_run_plan(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
+    )
     shared = replace(base, train=replace(base.train, context_parallel=2))
     with pytest.raises(UsageError, match="context_parallel=2: expected a divisor of the 1 ranks"):
-        settle(shared, kept, one)  # fewer than share a sample
+        make_run_plan(shared, kept, one)  # fewer than share a sample
 
 
 def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     config = compose_config([*OPEN, "strategy.dp_shard_size=2", "optimizer.lr=0.5"]).config
-    made = selected(config, Selection.of(compose_config(["strategy=hybrid_shard"]).config))
-    assert left_open(made) == ()
+    made = with_selection(config, Selection.of(compose_config(["strategy=hybrid_shard"]).config))
+    assert auto_names(made) == ()
     assert (made.strategy.name, made.strategy.dp_shard_size) == ("hybrid_shard", 2)
-    assert (made.optimizer, selected(made, Selection.of(Config()))) == (config.optimizer, made)
+    assert (made.optimizer, with_selection(made, Selection.of(Config()))) == (
+        config.optimizer,
+        made,
+    )
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -272,7 +278,7 @@ def test_candidates_are_the_options_of_conf():
     ("NVIDIA GeForce RTX 5090", "rtx5090"), ("Tesla T4", "t4"), ("Tesla K80", None),
 ])  # fmt: skip
 def test_devices_are_known_by_their_names(name, cluster):
-    gpu = known_gpu(name)
+    gpu = gpu_by_name(name)
     assert (gpu and gpu.cluster) == cluster
     if cluster is not None:
         described = compose_config([f"cluster={cluster}"]).config.cluster
@@ -290,7 +296,7 @@ def test_specs_that_are_set_are_not_assumed():
     on_gpu, whose = with_specs(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None
     assert torch.cuda.is_available() or "assumed" in whose
-    plan = settle(with_specs(placed("strategy=full_shard"))[0])
+    plan = make_run_plan(with_specs(placed("strategy=full_shard"))[0])
     assert Estimator().predict(plan).seconds > 0
 
 
@@ -298,7 +304,7 @@ def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     config = placed(*OPEN, "activation_checkpointing.offload=true")
     assert axes_of(config).recomputations == (Recomputation("selective"), Recomputation("full"))
     selection = Selection("full_shard", Recomputation("full"), config.prefetch, 1)
-    assert selected(config, selection).activation_checkpointing.offload
+    assert with_selection(config, selection).activation_checkpointing.offload
 
 
 def test_assumed_specs_have_no_error_band():

@@ -15,7 +15,7 @@ from fsdpctl.estimate.search import rank_candidates
 from fsdpctl.plan.recomputation import BLOCKS
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import invoke
 from tests.predict.test_total import check
 
@@ -83,11 +83,11 @@ def test_inputs_go_to_the_host_only_if_whole_recomputation_does_not_fit():
         memory = (need * room + least.outside_allocator.high) / 2**30
         given = placed(*words, *auto, f"cluster.memory={memory:.9f}")
         found = check_edge(given, estimator).config.activation_checkpointing
-        assert (found.sends_inputs, found.offload) == (sends, False)
+        assert (found.offloads_inputs, found.offload) == (sends, False)
     compiled = placed(*words, *auto, f"cluster.memory={memory:.9f}", "train.compile=true")
     tight = rank_candidates(estimator, compiled).estimate
     assert not tight.leaves_reserve
-    assert not tight.config.activation_checkpointing.sends_inputs
+    assert not tight.config.activation_checkpointing.offloads_inputs
 
 
 def drawn(seed: int) -> list[str]:
@@ -115,7 +115,7 @@ def drawn(seed: int) -> list[str]:
 def between(words: list[str], share: float, estimator: Estimator) -> Filled:
     """Return a configuration with memory for a share of the activations that can be recomputed."""
     most, least = (
-        estimator.estimate(settle(placed(*words, f"activation_checkpointing={each}")))
+        estimator.estimate(make_run_plan(placed(*words, f"activation_checkpointing={each}")))
         for each in ("none", "full")
     )
     room = share * (most.peak_reserved - least.peak_reserved)

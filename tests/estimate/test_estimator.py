@@ -23,7 +23,7 @@ from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition
 from fsdpctl.predict.peak import UnevenStepError
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from tests.matrix import fast, matrix
 from tests.models.decoders import save_decoder
 
@@ -31,7 +31,7 @@ H100 = ["model=llama3_8b", "cluster=h100"]
 
 
 def resolved(*words: str) -> RunPlan:
-    return settle(prepare(compose_config(list(words)), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(words)), CLUSTER).config)
 
 
 def estimated(*words: str) -> RunEstimate:

@@ -18,7 +18,7 @@ from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.launch.prepare_run import check_fits
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import invoke
 
 SMALL = ["model.num_layers=2", "train.seq_len=512", "train.global_batch_size=4",
@@ -34,7 +34,9 @@ SHORTAGES = [
 
 
 def estimated(*words: str) -> RunEstimate:
-    return Estimator().estimate(settle(prepare(compose_config([*SMALL, *words]), CLUSTER).config))
+    return Estimator().estimate(
+        make_run_plan(prepare(compose_config([*SMALL, *words]), CLUSTER).config)
+    )
 
 
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
@@ -80,7 +82,7 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
 
     def with_memory(*more: str) -> RunEstimate:
         return Estimator().estimate(
-            settle(prepare(compose_config([*words, *more]), CLUSTER).config)
+            make_run_plan(prepare(compose_config([*words, *more]), CLUSTER).config)
         )
 
     found = with_memory()

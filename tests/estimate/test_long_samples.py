@@ -8,7 +8,7 @@ from fsdpctl.estimate.memory_savings import CHUNKED_MLP, CONTEXT_PARALLEL
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 SMALL = [
     "model=llama3_1b", "model.num_layers=6", "cluster=h100", "cluster.memory=9GiB",
@@ -18,7 +18,7 @@ SMALL = [
 
 
 def planned(*more: str) -> RunPlan:
-    return settle(prepare(compose_config([*SMALL, *more]), CLUSTER).config)
+    return make_run_plan(prepare(compose_config([*SMALL, *more]), CLUSTER).config)
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():

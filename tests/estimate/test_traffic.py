@@ -12,7 +12,7 @@ from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import TINY, command, environment, make_text
 
 FP32 = 4
@@ -21,7 +21,7 @@ FP32 = 4
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256", *words]
-    config = settle(prepare(compose_config(given), CLUSTER).config).config
+    config = make_run_plan(prepare(compose_config(given), CLUSTER).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_per_step(config, divide_module(module, None), micro_batches), num_params

@@ -8,7 +8,8 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.imported_config import import_config
-from fsdpctl.importers.recipe import ConvertedRecipe, convert, read_others
+from fsdpctl.importers.convert import ConvertedRecipe, convert
+from fsdpctl.importers.readers import read_other_tool
 from tests.commands.run import invoke
 
 TRL = {
@@ -46,7 +47,7 @@ def written(name: str, content: dict[str, Any]) -> Path:
 
 def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
     files = [written("run.yaml", training), written("launch.yml", launch)]
-    found = [convert(read_others(*each), {}, 1) for each in (files, files[::-1])]
+    found = [convert(read_other_tool(*each), {}, 1) for each in (files, files[::-1])]
     assert found[0] == found[1]  # in any order
     return found[0]
 
@@ -61,7 +62,7 @@ def test_a_pair_has_the_training_of_one_file_and_the_ranks_of_the_other(
     tool, launch, strategy, ranks
 ):
     words = dict(pair(TRAININGS[tool], launch).words)
-    alone = dict(convert(read_others(Path("run.yaml")), {}, 1).words)
+    alone = dict(convert(read_other_tool(Path("run.yaml")), {}, 1).words)
     assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks
     count = int(ranks[0]) * int(ranks[1] or 1)
     assert (words["strategy"], words["train.global_batch_size"]) == (strategy, str(8 * count))
@@ -158,6 +159,6 @@ def test_pairs_of_estimates_are_a_file_and_accelerates_after_it(monkeypatch):
     assert _runs_of([run, launch, launch]) == [(run, launch), (launch,)]
     assert _runs_of([Path()]) == [(launch,), (other,), (run,)]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = import_config(read_others(run, launch), ["model=gpt2"]).composed.config
+    found = import_config(read_other_tool(run, launch), ["model=gpt2"]).composed.config
     assert (found.strategy.name, found.engine.name) == ("shard_grad_op", "fsdp2")
     assert (found.num_ranks, found.train.global_batch_size) == (8, 64)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.config.auto import unset
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.selection import unset_names
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.imported_config import ImportedConfig, import_config
-from fsdpctl.importers.recipe import convert, read_others
+from fsdpctl.importers.convert import convert
+from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.importers.translation import Translation, settings_of
 from tests.hostile import make_checkpoint, make_hugging_face
 
@@ -24,11 +25,11 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def read(name: str) -> Translation:
-    return read_others(FILES / name)
+    return read_other_tool(FILES / name)
 
 
 def asked(source: str | Path, *typed: str) -> ImportedConfig:
-    return import_config(read_others(FILES / source), [H100, *typed])
+    return import_config(read_other_tool(FILES / source), [H100, *typed])
 
 
 # What another program does to memory, where fsdpctl would train otherwise.
@@ -42,11 +43,14 @@ def check_recipe(file: Path, *typed: str) -> None:
     """Check that the estimate of a file is that of its recipe, with what its program does."""
     words = [H100, *typed]
     given = dict(word.split("=", 1) for word in words)
-    known = dict(convert(read_others(file), given, 8).words)
+    known = dict(convert(read_other_tool(file), given, 8).words)
     recipe = [(name, text) for name, text in known.items() if name not in given]
     alone = asked(file, *typed, "engine.program=fsdpctl").composed
     expected = compose_config(words, converted=recipe)
-    assert (alone.config, unset(alone.config)) == (expected.config, unset(expected.config))
+    assert (alone.config, unset_names(alone.config)) == (
+        expected.config,
+        unset_names(expected.config),
+    )
     whole = asked(file, *typed)
     pairs = settings_of(whole.rows).items()
     added = [f"{x}={text}" for x, text in pairs if x in PROGRAM - given.keys()]
@@ -382,7 +386,7 @@ def test_the_estimate_of_a_file_is_that_of_its_recipe_and_of_its_program(name):
 def test_expressions_of_layers_become_names(tmp_path, tool, text, targets):
     trl = "use_peft: true\nmodel_name_or_path: x\nper_device_train_batch_size: 1\n"
     head = f"{AXOLOTL}adapter: lora\n" if tool == "axolotl" else trl
-    found = read_others(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
+    found = read_other_tool(written(tmp_path, f"{head}lora_target_modules: '{text}'\n"))
     assert found.settings.get("model.lora.targets") == targets
     assert any(name == "model.lora.targets" for name, _ in found.missing) == (targets is None)
 

@@ -11,12 +11,11 @@ from transformers import TrainingArguments
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS, LrSchedulerConfig
-from fsdpctl.config.source_config import SourceConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.axolotl import read_axolotl
-from fsdpctl.importers.recipe import ConvertedRecipe, convert, recipe_text
-from fsdpctl.importers.tables import table
-from fsdpctl.importers.translation import Translation
+from fsdpctl.importers.convert import ConvertedRecipe, convert, recipe_text
+from fsdpctl.importers.source_config import SourceConfig
+from fsdpctl.importers.translation import Translation, table
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.training.learning_rate import lr_factor
 from tests.training.test_learning_rate import rates_of_transformers

@@ -5,12 +5,12 @@ import resource
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.engine.host_worker import host_cpus
 from fsdpctl.errors import UsageError
 from fsdpctl.io import resources
-from fsdpctl.resolve.launchers import Role
-from fsdpctl.resolve.place import notes_on_cores, place
+from fsdpctl.resolve.launchers import LaunchRole
+from fsdpctl.resolve.machine import assign_ranks, notes_on_cores
 
 V1 = {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}
 
@@ -64,11 +64,11 @@ def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
     about, picks = HOSTS[name]
     host(*about)
     config = compose_config(["launch.device=cpu"]).config
-    placed = place(config, Role(config.launch))
+    placed = assign_ranks(config, LaunchRole(config.launch))
     ranks = placed.launch.nproc_per_node or 0
     threads = int(placed.launch.rank_environment(ranks)["OMP_NUM_THREADS"])
     assert (resources.num_cores(), ranks, threads) == picks
-    assert place(config).launch.nproc_per_node == ranks  # as is estimated
+    assert assign_ranks(config).launch.nproc_per_node == ranks  # as is estimated
     assert notes_on_cores(placed) == ()
 
 
@@ -80,7 +80,7 @@ def test_a_run_gets_the_ranks_and_threads_that_its_cores_allow(host, name):
 def test_more_threads_than_cores_are_told_and_no_number_is_refused(host, text, ranks, said):
     host(range(4), OMP_NUM_THREADS=text)
     config = compose_config(["launch.device=cpu", f"launch.nproc_per_node={ranks}"]).config
-    placed = place(config, Role(config.launch))
+    placed = assign_ranks(config, LaunchRole(config.launch))
     if said is UsageError:
         with pytest.raises(UsageError, match=f"OMP_NUM_THREADS={text}: expected a number"):
             notes_on_cores(placed)
@@ -115,7 +115,7 @@ def test_few_open_files_are_raised_or_refused_before_a_run_is_opened(
     config = compose_config([]).config
     if after is None:
         with pytest.raises(UsageError, match="needs 272 open files, but the limit is 256"):
-            place(config, Role(launch))
+            assign_ranks(config, LaunchRole(launch))
     else:
-        place(config, Role(launch))
+        assign_ranks(config, LaunchRole(launch))
         assert kept[-1] == (after, limits[1])

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fsdpctl.config.schema import KEYS
-from fsdpctl.config.serialize import words_to_yaml
+from fsdpctl.config.serialize import settings_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.io.texts import escaped, hub_name, one_line, printable, refuse_credentials
 
@@ -70,7 +70,7 @@ def test_the_search_takes_no_time():
     "text", ["a\ntrain.steps: 7", "\x9b31m", "a\u2028b\x85", "\u202e", "x\\y\x07"]
 )
 def test_a_value_stays_one_in_yaml(text):
-    written = words_to_yaml({"data.path": text})
+    written = settings_to_yaml({"data.path": text})
     assert written.count("\n") == 1
     assert written.rstrip("\n").isprintable()
     assert (yaml.safe_load(written), escaped("a\n")) == ({"data.path": text}, "a\n")

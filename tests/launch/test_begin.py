@@ -4,7 +4,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.launch.prepare_run import is_finished
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import ResumeState, RunDirState
 
 
@@ -15,7 +15,7 @@ from fsdpctl.run.directory import ResumeState, RunDirState
     (("train.steps=40",), "train.patience"),
 ])  # fmt: skip
 def test_a_finished_run_names_the_key_that_makes_it_longer(length, key):
-    config = as_kept(compose_config(length).config)
+    config = stored_config(compose_config(length).config)
     said: list[str] = []
     assert is_finished(RunDirState(config, ResumeState.FINISHED, 12), said.append)
     assert said[1].startswith(f"set a larger {key} to continue")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.addresses import (
     LOOPBACK,

@@ -20,7 +20,7 @@ from fsdpctl.comm.rank_status import (
     RankStatusPage,
     make_status_file,
 )
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.launch.diagnosis import RankState, blamed_ranks, describe_hang
 from fsdpctl.launch.outcome import count_oom_kills
 from fsdpctl.launch.watchdog import Watchdog

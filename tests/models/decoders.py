@@ -20,18 +20,18 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_of
-from fsdpctl.config.any_decoder import read_configuration, words_of_content
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.decoder_config import read_configuration, sizes_and_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import Config, Settled
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.schema import Config, Resolved
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.decoder_check import with_decoder
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 
@@ -68,7 +68,7 @@ def tiny_config(family: str) -> Any:
     content = hf.AutoConfig.for_model(
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
-    words = words_of_content(json.loads(content), family)
+    words = sizes_and_config(json.loads(content), family)
     return read_configuration(json.loads(words["config_json"]), family)
 
 
@@ -141,23 +141,23 @@ def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def compose(folder: Path, *words: str) -> Settled:
+def compose(folder: Path, *words: str) -> Resolved:
     fixed = ["model=hf", f"model.path={folder}"]
     if not any(word.startswith("precision=") for word in words):
         fixed.append("precision=fp32")
-    return as_kept(compose_config([*fixed, *words]).config)
+    return stored_config(compose_config([*fixed, *words]).config)
 
 
 def saved(
     model: ShardedModel, config: Config, folder: Path, assets: Mapping[str, bytes] | None = None
 ) -> CheckpointReader:
     """A checkpoint of a model without its optimizer."""
-    about, ranks = About(Progress(1), config_words(config), assets or {}), model.collectives
+    about, ranks = About(Progress(1), to_settings(config), assets or {}), model.collectives
     write_checkpoint(folder, take_snapshot(model, None, ranks.rank, about), ranks)
     return CheckpointReader(folder)
 
 
-def load(config: Settled, strategy: str = "full_shard") -> ShardedModel:
+def load(config: Resolved, strategy: str = "full_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
     load_weights(open_weights(config.model), model)
     return model

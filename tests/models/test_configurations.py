@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from fsdpctl.config.any_decoder import config_json, words_of_content
+from fsdpctl.config.decoder_config import exported_config, sizes_and_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
@@ -72,7 +72,7 @@ def theirs_of(content: dict[str, Any]) -> nn.Module:
 
 
 def model_of(content: dict[str, Any]) -> ModelConfig:
-    words = words_of_content(content, "config.json")
+    words = sizes_and_config(content, "config.json")
     return ModelConfig(**{n: KEYS[f"model.{n}"].parse(text) for n, text in words.items()})  # type: ignore[arg-type]
 
 
@@ -139,7 +139,7 @@ NOBODY_MEANS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "edit"), NOBODY_MEANS, ids=str)
 def test_a_value_that_nobody_means_is_named(family, edit):
     with pytest.raises(UsageError) as caught:
-        words_of_content({"model_type": family, **edit}, "DIR/config.json")
+        sizes_and_config({"model_type": family, **edit}, "DIR/config.json")
     text = str(caught.value)
     assert text.startswith("DIR/config.json: ")
     assert "\n" not in text
@@ -156,7 +156,7 @@ def test_an_exported_configuration_is_equal_when_read_again(family):
         except UsageError:
             continue  # a kind of rope that the family does not have
         source = {**content, "torch_dtype": "float16", "architectures": ["Own"], "note": "x"}
-        written = config_json(model, "float32", source)
+        written = exported_config(model, "float32", source)
         assert (written["dtype"], written["architectures"]) == ("float32", ["Own"])
         one, two = (
             hf.AutoConfig.for_model(**json.loads(json.dumps(each))) for each in (source, written)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.models import decoder_check
 from fsdpctl.models.decoder_check import check_decoder, check_shared_rows, with_decoder
 from fsdpctl.models.small_copy import meta_copy
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept, settle
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 
@@ -29,7 +29,7 @@ DOES = {
 }  # fmt: skip
 
 
-def shared(config: Settled) -> Settled:
+def shared(config: Resolved) -> Resolved:
     return replace(config, train=replace(config.train, context_parallel=2))
 
 
@@ -38,7 +38,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     problem, packs, refusal = DOES[family]
     save_decoder(family, tmp_path)
     words = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
-    config = as_kept(place(compose(tmp_path, *words)))
+    config = stored_config(assign_ranks(compose(tmp_path, *words)))
     found = check_decoder(config.model)
     assert (problem in found.problem, bool(found.problem)) == (True, bool(problem))
     assert (found.isolates, found.ignores_padding) == (packs, True)
@@ -49,7 +49,7 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
             with_decoder(compose(tmp_path, *words, "data.packing=true"))
     said = rf"context_parallel=2: model: .*{refusal}"
-    for check in (check_shared_rows, settle) if refusal else ():
+    for check in (check_shared_rows, make_run_plan) if refusal else ():
         with pytest.raises(UsageError, match=said):
             check(shared(config))
     if not refusal:

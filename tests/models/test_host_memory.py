@@ -14,8 +14,8 @@ from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.config.serialize import to_settings
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.distributed import distributed
 
@@ -32,7 +32,7 @@ def most_held() -> int:
 
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, path: Path, size: int) -> None:
-    config = as_kept(compose_config(["model=hf", f"model.path={path}"]).config)
+    config = stored_config(compose_config(["model=hf", f"model.path={path}"]).config)
     load_weights(open_weights(config.model), make_model(config, torch.device("cpu"), empty=True))
     Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
     before = most_held()
@@ -61,7 +61,7 @@ def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
     size = save_large_model(tmp_path / "hf")
     loads(path=tmp_path / "hf", size=size)
     model = compose_config(["model=hf", f"model.path={tmp_path / 'hf'}"]).config
-    about = About(config=config_words(model))
+    about = About(config=to_settings(model))
     shard_weights(open_weights(model.model), tmp_path / "own", num_files=1, about=about)
     reader = CheckpointReader(tmp_path / "own")
     write_gguf(reader, tmp_path / "m.gguf", dtype="BF16", overwrite=False)

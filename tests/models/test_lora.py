@@ -8,18 +8,18 @@ import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import validate
 from tests.commands.run import invoke
 
 SMALL = ["model.vocab_size=64", "model.num_layers=2"]
 
 
 def config(*words: str) -> ModelConfig:
-    return checked(place(compose_config([*SMALL, *words]).config)).model
+    return validate(assign_ranks(compose_config([*SMALL, *words]).config)).model
 
 
 def trained(*words: str) -> set[str]:
@@ -148,9 +148,9 @@ def test_modules_are_trained_whole_by_the_ends_of_their_names():
 
 def test_adapter_settings_are_saved_only_if_they_are_used():
     with_them = compose_config([*SMALL, "model.lora.rank=4", "model.lora.targets=q|v"]).config
-    assert config_from_words(config_words(with_them)) == with_them
+    assert config_from_settings(to_settings(with_them)) == with_them
     assert "model.lora.targets: q|v\n" in config_to_yaml(with_them)
-    assert not [name for name in config_words(compose_config(SMALL).config) if "lora" in name]
+    assert not [name for name in to_settings(compose_config(SMALL).config) if "lora" in name]
 
 
 def test_a_recipe_may_nest_them(tmp_path):

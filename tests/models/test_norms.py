@@ -41,7 +41,7 @@ def test_results_are_the_same_with_less_memory(family, tmp_path):
     save_decoder(family, tmp_path)
     model = compose_config(["model=hf", f"model.path={tmp_path}", "model.init=random"]).config.model
     ours = drawn(model).train(False)
-    theirs = build_plain(model, plain_norms=True)
+    theirs = build_plain(model, transformers_norms=True)
     names = {type(each).__name__: type(each) for each in theirs.modules()}
     others = {type(each) for each in ours.modules()} - {*names.values()}
     norms = {each for each in names if each.endswith("RMSNorm")}

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.pretrained import assets_beside, tokenizer_beside
 from fsdpctl.comm.mesh import collectives_for
-from fsdpctl.config.any_decoder import content_of, read_configuration
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.decoder_config import config_dict, read_configuration
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
@@ -224,7 +224,7 @@ def test_old_and_incomplete_forms_of_rope(tmp_path):
     old = {"rope_theta": 500.0, "rope_scaling": scaling}
     file.write_text(json.dumps(about | old | {"rope_parameters": {"rope_type": "default"}}))
     rope = read_configuration(
-        content_of(compose(tmp_path, "model.init=random").model), ""
+        config_dict(compose(tmp_path, "model.init=random").model), ""
     ).rope_parameters
     assert (rope["rope_type"], rope["rope_theta"]) == ("llama3", 500.0)
     assert rope["original_max_position_embeddings"] == 64

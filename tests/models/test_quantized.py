@@ -27,8 +27,8 @@ from fsdpctl.models.quantized import (
 )
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import validate
 from tests.fused import fused_by
 from tests.matrix import fast
 
@@ -233,4 +233,6 @@ def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(pa
 ])  # fmt: skip
 def test_what_cannot_be_quantized_is_rejected(words, said):
     with pytest.raises(UsageError, match=said):
-        build_model(checked(place(compose_config(["model.vocab_size=64", *words]).config)).model)
+        build_model(
+            validate(assign_ranks(compose_config(["model.vocab_size=64", *words]).config)).model
+        )

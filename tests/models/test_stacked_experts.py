@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
@@ -42,7 +42,7 @@ LAYER = "o_proj"
 MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def loaded(config: Settled, strategy: str = "no_shard") -> ShardedModel:
+def loaded(config: Resolved, strategy: str = "no_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
     load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
     return model

@@ -15,7 +15,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.models.decoders import saved
 
@@ -39,7 +39,7 @@ def make_checkpoint(
     folder: Path, words: Sequence[str] = ()
 ) -> tuple[ShardedModel, CheckpointReader]:
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
-    config = as_kept(compose_config(list(known.values())).config)
+    config = stored_config(compose_config(list(known.values())).config)
     model = make_model(config, torch.device("cpu"))
     return model, saved(model, config, folder / "step-00000001", ByteTokenizer().files())
 

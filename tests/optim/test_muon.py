@@ -21,8 +21,8 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.units import lay_out
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import validate
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import KINDS, Kind, Stack
@@ -225,7 +225,7 @@ def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> N
     usual_words = [f"{name}={value}" for name, value in usual.items() if name not in given]
     config = compose_config([*words, *usual_words]).config
     with pytest.raises(UsageError, match=said):
-        checked(place(config))
+        validate(assign_ranks(config))
 
 
 def test_a_model_without_matrices_or_with_cut_ones_is_rejected() -> None:

@@ -13,8 +13,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import validate
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, one_step, token_batches
 from tests.engine.test_parity import largest_difference
@@ -99,4 +99,4 @@ def test_masters_of_other_than_32_bits_are_rejected(dtype, split, said):
 ])  # fmt: skip
 def test_options_of_other_optimizers_are_rejected(words, said):
     with pytest.raises(UsageError, match=said):
-        checked(place(compose_config(words.split()).config))
+        validate(assign_ranks(compose_config(words.split()).config))

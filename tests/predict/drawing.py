@@ -4,16 +4,16 @@ import random
 from collections.abc import Sequence
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import check_trained, checked
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import check_trained_params, validate
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_module
 
 ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gpt2"]
@@ -36,7 +36,7 @@ OPTIMIZERS = [
 def random_config(
     draw: random.Random, ranks: int, strategies: Sequence[str] = tuple(STRATEGIES), *,
     on_gloo: bool = True,
-) -> Settled:  # fmt: skip
+) -> Resolved:  # fmt: skip
     """Draw until the settings are valid together."""
     optimizer = draw.choice(OPTIMIZERS)
     while True:
@@ -49,8 +49,8 @@ def random_config(
         if on_gloo and draw.random() < 0.6:
             words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
         try:
-            config = as_kept(checked(place(compose_config(words).config)))
-            check_trained(config, divide_module(make_module(config), None))
+            config = stored_config(validate(assign_ranks(compose_config(words).config)))
+            check_trained_params(config, divide_module(make_module(config), None))
         except UsageError:
             continue
         return config

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdpctl.comm.mesh import collectives_for
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.rules import checked
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.rules import validate
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.matrix import fast
@@ -58,7 +58,7 @@ def check(
         save_decoder(family, folder, vocab_size=1000, **sizes)
     collectives_for(torch.device("cpu")).barrier()
     words = [f"launch.nproc_per_node={world_size}", f"train.global_batch_size={2 * world_size}"]
-    config = as_kept(checked(place(compose(folder, *WORDS, *words, *chosen))))
+    config = stored_config(validate(assign_ranks(compose(folder, *WORDS, *words, *chosen))))
     model = make_model(config, torch.device("cpu"), trains=True)
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))

@@ -23,7 +23,7 @@ from fsdpctl.predict.model_pass import Work
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.predict.test_properties import Free, Instant, Plain, on
@@ -43,7 +43,7 @@ PREDICTOR = Estimator()
 
 def planned(words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
-    return settle(prepare(compose_config(list(named.values())), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(named.values())), CLUSTER).config)
 
 
 def predicted(words: str) -> StepPrediction:

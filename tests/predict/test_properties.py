@@ -14,7 +14,7 @@ from fsdpctl.predict.model_pass import Work, WorkKind
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 TINY = (
     "model.num_layers=6 model.hidden_size=512 model.intermediate_size=1536 model.num_heads=8 "
@@ -26,7 +26,7 @@ PREDICTOR = Estimator()
 
 def planned(*words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
-    return settle(prepare(compose_config(list(named.values())), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(named.values())), CLUSTER).config)
 
 
 def step(*words: str) -> StepPrediction:

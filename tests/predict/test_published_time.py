@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.estimate.accuracy import ACCURACY, ErrorBand, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
+from fsdpctl.io.packages import package_folder
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import RunPlan, settle
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED
 from tests.predict.published_blackwell import BLACKWELL
@@ -24,7 +24,7 @@ _SHARDINGS = ("full_shard", "shard_grad_op")
 
 def planned(words: str) -> RunPlan:
     """Return the plan of a configuration."""
-    return settle(prepare(compose_config(words.split()), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(words.split()), CLUSTER).config)
 
 
 def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:

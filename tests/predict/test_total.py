@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
@@ -29,8 +29,8 @@ from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import AllocationTrace, find_peak
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept, settle
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
@@ -44,14 +44,14 @@ SAMPLED = range(5, 8)
 
 
 def predicted(
-    config: Settled, rank: int, model: ShardedModel, transport: Transport | None = None
+    config: Resolved, rank: int, model: ShardedModel, transport: Transport | None = None
 ) -> tuple[int, list[Event], int]:
     """Return the estimated peak of all tensors, the planned events, and bytes next to those.
 
     The last are the bytes of optimizer states, and of all model states in host memory. Inputs of
     blocks that `model` has in host memory must have the estimated bytes.
     """
-    run = settle(config)
+    run = make_run_plan(config)
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_run(run.config, traced.units, steps)
@@ -78,7 +78,7 @@ def predicted(
     return peak, planned_step(plan.step, reduces), states
 
 
-def check(config: Settled, rank: int, transport: Transport | None = None) -> tuple[int, int]:
+def check(config: Resolved, rank: int, transport: Transport | None = None) -> tuple[int, int]:
     """Return the estimated and the real peak of all tensors in a step, after other checks.
 
     Those are of the bytes that the engine allocates, event by event, and of optimizer states.
@@ -159,7 +159,7 @@ def test_engine_bytes_of_states_on_the_host_are_exact(more: str) -> None:
         "train.micro_batch_size=4", "train.global_batch_size=8", "accumulation.steps=2",
         "accumulation=every",
     ]  # fmt: skip
-    check(as_kept(place(compose_config([*words, *more.split()]).config)), 0)
+    check(stored_config(assign_ranks(compose_config([*words, *more.split()]).config)), 0)
 
 
 @pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
@@ -174,7 +174,7 @@ def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
     found = []
     for offload in ("false", "true"):
         typed = [*words, f"activation_checkpointing.offload={offload}"]
-        config = as_kept(place(compose_config(typed).config))
+        config = stored_config(assign_ranks(compose_config(typed).config))
         model = make_model(config, torch.device("cpu"))
         optimizer = make_optimizer(config, model)
         peak, _ = watched_step(model, partial(train_step, config, model, optimizer))

@@ -6,15 +6,21 @@ from importlib.util import find_spec
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model_path import model_words
+from fsdpctl.config.model_path import model_settings
 from fsdpctl.config.schema import Filled
-from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, kernel_of, notes_on_kernel
-from fsdpctl.resolve.auto_values import Facts, Stage, decides_losses, filled, run_identity
+from fsdpctl.resolve.auto_values import (
+    AutoInputs,
+    Stage,
+    decides_losses,
+    run_identity,
+    with_auto_values,
+)
 from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.prepare import _kept, prepare
+from fsdpctl.resolve.prepare import _stored_values, prepare
 
 KERNEL = "model.attention"
 
@@ -25,18 +31,18 @@ def placed(*words: str) -> Filled:
 
 def test_the_kernel_does_not_change_the_name_of_a_run():
     usual, other = placed(), placed("launch.device=cpu", "model.attention=math")
-    assert config_words(usual)["model.attention"] == "auto"
+    assert to_settings(usual)["model.attention"] == "auto"
     assert not decides_losses("model.attention")
     same = replace(usual, model=replace(usual.model, attention="math"))
     assert run_identity(same) == run_identity(usual)
-    assert config_from_words(config_words(other)).model.attention == "math"
+    assert config_from_settings(to_settings(other)).model.attention == "math"
 
 
 def test_the_kernel_is_not_part_of_a_model(tmp_path):
     (tmp_path / CHECKPOINTS).mkdir()
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(placed().changed({KERNEL: "cudnn"})))
     assert "model.attention: cudnn" in (tmp_path / RUN_CONFIG).read_text()
-    assert "model.attention" not in model_words(str(tmp_path))
+    assert "model.attention" not in model_settings(str(tmp_path))
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -83,7 +89,7 @@ def hopper(monkeypatch):
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     config = placed("cluster=a100_80").changed({KERNEL: None})
-    found = filled(config, Stage.DECODER, Facts(is_here=True))
+    found = with_auto_values(config, Stage.DECODER, AutoInputs(is_here=True))
     assert found.model.attention == "cudnn"  # by the GPU here
     assert can_run(config, "flash")
     assert not can_run(config, "flash3")  # no longer installed
@@ -94,13 +100,13 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     run = tmp_path / "run"
     config = placed("cluster=h100", f"train.run_dir={run}")
     assert config.model.attention == kernel_of(config) == "cudnn"
-    assert _kept(config) == {}
+    assert _stored_values(config) == {}
     run.mkdir()
     (run / RUN_CONFIG).write_text(config_to_yaml(config.changed({KERNEL: "flash"})))
     (run / OVERRIDES_FILE).write_text("")
-    assert _kept(config)[KERNEL] == "flash"
+    assert _stored_values(config)[KERNEL] == "flash"
     (run / OVERRIDES_FILE).write_text("model.attention=flash\n")
-    assert _kept(config) == {}  # which the run was asked for
+    assert _stored_values(config) == {}  # which the run was asked for
 
 
 def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.launchers import LauncherRank, Role, first_host, rank_of, role_of
+from fsdpctl.resolve.launchers import LauncherRank, LaunchRole, first_host, role_of, role_of_script
 
 LOCAL, ENV, SLURM = LaunchConfig(), LaunchConfig("env"), LaunchConfig("slurm")
 
@@ -35,14 +35,14 @@ def refused(launch: LaunchConfig, environ: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def node_of(role: Role) -> LaunchConfig:
+def node_of(role: LaunchRole) -> LaunchConfig:
     assert role.launch is not None
     return role.launch
 
 
 def test_a_process_alone_starts_its_ranks_itself():
-    assert role_of(LOCAL, {}) == Role(LOCAL)
-    assert role_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Role(LOCAL)
+    assert role_of(LOCAL, {}) == LaunchRole(LOCAL)
+    assert role_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == LaunchRole(LOCAL)
 
 
 @pytest.mark.parametrize(("environ", "named"), [
@@ -58,7 +58,7 @@ def test_launch_local_is_rejected_under_another_launcher(environ, named):
 def test_torchruns_variables_determine_the_rank():
     role = role_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
     launch, rank = node_of(role), role.rank
-    assert rank == LauncherRank(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
+    assert rank == LauncherRank(5, 8, 1, 4, "10.0.0.1", 29500, has_store=True)
     assert (launch.nproc_per_node, launch.nnodes) == (4, 2)
 
 
@@ -114,14 +114,14 @@ def test_one_task_per_rank_is_a_rank():
 
 
 def test_a_script_is_a_rank_of_any_launcher_or_the_only_one():
-    assert rank_of(LOCAL, of_torchrun(5, 8, 4)) == role_of(ENV, of_torchrun(5, 8, 4))
-    role = rank_of(LOCAL, of_slurm(1, 2, 2))  # one task per node
+    assert role_of_script(LOCAL, of_torchrun(5, 8, 4)) == role_of(ENV, of_torchrun(5, 8, 4))
+    role = role_of_script(LOCAL, of_slurm(1, 2, 2))  # one task per node
     launch, rank = node_of(role), role.rank
     assert rank == LauncherRank(1, 2, 0, 1, "gpu-a003", 20000 + 7 * 1234)
     assert (launch.nnodes, launch.nproc_per_node) == (2, 1)
-    assert rank_of(LOCAL, {}).rank == LauncherRank(0, 1, 0, 1, "", 0)
+    assert role_of_script(LOCAL, {}).rank == LauncherRank(0, 1, 0, 1, "", 0)
     with pytest.raises(UsageError, match="torchrun --nproc-per-node 4 SCRIPT"):
-        rank_of(LaunchConfig(nproc_per_node=4), {})
+        role_of_script(LaunchConfig(nproc_per_node=4), {})
 
 
 def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
@@ -151,7 +151,7 @@ def test_the_first_host_of_a_list(listed, first):
 @pytest.mark.parametrize(("allocator", "grows"), [("expandable", "True"), ("native", "False")])
 def test_a_rank_of_any_launcher_gets_its_allocator_and_its_cores(monkeypatch, allocator, grows):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("fsdpctl.config.placement.threads_per_rank", lambda ranks: 8 // ranks)
+    monkeypatch.setattr("fsdpctl.config.launch.threads_per_rank", lambda ranks: 8 // ranks)
     threads = {"OMP_NUM_THREADS": "4"}
     on_cpu = {"THP_MEM_ALLOC_ENABLE": "1", **threads}
     on_cuda = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}", **threads}

@@ -17,8 +17,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import fsdpctl
 from docs.examples.regression import Measurements, Model, squared_error
-from fsdpctl.config.schema import Settled
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.schema import Resolved
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.estimate import user_module
 from fsdpctl.estimate.planned_steps import engine_steps, fullest_rank, plan_run
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -110,7 +110,7 @@ def planned(*command: str) -> Figures | str:
 
 def figures(estimate: RunEstimate) -> Figures:
     """Return what is known of a run: its settings, without those of its cluster, and its sizes."""
-    words = config_words(estimate.config).items()
+    words = to_settings(estimate.config).items()
     return {
         **{x: text for x, text in words if x not in _OF_RUNS and not x.startswith("cluster")},
         "batches": estimate.batches,
@@ -236,7 +236,7 @@ SCRIPTS: list[tuple[Callable[[], Model], int, list[str], dict[str, Any], dict[st
 ]  # fmt: skip
 
 
-def started(module: Model, ranks: int, settings: list[str]) -> Settled:
+def started(module: Model, ranks: int, settings: list[str]) -> Resolved:
     """Return the configuration that rank 0 of a script has begun with."""
     rank = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -253,7 +253,7 @@ def started(module: Model, ranks: int, settings: list[str]) -> Settled:
         stack.enter_context(mock.patch("fsdpctl.training.worker.become_rank"))
         data = Measurements(64, seed=1)
         fsdpctl.train(module=module, loss=squared_error, data=data, settings=given)
-    return cast("Settled", read_config(Path(folder, "run")))
+    return cast("Resolved", read_config(Path(folder, "run")))
 
 
 @pytest.mark.parametrize("case", SCRIPTS, ids=lambda case: " ".join(case[2]))

@@ -4,28 +4,28 @@ import ast
 
 import pytest
 
-from fsdpctl.config.auto import Selection, left_open, opened, selected, unset
+from fsdpctl.config.clusters import ClusterConfig
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Origin
-from fsdpctl.config.serialize import config_to_yaml, config_words
+from fsdpctl.config.selection import Selection, auto_names, unset_names, with_auto, with_selection
+from fsdpctl.config.serialize import config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.cluster_specs import _with_missing
 from fsdpctl.estimate.memory_savings import _unless_set
 from fsdpctl.io.run_files import OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.plan.recomputation import Recomputation
 from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.place import on_this_machine, place
+from fsdpctl.resolve.machine import assign_ranks, on_this_machine
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.test_architecture import package_sources
 from tests.training.chats import CHATML, make_chat_model, make_chats
 
 SIZE = "train.micro_batch_size"
-# The steps from settings to a prepared configuration; `read` is `estimated_data` of an estimator.
+# The steps from settings to a prepared configuration; an estimator passes `open_data`.
 STEPS = {
-    "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "checked_data": 1,
-    "check_preflight": 1, "announce_weights": 1, "ensure_cache": 1,
+    "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "open_checked_data": 1,
+    "check_preflight": 1, "print_missing_weights": 1, "ensure_cache": 1,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_a_value_knows_its_origin(tmp_path):
         f"{SIZE}=auto": "auto",
         "train.seed=0": None,
     }.items():
-        assert config_words(compose_config([word]).config).get(SIZE) == text
+        assert to_settings(compose_config([word]).config).get(SIZE) == text
     here = on_this_machine(composed).config
     assert here.launch.nproc_per_node is None
     assert here.is_auto("launch.nproc_per_node")
@@ -71,7 +71,7 @@ def test_a_default_in_the_file_of_a_run_hides_neither_advice_nor_specs(tmp_path)
     (tmp_path / "run.yaml").write_text("".join(f"{x}: {y}\n" for x, y in words.items()))
     typed = [f"{x}={y}" for x, y in words.items()]
     found = [compose_config([], str(tmp_path / "run.yaml")), compose_config(typed)]
-    plans = [settle(prepare(x, CLUSTER).config) for x in found]
+    plans = [make_run_plan(prepare(x, CLUSTER).config) for x in found]
     specs = ClusterConfig(pcie_bandwidth=63)
     assert [_with_missing(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
     key = "activation_checkpointing.offload"
@@ -98,12 +98,14 @@ def test_data_is_opened_as_of_the_day_of_the_first_start(tmp_path):
 def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
     found = prepare(compose_config(["train.micro_batch_size=auto"]), CLUSTER).config
     assert (found.train.global_batch_size, found.is_auto("train.global_batch_size")) == (16, True)
-    assert left_open(found) == ("train.micro_batch_size",)
-    config = selected(found, Selection("full_shard", Recomputation("none"), found.prefetch, 2))
+    assert auto_names(found) == ("train.micro_batch_size",)
+    config = with_selection(
+        found, Selection("full_shard", Recomputation("none"), found.prefetch, 2)
+    )
     assert config.origin("train.micro_batch_size") is Origin.SELECTED
-    assert (left_open(config), settle(config).batches.micro_batch_size) == ((), 2)
-    assert set(unset(config)) == {"activation_checkpointing", "prefetch"}
-    assert unset(opened(config, unset(config))) == ()
+    assert (auto_names(config), make_run_plan(config).batches.micro_batch_size) == ((), 2)
+    assert set(unset_names(config)) == {"activation_checkpointing", "prefetch"}
+    assert unset_names(with_auto(config, unset_names(config))) == ()
 
 
 @pytest.mark.parametrize(("typed", "refused"), [
@@ -116,4 +118,4 @@ def test_a_typed_value_is_set_even_if_it_is_the_default(tmp_path, typed, refused
         prepare(compose_config([typed]), CLUSTER)
     name, _, value = typed.partition("=")
     (tmp_path / "run.yaml").write_text(f"{name}: {value}\n")  # of a run, which has every key
-    place(prepare(compose_config([], str(tmp_path / "run.yaml")), CLUSTER).config)
+    assign_ranks(prepare(compose_config([], str(tmp_path / "run.yaml")), CLUSTER).config)

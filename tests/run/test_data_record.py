@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import Reporter
 from fsdpctl.io.run_files import CHECKPOINTS, DATA
@@ -52,7 +52,7 @@ def run(request, tmp_path, monkeypatch):
     folder = make_checkpoint(step_folder(tmp_path / "R" / CHECKPOINTS, 2))
     about = {"step": 2, "samples": 16, "data_fingerprint": opened.data.fingerprint}
     reseal(folder, lambda content: content["progress"].update(about))
-    reseal(folder, lambda content: content.update(config=config_words(config)))
+    reseal(folder, lambda content: content.update(config=to_settings(config)))
     return request.param, words
 
 

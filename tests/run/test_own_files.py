@@ -12,7 +12,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_nofollow, write_atomic
 from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_run_files
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import inspect_run_dir
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import everything_in
@@ -118,7 +118,9 @@ def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
     ]
     assert len(names) > 10
     before = everything_in(outside)
-    config = as_kept(compose_config([*words[:-1], f"train.run_dir={tmp_path / 'copy'}"]).config)
+    config = stored_config(
+        compose_config([*words[:-1], f"train.run_dir={tmp_path / 'copy'}"]).config
+    )
     for name in names:
         shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
         put(tmp_path / "copy" / name, "link", outside)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Settled
+from fsdpctl.config.schema import Resolved
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import plan_of, settle
+from fsdpctl.resolve.run_plan import make_run_plan, stored_plan
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import inspect_run_dir, prepare_run_dir
 from fsdpctl.training import train_step
@@ -74,8 +74,8 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
 
 
-def resolved(typed: list[str]) -> Settled:
-    return settle(prepare(compose_config(typed)).config).config
+def resolved(typed: list[str]) -> Resolved:
+    return make_run_plan(prepare(compose_config(typed)).config).config
 
 
 def made(
@@ -83,7 +83,7 @@ def made(
 ) -> Trainer:
     """Return the trainer of this rank, and make the run directory. Collective."""
     opened = prepare(compose_config(typed))
-    config = settle(opened.config).config
+    config = make_run_plan(opened.config).config
     seen = inspect_run_dir(config, "auto")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -92,7 +92,7 @@ def made(
     dist.barrier()
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device)
     context = LaunchContext(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
-    return make_trainer(plan_of(seen.config), world, context, shows=False)
+    return make_trainer(stored_plan(seen.config), world, context, shows=False)
 
 
 def plant(trainer: Trainer, plants: Plants) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.auto_values import total_steps
 from fsdpctl.resolve.prepare import Prepared, prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.run.directory import inspect_run_dir
 from tests.chats.families import write_lines, write_tokenizer
 
@@ -121,13 +121,15 @@ def test_a_longer_run_on_other_ranks_has_the_settings_it_was_begun_with(
 ):
     monkeypatch.chdir(tmp_path)
     first, longer, *more = words
-    begun = settle(prepare(made(tmp_path, count, first, *more, ranks=begun_on)).config).config
+    begun = make_run_plan(
+        prepare(made(tmp_path, count, first, *more, ranks=begun_on)).config
+    ).config
     run_dir = tmp_path / str(begun.train.run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(config_to_yaml(begun))
     (run_dir / "overrides.txt").write_text(first)
     wanted = made(tmp_path, count, longer, *more, ranks=to)
-    plan = settle(inspect_run_dir(prepare(wanted).config, "auto").config)
+    plan = make_run_plan(inspect_run_dir(prepare(wanted).config, "auto").config)
     kept = ("train.run_dir", "train.seq_len", "train.global_batch_size",
             "lr_scheduler.warmup_steps", "optimizer.lr")  # fmt: skip
     assert [plan.config.value(key) for key in kept] == [begun.value(key) for key in kept]

@@ -12,7 +12,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.training.decoder_loss import summed_loss
 from tests.commands.run import TINY, invoke
 from tests.distributed import distributed
@@ -156,7 +156,7 @@ def test_a_run_resumes_with_another_number(tmp_path):
 ])  # fmt: skip
 def test_what_conflicts_is_rejected(tmp_path, more, said):
     with pytest.raises(UsageError, match=said):
-        settle(prepare(compose_config(words(tmp_path, 4, *more))).config)
+        make_run_plan(prepare(compose_config(words(tmp_path, 4, *more))).config)
 
 
 def test_ranks_that_share_samples_are_on_one_node():

@@ -16,8 +16,8 @@ from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.any_decoder import family_of
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
@@ -27,8 +27,8 @@ from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.commands.run import figures, invoke, make_text
 from tests.distributed import distributed
@@ -87,7 +87,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
         AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
         peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules="all-linear",
-            fan_in_fan_out=family_of(config.model) == "gpt2", task_type="CAUSAL_LM",
+            fan_in_fan_out=model_type_of(config.model) == "gpt2", task_type="CAUSAL_LM",
             modules_to_save=lora.also and lora.also.split(","),
             ensure_weight_tying=lora.also == "embed_tokens",
         ),
@@ -293,7 +293,7 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(ran
     more = ["model.vocab_size=64", "model.overrides.tie_word_embeddings=false", "model.lora.rank=2"]
     for prefetch in ("none", "both"):
         config = compose_config([*more, f"prefetch={prefetch}", "launch.device=cpu"]).config
-        config = as_kept(place(config))
+        config = stored_config(assign_ranks(config))
         model = make_model(config, torch.device("cpu"))
         tokens = torch.arange(60).view(2, 30)
         with recording(model) as forward:

@@ -11,7 +11,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import settle
+from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import TINY, make_text
 from tests.distributed import distributed
 from tests.engine.models import gradients_beside
@@ -91,4 +91,4 @@ def test_large_logits_are_chunked_by_default(tmp_path: Path, words: list[str], c
     usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
     usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]
     composed = compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values()))
-    assert settle(prepare(composed).config).config.train.loss_chunk_tokens == chunk
+    assert make_run_plan(prepare(composed).config).config.train.loss_chunk_tokens == chunk

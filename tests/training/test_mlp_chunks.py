@@ -6,8 +6,8 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.place import place
-from fsdpctl.resolve.settle import as_kept, settle
+from fsdpctl.resolve.machine import assign_ranks
+from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from fsdpctl.training.assemble import make_module
 from tests.matrix import fast
 from tests.models.decoders import compose, plain_module, save_decoder
@@ -53,12 +53,14 @@ def test_chunks_need_less_memory_and_are_few():
              "train.seq_len=1048576", "model.max_seq_len=1048576", "train.context_parallel=8",
              "train.global_batch_size=1", "model.vocab_size=512",
              "activation_checkpointing=full"]  # fmt: skip
-    config = as_kept(place(compose_config([*words, f"{CHUNKS}=auto"]).config))
-    chunk = settle(config).config.train.mlp_chunk_tokens
+    config = stored_config(assign_ranks(compose_config([*words, f"{CHUNKS}=auto"]).config))
+    chunk = make_run_plan(config).config.train.mlp_chunk_tokens
     assert chunk == 12544  # as much memory as 131,072 hidden states
-    assert settle(config.changed({"train.seq_len": 8192})).config.train.mlp_chunk_tokens == 0
+    assert make_run_plan(config.changed({"train.seq_len": 8192})).config.train.mlp_chunk_tokens == 0
     with pytest.raises(UsageError, match=rf"{CHUNKS}=1023: .* expected at least 1024"):
-        settle(config.changed({CHUNKS: 1023}))
+        make_run_plan(config.changed({CHUNKS: 1023}))
     plain = config.changed({CHUNKS: 0})
-    chunked, whole = (Estimator().estimate(settle(each)).step.allocated for each in (config, plain))
+    chunked, whole = (
+        Estimator().estimate(make_run_plan(each)).step.allocated for each in (config, plain)
+    )
     assert chunked < whole

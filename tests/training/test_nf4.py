@@ -16,9 +16,9 @@ from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.place import place
+from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import as_kept, settle
+from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from fsdpctl.training.assemble import make_model
 from tests.commands.run import invoke
 from tests.distributed import distributed
@@ -76,7 +76,9 @@ def test_losses_are_those_of_peft_on_the_dequantized_base(tmp_path, family, rank
 def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(rank, world_size):
     """Drawn weights: each rank has its part of what quantizing the whole gives."""
     more = [f"launch.nproc_per_node={world_size}", "launch.device=cpu", "model.vocab_size=64"]
-    config = as_kept(place(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config))
+    config = stored_config(
+        assign_ranks(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config)
+    )
     model = make_model(config, torch.device("cpu"))
     shapes = quantized_shapes(model.module)
     with recording(model) as events:
@@ -103,7 +105,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(r
 def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
-    config = as_kept(compose_config(given).config)
+    config = stored_config(compose_config(given).config)
     model = make_model(config, torch.device("cpu"), empty=True)
     load_weights(weights_in_model_path(config.model, model.module, 0), model)
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
@@ -134,7 +136,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     run(typed, 2, tmp_path / "state")
     reader = newest(tmp_path)
     assert {reader.info(key).dtype for key in reader.manifest.tensors} == {"F32", "U8"}
-    estimate = Estimator().estimate(settle(prepare(compose_config(typed), CLUSTER).config))
+    estimate = Estimator().estimate(make_run_plan(prepare(compose_config(typed), CLUSTER).config))
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]
@@ -178,7 +180,7 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
     given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
-    config = as_kept(compose_config([*given, "model.lora.targets=q_proj"]).config)
+    config = stored_config(compose_config([*given, "model.lora.targets=q_proj"]).config)
 
     def load() -> None:
         model = make_model(config, torch.device("cpu"), empty=True)

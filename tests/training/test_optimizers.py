@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.planned_steps import kept_states
+from fsdpctl.io.packages import package_folder
 from fsdpctl.plan.optimizers import OPTIMIZERS
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import OPTIMIZER_CLASSES, make_optimizer
 
 
@@ -25,7 +25,7 @@ def test_every_optimizer_has_a_row_a_class_and_an_option():
 
 def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
     composed = compose_config([])
-    config = as_kept(composed.config)
+    config = stored_config(composed.config)
     config = replace(config, optimizer=replace(config.optimizer, name="lion"))
     match = "^optimizer=lion: not supported; expected adamw, sgd, muon$"
     with pytest.raises(UsageError, match=match):
@@ -40,7 +40,7 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
     ("adamw", 0.9, (2, 4)), ("sgd", 0.9, (1, 0)), ("sgd", 0.0, (0, 0)), ("muon", 0.0, (2, 4)),
 ])  # fmt: skip
 def test_states_are_those_of_the_row(name, momentum, states):
-    config = as_kept(prepare(compose_config([]), CLUSTER).config)
+    config = stored_config(prepare(compose_config([]), CLUSTER).config)
     optimizer = replace(config.optimizer, name=name, momentum=momentum)
     found = kept_states(replace(config, optimizer=optimizer))
     assert (found.moments, found.counter) == states

@@ -29,10 +29,10 @@ from fsdpctl.data.order import samples_at
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import ExitCode, FsdpctlError, StoppedError, UsageError
 from fsdpctl.models.transformers_decoder import evaluating
-from fsdpctl.resolve.launchers import Role
-from fsdpctl.resolve.own import compose_task, make_task
+from fsdpctl.resolve.launchers import LaunchRole
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.resolve.settle import plan_of, settle
+from fsdpctl.resolve.run_plan import make_run_plan, stored_plan
+from fsdpctl.resolve.script_module import compose_task, make_task
 from fsdpctl.run.directory import inspect_run_dir, prepare_run_dir
 from fsdpctl.run.step_metrics import RESERVED_NAMES
 from fsdpctl.training.assemble import make_trainer
@@ -87,16 +87,16 @@ def trained(
     task = make_task(module, loss, data, type(data)(23, seed=2), None)
     composed, given = compose_task(task, [*SETTINGS, f"train.run_dir={folder}", *more], None)
     launch = composed.config.launch
-    opened = prepare(composed, Role(replace(launch, nproc_per_node=world_size)), task=task)
+    opened = prepare(composed, LaunchRole(replace(launch, nproc_per_node=world_size)), task=task)
     seen = inspect_run_dir(opened.config, "auto")
     dist.barrier()
     if rank == 0:
         seen.run_dir.mkdir(exist_ok=True)
-        prepare_run_dir(seen, settle(seen.config).config, given, {})
+        prepare_run_dir(seen, make_run_plan(seen.config).config, given, {})
     dist.barrier()
     context = LaunchContext(stop, time.time(), lambda wait_for_all: wait_for_all())
     world = World(rank, rank, world_size, CPU)
-    plan = plan_of(settle(seen.config).config)
+    plan = stored_plan(make_run_plan(seen.config).config)
     trainer = make_trainer(plan, world, context, shows=False, task=task)
     try:
         trainer.run()
@@ -273,7 +273,7 @@ def test_a_script_that_is_refused_has_its_signal_handlers_again(monkeypatch, cap
         raise FsdpctlError("refused")
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("fsdpctl.resolve.own.make_task", refuse)
+    monkeypatch.setattr("fsdpctl.resolve.script_module.make_task", refuse)
     with pytest.raises(SystemExit):
         script.train(module=nn.Linear(1, 1), loss=squared_error, data=[1])
     assert signal.getsignal(signal.SIGTERM) is before

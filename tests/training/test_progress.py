@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.recipe import known_gpu
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.resolve.settle import as_kept
+from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.run.step_metrics import (
     ModelFlops,
@@ -72,7 +72,7 @@ def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
     ("NVIDIA RTX A1000", None),  # not an A10
 ])  # fmt: skip
 def test_peaks_are_found_by_device_name(name, peak):
-    gpu = known_gpu(name)
+    gpu = gpu_by_name(name)
     assert (gpu and gpu.peak) == peak
 
 
@@ -108,7 +108,7 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
      4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION),
 ])  # fmt: skip
 def test_flops_follow_the_formula(words, expected):
-    config = as_kept(compose_config([*SHAPE, *words]).config)
+    config = stored_config(compose_config([*SHAPE, *words]).config)
     device = torch.device("cpu")
     model = make_model(config, device).module
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
@@ -119,7 +119,7 @@ def test_flops_follow_the_formula(words, expected):
     ("NVIDIA K80", "bfloat16", None),
 ])  # fmt: skip
 def test_the_peak_is_that_of_known_gpus_in_bfloat16(gpu, dtype, peak, monkeypatch):
-    config = as_kept(compose_config([*SHAPE, f"precision.param_dtype={dtype}"]).config)
+    config = stored_config(compose_config([*SHAPE, f"precision.param_dtype={dtype}"]).config)
     model = make_model(config, torch.device("cpu")).module
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
     assert model_flops(config, model, torch.device("cuda"), 2).peak == (peak and 2 * peak)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.placement import EngineConfig
+from fsdpctl.config.launch import EngineConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import TRACKERS, LogConfig
 from fsdpctl.errors import UsageError

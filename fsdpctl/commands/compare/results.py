@@ -12,7 +12,7 @@ from statistics import median
 from fsdpctl.commands.compare.report import FAILED, OK, REFUSED, TOO_LARGE, VariantResult
 from fsdpctl.commands.compare.variants import Variant
 from fsdpctl.commands.printing import note
-from fsdpctl.config.schema import Origin, Settled
+from fsdpctl.config.schema import Origin, Resolved
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.accuracy import SHORT_STEP
 from fsdpctl.estimate.cluster_specs import device_of
@@ -28,8 +28,8 @@ from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Dtype
-from fsdpctl.resolve.auto_values import Stage, filled
-from fsdpctl.resolve.place import notes_on_memory
+from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.machine import notes_on_memory
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import RunDirState, inspect_run_dir, prepare_run_dir
@@ -78,7 +78,7 @@ def _prepare(
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
-    seen = inspect_run_dir(filled(config, Stage.LENGTH), "auto")
+    seen = inspect_run_dir(with_auto_values(config, Stage.LENGTH), "auto")
     each.plan, estimate, _ = resolve_auto_of_run(
         estimator, seen.config, seen.stored_config, seen.stored_config_location, note
     )
@@ -132,7 +132,7 @@ def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> flo
 
 
 def run_briefly(
-    seen: RunDirState, config: Settled, settings: str, assets: Mapping[str, bytes]
+    seen: RunDirState, config: Resolved, settings: str, assets: Mapping[str, bytes]
 ) -> str | None:
     """Run the steps of a new run, without validation, checkpoints and samples.
 

@@ -8,13 +8,13 @@ from itertools import product
 from fsdpctl.commands.compare.report import VariantResult
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.recipe import find_recipe, read_recipe
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, Config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTH_KEYS, Config
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 from fsdpctl.resolve.launchers import CLUSTER, role_of
-from fsdpctl.resolve.place import on_this_machine, place, shares_memory
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.machine import assign_ranks, on_this_machine, shares_memory
+from fsdpctl.resolve.run_plan import RunPlan
 
 _SEPARATOR = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
 _CLUSTER, _PRICE = "cluster", "cluster.price"
@@ -49,7 +49,7 @@ def variants(words: Sequence[str], recipe: str | None, *, simulates: bool) -> li
     for name in names:
         if name == "train.run_dir":
             raise UsageError(f"{name}: not supported by compare; pass --out to keep the runs")
-        if name in LENGTHS and not simulates:
+        if name in LENGTH_KEYS and not simulates:
             raise UsageError(
                 f"{name}: only valid with --simulate; pass --steps to set the length of each run"
             )
@@ -102,7 +102,7 @@ def all_equivalent(found: Sequence[Variant], *, simulates: bool) -> bool:
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
-        and shares_memory(place(each, CLUSTER if simulates else role_of(each.launch)))
+        and shares_memory(assign_ranks(each, CLUSTER if simulates else role_of(each.launch)))
         for each in configs
     )
 
@@ -120,7 +120,7 @@ def unique(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown: `auto`
         words = frozenset(
             (name, text)
-            for name, text in config_words(config).items()
+            for name, text in to_settings(config).items()
             if gathers or not name.startswith("prefetch")
         )
         first = kept.setdefault(words, each)
@@ -156,7 +156,7 @@ def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -
     composed = compose_config(words, recipe)
     config = composed.config
     if "strategy" in varied:
-        config = config.under(config.strategy.name)
+        config = config.with_strategy(config.strategy.name)
     row = VariantResult(varied, config.strategy.name, config.engine.name)
     return Variant(replace(composed, config=config), row)
 

@@ -25,7 +25,7 @@ from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import to_settings
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.io.activity import doing
@@ -189,7 +189,7 @@ class Checkpoints(Callback):
         self._base = next((each.info for each in bases if each.is_named), None)
         self._reading: Save | None = None  # of the bases
         self._folder = run_dir / CHECKPOINTS
-        self._settings = config_words(config)
+        self._settings = to_settings(config)
         self._staging = Staging() if about.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")

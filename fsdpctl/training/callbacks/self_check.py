@@ -119,7 +119,7 @@ class SelfCheck(Callback):
             yield "no token of the step is trained on"
             return
         model, config = run.parts.model, run.parts.config
-        if config.model.is_own:  # of which there is no small copy
+        if config.model.is_script_module:  # of which there is no small copy
             return
         own = {unit for unit, norm in self._norms.items() if norm}
         units = {s.unit for s in model.flat_shards() if s.trainable}

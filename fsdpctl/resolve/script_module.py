@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES
 from fsdpctl.comm.flat_shard import persistent_buffers
-from fsdpctl.config.auto import left_open
-from fsdpctl.config.compose import Composed, checked_settings, compose_config
-from fsdpctl.config.model import OWN
+from fsdpctl.config.compose import Composed, compose_config, parse_settings
+from fsdpctl.config.model import SCRIPT_PREFIX
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import Origin
+from fsdpctl.config.selection import auto_names
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.script_data import ScriptData
 from fsdpctl.data.tokenizer import ByteTokenizer
@@ -34,7 +34,7 @@ _OF_DECODERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ScriptTask:
     """A module with values, its data, and in that its loss."""
 
     module: nn.Module
@@ -62,7 +62,7 @@ class Task:
 
 def make_task(
     module: Any, loss: Any, data: Any, val_data: Any, collate: Callable[[list[Any]], Any] | None
-) -> Task:
+) -> ScriptTask:
     """Check the arguments of `fsdpctl.train`; UsageError if one is of another type, or empty."""
     check_module(module, needs_values=True)
     if not any(param.requires_grad for param in module.parameters()):
@@ -87,7 +87,7 @@ def make_task(
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (ScriptData(each, collate or default_collate, loss) for each in parts.values())
     held = val[0] if val else None
-    return Task(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
+    return ScriptTask(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
 
 
 def _other_than_samples(name: str, given: Any) -> str | None:
@@ -107,7 +107,7 @@ def _other_than_samples(name: str, given: Any) -> str | None:
 
 
 def compose_task(
-    task: Task, settings: Sequence[str], recipe: str | None
+    task: ScriptTask, settings: Sequence[str], recipe: str | None
 ) -> tuple[Composed, list[str]]:
     """Return the configuration of a script's run, and what is recorded as given.
 
@@ -122,18 +122,19 @@ def compose_task(
         raise UsageError(f"settings: expected a list of KEY=VALUE, got {settings!r:.60}")
     settings = list({each.partition("=")[0]: each for each in settings}.values())
     read = [] if recipe is None else read_recipe(find_recipe(recipe))
-    for where, pairs in (("", checked_settings(settings)), (f"{recipe}: ", read)):
+    for where, pairs in (("", parse_settings(settings)), (f"{recipe}: ", read)):
         for name, text in pairs:
             is_of_theirs = name in _OF_DECODERS or name.partition(".")[0] in _OF_DECODERS
             if is_of_theirs or (name == "engine" and text != FSDPCTL):
                 why = "only valid with a decoder, not with a module of a script"
                 raise UsageError(f"{where}{name}={text}: {why}")
     composed = compose_config(settings, recipe)
-    for name in left_open(composed.config):
+    for name in auto_names(composed.config):
         raise UsageError(f"{name}=auto: selected by an estimate of a decoder; set a value")
     values = {
-        "model": OWN + task.name, "data": "own", "train.seq_len": 1, "model.vocab_size": 1,
-        "train.sample_tokens": 0, "train.loss_chunk_tokens": 0, "train.mlp_chunk_tokens": 0,
+        "model": SCRIPT_PREFIX + task.name, "model.vocab_size": 1, "data": "own",
+        "train.seq_len": 1, "train.sample_tokens": 0, "train.loss_chunk_tokens": 0,
+        "train.mlp_chunk_tokens": 0,
     }  # fmt: skip
     of_recipe = [] if recipe is None else [f"--recipe {recipe}"]
     config = composed.config.changed(values, Origin.DERIVED)

@@ -11,11 +11,10 @@ from fsdpctl.chats.formats import detect_format, parse_row
 from fsdpctl.chats.rows import first_row
 from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.data_files import option_of_path
-from fsdpctl.config.source_config import SourceKey, as_whole
 from fsdpctl.config.training import TRACKERS
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.tables import patterns
-from fsdpctl.importers.translation import SourceBatch, Translation
+from fsdpctl.importers.source_config import SourceKey, as_whole
+from fsdpctl.importers.translation import SourceBatch, Translation, patterns
 
 # The names of transformers' TrainingArguments, which axolotl and TRL share, and ours.
 _PLAIN = {
@@ -30,8 +29,8 @@ _INTERVALS = (
     ("save_steps", "saves_per_epoch", "checkpoint.every"),
     ("eval_steps", "evals_per_epoch", "train.eval_every"),
 )
-_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
-_OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:[\w.-]+)?/[\w.-]+")
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zst")
 _SPLIT = re.compile(r"(?:^|\+)([\w.-]+)")  # a name in train[:20%]+test
 # Keys of a file that turn on a tracker, in the order of `TRACKERS`, and that name its project.
 _ON = (
@@ -76,15 +75,15 @@ def read_hugging_face_training(found: Translation, *, adapts: bool) -> int | Non
     epochs = "num_epochs" if found.value("num_epochs") else "num_train_epochs"
     steps = _read_steps(found)
     if steps is not None and (unused := found.value(epochs)) is not None:
-        found.leave(unused, "max_steps decides the length")
+        found.leave_out(unused, "max_steps decides the length")
     _read_trackers(found)
     half = found.value("fp16", "float16")
     if half is not None and half.is_on:
-        found.leave(half, "trained in bf16, without scaling of the loss")
+        found.leave_out(half, "trained in bf16, without scaling of the loss")
     read_inner_deepspeed(found)
     for interval in _INTERVALS:
         _read_interval(found, steps, *interval)
-    found.plain({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
+    found.add_same({**_PLAIN, **({"lora_dropout": "model.lora.dropout"} if adapts else {})})
     return steps
 
 
@@ -97,13 +96,13 @@ def _read_trackers(found: Translation) -> None:
             name: given for name in TRACKERS if name in named or ("all" in named and name in _ALL)
         }
         if others := named - {*TRACKERS, "all", "none"}:
-            found.leave(given, f"{', '.join(sorted(others))[:80]}: not supported")
+            found.leave_out(given, f"{', '.join(sorted(others))[:80]}: not supported")
     if on:
         names = ",".join(name for name in TRACKERS if name in on)
         found.add(next(iter(on.values())), f"log.trackers={names}", decides=False)
-        found.plain(dict.fromkeys(_PROJECTS, "log.project"))
+        found.add_same(dict.fromkeys(_PROJECTS, "log.project"))
         if label := found.value("run_name", "wandb_name"):
-            found.leave(label, "a run has the name of train.run_dir in a tracker")
+            found.leave_out(label, "a run has the name of train.run_dir in a tracker")
 
 
 def first_rows(found: Translation, paths: Iterable[str]) -> list[dict[str, Any]]:
@@ -131,7 +130,7 @@ def _read_interval(
     elif _by_strategy(found, value, key, ours):
         return
     elif value is None or not is_fraction(value.text):
-        found.plain({key: ours})
+        found.add_same({key: ours})
         return
     epochs = found.value("num_epochs")
     try:
@@ -142,14 +141,14 @@ def _read_interval(
         share = 0
     held = found.value("test_datasets", "val_set_size", "eval_strategy")
     if not 0 < share < math.inf:
-        found.leave(value, f"expected a number above 0; set {ours}")
+        found.leave_out(value, f"expected a number above 0; set {ours}")
     elif key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
-        found.leave(value, "nothing is held out")
+        found.leave_out(value, "nothing is held out")
     elif steps is not None:
         every = min(steps, math.ceil(steps * share))
         found.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
     else:
-        found.require(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
+        found.require_for_training(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
 
 
 def _by_strategy(found: Translation, value: SourceKey | None, key: str, ours: str) -> bool:
@@ -159,11 +158,11 @@ def _by_strategy(found: Translation, value: SourceKey | None, key: str, ours: st
         return False
     how = strategy.text.strip().lower()
     if how == "epoch":
-        found.require(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
+        found.require_for_training(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
     elif how == "best" or strategy.is_off:
         found.add(strategy, f"{ours}=0", decides=False)
     else:
-        log = (found.known if found.tool == "TRL" else found.value)("logging_steps")
+        log = (found.value_or_default if found.tool == "TRL" else found.value)("logging_steps")
         if log is None or value is not None or key != "eval_steps":
             return False
         found.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)
@@ -181,7 +180,7 @@ def _read_steps(found: Translation) -> int | None:
     if (value := found.value("max_steps")) is None:
         return None
     if (steps := as_whole(value.text)) is None:
-        found.ask(value, "train.steps", "expected a whole number")
+        found.refuse(value, "train.steps", "expected a whole number")
     elif steps > 0:
         found.add(value, f"train.steps={steps}")
         return steps
@@ -201,10 +200,10 @@ def read_inner_deepspeed(found: Translation) -> None:
         note = "" if clip.key in given else "the default of DeepSpeed"
         found.add(clip, f"optimizer.max_grad_norm={clip.text}", note=note)
     if (kind := given.get("scheduler.type")) is not None:
-        found.ask(kind, "lr_scheduler", "schedules of DeepSpeed are not supported")
+        found.refuse(kind, "lr_scheduler", "schedules of DeepSpeed are not supported")
     kind = given.get("optimizer.type")
     if kind is not None and kind.text.lower() not in ("adam", "adamw"):
-        found.ask(kind, "optimizer", "expected AdamW")
+        found.refuse(kind, "optimizer", "expected AdamW")
     for key in ("lr", "eps", "weight_decay"):
         value = given.get(f"optimizer.params.{key}")
         if value is not None and value.text.strip() != "auto":
@@ -219,16 +218,16 @@ def read_inner_deepspeed(found: Translation) -> None:
     for key, size in zip(keys, (micro, passes, batch.samples), strict=True):
         value = given.get(key)
         if value is not None and value.text.strip() not in ("auto", str(size)):
-            found.leave(value, f"{found.file.name} decides it")
+            found.leave_out(value, f"{found.file.name} decides it")
     changes = patterns("changes", "deepspeed")
     for key, value in given.items():
         is_usual = value.is_on if key.startswith("optimizer.") else value.is_off
         is_usual = is_usual or value.text.strip() == "auto"
         if not is_usual and any(fnmatchcase(key, x) for x in changes):
-            found.leave(value, "changes the training, without a counterpart")
+            found.leave_out(value, "changes the training, without a counterpart")
 
 
-def _place_of(found: Translation, path: str, part: str) -> str | None:
+def _local_or_hub(found: Translation, path: str, part: str) -> str | None:
     """Return a path that exists, or the name of a data set on the Hub; else None.
 
     `part` follows the name, as in `data.path`: a revision, a configuration, a split.
@@ -236,8 +235,8 @@ def _place_of(found: Translation, path: str, part: str) -> str | None:
     if (file := found.path_of(path)) is not None:
         return str(file)
     # A path of a file that is missing could be a name too.
-    is_name = _ON_HUB.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
-    return f"hf://{path}{part}" if is_name and not path.endswith(_OF_FILES) else None
+    is_name = _HUB_NAME.fullmatch(f"{path}{part}") and not Path(path).parent.exists()
+    return f"hf://{path}{part}" if is_name and not path.endswith(_FILE_SUFFIXES) else None
 
 
 def _absent(found: Translation, paths: Mapping[str, str], name: str) -> str:
@@ -248,11 +247,13 @@ def _absent(found: Translation, paths: Mapping[str, str], name: str) -> str:
     lost, splits, known = [], [], []
     for path, part in paths.items():
         at, _, split = part.rpartition("/")
-        if (here := _place_of(found, path, part)) is not None:
+        if (here := _local_or_hub(found, path, part)) is not None:
             known.append(here)
             continue
         names = _SPLIT.findall(split) or ["train"]
-        whole = [x for each in names if (x := _place_of(found, path, f"{at}/{each}")) is not None]
+        whole = [
+            x for each in names if (x := _local_or_hub(found, path, f"{at}/{each}")) is not None
+        ]
         known += whole
         splits += [f"{path}: {split}"] if whole else []
         lost += [] if whole else [path]
@@ -275,7 +276,9 @@ def read_data(
     Its key is `value`. With `own`, the rows must be written otherwise, for that reason.
     """
     absent = _absent(found, paths, "data.path")
-    files = [x for path, part in paths.items() if (x := _place_of(found, path, part)) is not None]
+    files = [
+        x for path, part in paths.items() if (x := _local_or_hub(found, path, part)) is not None
+    ]
     local = [each for each in files if not each.startswith("hf://")]
     option = TEXT if is_text else (option_of_path(local[0]) if local else CHAT)
     shown = value or SourceKey("(data)", "")
@@ -284,7 +287,7 @@ def read_data(
         found.add(shown, f"data.path={','.join(files)}")
         return option
     why = absent or "not set; set data.path=FILE"
-    found.require("data.path", own or f"{shown.key}: {why}")
+    found.require_for_training("data.path", own or f"{shown.key}: {why}")
     return option
 
 
@@ -302,18 +305,18 @@ def read_comparisons(found: Translation) -> None:
         ours = [word.format(each.text) for word in _BY_LOSS[each.key]]
         if other is not None:
             why = "fsdpctl compares validation losses, and the lowest is the best"
-            found.ask(other, ours[0].partition("=")[0], why)
+            found.refuse(other, ours[0].partition("=")[0], why)
         elif validates or "data.val_fraction" in asked:
             found.add(each, *ours, "train.eval_batches=0", note="of all data held out")
         else:
-            found.leave(each, f"nothing is held out; set data.val_path=FILE {' '.join(ours)}")
+            found.leave_out(each, f"nothing is held out; set data.val_path=FILE {' '.join(ours)}")
 
 
 def read_held_out(found: Translation, value: SourceKey, paths: Mapping[str, str]) -> None:
     """Add the data to validate on if all of `paths`, one at least, are found."""
-    files = [_place_of(found, path, part) for path, part in paths.items()]
+    files = [_local_or_hub(found, path, part) for path, part in paths.items()]
     if why := _absent(found, paths, "data.val_path") if paths else "set data.val_path=FILE":
-        found.leave(value, f"the data to validate on: {why}")
+        found.leave_out(value, f"the data to validate on: {why}")
         found.add(value, "data.val_fraction=0", note="left out, see below")
     else:
         found.add(value, f"data.val_path={','.join(map(str, files))}")

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.auto import MICRO_BATCH, Selection, selected
-from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.schema import Config, Filled, Origin, Placed, Settled
+from fsdpctl.config.launch import LaunchConfig
+from fsdpctl.config.schema import Config, Filled, Origin, Resolved, WithRanks
+from fsdpctl.config.selection import MICRO_BATCH, Selection, with_selection
 from fsdpctl.plan.batch_plan import BatchPlan, plan_batches
-from fsdpctl.resolve.auto_values import Facts, Stage, check_chunks, filled
-from fsdpctl.resolve.rules import checked
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, check_chunks, with_auto_values
+from fsdpctl.resolve.rules import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class RunPlan:
     """The settings of a run without `auto`, as config.yaml has them, and how they divide a step."""
 
     requested: Filled  # with what was selected: a change of a setting begins with it
-    config: Settled
+    config: Resolved
     batches: BatchPlan
 
 
-def settle(
+def make_run_plan(
     config: Filled, selection: Selection | None = None, launch: LaunchConfig | None = None
 ) -> RunPlan:
     """Return the plan of a placed configuration; opens neither data nor model.
@@ -30,25 +30,25 @@ def settle(
     """
     config = config if launch is None else replace(config, launch=launch)
     if selection is not None:
-        config = selected(config, selection)
-    asked, config = config, checked(config)
+        config = with_selection(config, selection)
+    requested, config = config, validate(config)
     if config.origin(MICRO_BATCH) is Origin.SELECTED:
         share = -(-config.train.global_batch_size // config.num_groups)
         size = min(config.train.micro_batch_size or share, share)
         config = config.changed({MICRO_BATCH: size})
     batches = _batches(config)
     check_chunks(config, batches)
-    config = filled(config, Stage.BATCHES, Facts(batches=batches))
-    return RunPlan(asked, Settled(config), batches)
+    config = with_auto_values(config, Stage.BATCHES, AutoInputs(batches=batches))
+    return RunPlan(requested, Resolved(config), batches)
 
 
-def as_kept(config: Config) -> Settled:
+def stored_config(config: Config) -> Resolved:
     """Return a configuration that a run has kept, in its directory or a checkpoint, as settled."""
-    return Settled(Filled(Placed(config)))
+    return Resolved(Filled(WithRanks(config)))
 
 
-def plan_of(kept: Config) -> RunPlan:
-    return RunPlan(as_kept(kept), as_kept(kept), _batches(kept))
+def stored_plan(kept: Config) -> RunPlan:
+    return RunPlan(stored_config(kept), stored_config(kept), _batches(kept))
 
 
 def _batches(config: Config) -> BatchPlan:

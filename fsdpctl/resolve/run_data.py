@@ -6,8 +6,8 @@ from glob import glob
 from typing import Any
 
 from fsdpctl.config.data import DataConfig
+from fsdpctl.config.data_sources import absolute_paths, sources_in
 from fsdpctl.config.schema import C, Config
-from fsdpctl.config.sources import absolute_paths, sources_in
 from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.find_data import HUB, is_cached
 from fsdpctl.data.open_data import open_data
@@ -21,10 +21,10 @@ _CHECKED_BYTES = 1 << 30  # of all token files
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
 _MANY_EPOCHS = 100
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
-DATE = "data.date"  # a run that resumes on another day is the same run
+DATE_KEY = "data.date"  # a run that resumes on another day is the same run
 
 
-def checked_data(config: Config) -> DataSet:
+def open_checked_data(config: Config) -> DataSet:
     """Open the data, and check the token files that are not too large."""
     data = open_data(config.data, config.train.seed)
     for file in data.token_files if is_quick(data.token_files) else ():
@@ -34,7 +34,7 @@ def checked_data(config: Config) -> DataSet:
     return data
 
 
-def estimated_data(config: Config) -> DataSet:
+def open_estimated_data(config: Config) -> DataSet:
     """Open the data of an estimate, whose tokens are counted or estimated; nothing is fetched."""
     data = open_estimated(config.data, config.train.seed)
     check_validation(config, data)
@@ -44,7 +44,7 @@ def estimated_data(config: Config) -> DataSet:
 def check_validation(config: Config, data: DataSet) -> None:
     if data.val is None and config.compares_losses:
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
-        way = "val_data" if config.model.is_own else "data.val_fraction or data.val_path"
+        way = "val_data" if config.model.is_script_module else "data.val_fraction or data.val_path"
         raise UsageError(f"{key}: requires validation data; set {way}")
 
 
@@ -59,7 +59,7 @@ def check_amount(config: Config, data: DataSet) -> None:
         return
     cause = ""
     if data.val is not None and not data.has_val_files:
-        kept, share = data.val.num_tokens, config.data.held_out
+        kept, share = data.val.num_tokens, config.data.used_val_fraction
         cause = f" (data.val_fraction={share:g} keeps {kept:,} more for validation)"
     raise UsageError(
         f"data.path={config.data.path}: {count:,} tokens are too few to train on{cause}; expected "

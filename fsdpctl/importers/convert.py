@@ -3,90 +3,31 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from textwrap import wrap
 
-from fsdpctl.config.compose import FOR_ANY_OPTION, with_short_forms
+from fsdpctl.config.compose import FOR_ANY_OPTION, without_shorthands
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.recipe import MISSING, OF_MISSING
-from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, SIZES
-from fsdpctl.config.source_config import NO_TOML, SourceConfig, SourceKey, tool_of
+from fsdpctl.config.recipe import MISSING, MISSING_REASON
+from fsdpctl.config.schema import BATCH_SIZE_KEYS, GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.accelerate import read_accelerate
-from fsdpctl.importers.axolotl import read_axolotl
-from fsdpctl.importers.tables import table
+from fsdpctl.importers.source_config import SourceKey
 from fsdpctl.importers.translation import (
     RankDegrees,
     SourceBatch,
     Translation,
     TranslationRow,
     settings_of,
+    table,
 )
-from fsdpctl.importers.trl import read_trl
-from fsdpctl.io.untrusted import read_yaml
 from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS
 
-_LAUNCH = "accelerate"
-_READERS = {"axolotl": read_axolotl, _LAUNCH: read_accelerate, "TRL": read_trl}
-_ALL_OF_LIGER = "use_liger_kernel"
-_FUSED_NORMS = ("liger_rms_norm", _ALL_OF_LIGER)
-_EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 NOT_NEEDED = "not needed: "
 _WIDTH = 100  # of a line
 _RANKS_OF_NODE = 8
 HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")  # even if a file sets them
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
-
-
-def read_others(path: Path, beside: Path | None = None) -> Translation:
-    """Translate another tool's configuration, also with that of accelerate `beside` it.
-
-    UsageError if its training can't be estimated, or if two files aren't of one run.
-    """
-    tool, source = _opened(path)
-    if beside is not None:
-        other, second = _opened(beside)
-        if (tool == _LAUNCH) == (other == _LAUNCH):
-            expected = "axolotl or TRL" if tool == _LAUNCH else _LAUNCH
-            why = f"a file of {other}; with {path}, of {tool}, expected one of {expected}"
-            raise UsageError(f"{beside}: {why}")
-        if tool == _LAUNCH:
-            tool, source, second = other, second, source
-        source = SourceConfig(source.file, source.content, second)
-    fused = {each.key for each in source.peek() if each.key in _FUSED_NORMS and each.is_on}
-    found = _READERS[tool](source)
-    if "engine.program" in settings_of(found.program):
-        return found
-    if not fused:
-        found.emulate("(norms)", "", "engine.program=transformers", "of transformers")
-    elif _ALL_OF_LIGER in fused:
-        found.emulate("(experts)", "", "engine.program=liger", "of Liger")
-    return found
-
-
-def is_launch(path: Path) -> bool | None:
-    """Return whether a file is accelerate's; None if it can't be read."""
-    with suppress(UsageError):
-        return _opened(path)[0] == _LAUNCH
-    return None
-
-
-def _opened(path: Path) -> tuple[str, SourceConfig]:
-    path = path.expanduser()
-    if path.suffix == ".toml":
-        raise UsageError(f"{path}: {NO_TOML}")
-    if path.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"{path}: not supported; {_EXPECTED}")
-    source = SourceConfig(path, read_yaml(path))
-    if (tool := tool_of(source)) is not None:
-        return tool, source
-    keys = {each.key for each in source.peek()}
-    if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
-        raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")
-    raise UsageError(f"{path}: unknown format; {_EXPECTED}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +55,8 @@ def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> Con
     Settings `given` on the command line take precedence. There are `num_ranks` ranks if neither
     these nor the file have their number.
     """
-    typed = with_short_forms(given)
-    replaced = {*typed, *(SIZES if typed.keys() & SIZES else ())}
+    typed = without_shorthands(given)
+    replaced = {*typed, *(BATCH_SIZE_KEYS if typed.keys() & BATCH_SIZE_KEYS else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
     kept = {
         name: TranslationRow(row.key, row.value, (setting,), row.note)
@@ -271,7 +212,7 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     known = settings_of(recipe.rows)
     for name, why in recipe.missing:
         group = name.partition(".")[0]  # `train` rejects the recipe without it
-        lines += _comment(f"{OF_MISSING}{why}")
+        lines += _comment(f"{MISSING_REASON}{why}")
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
             lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
         elif (name in KEYS or name in GROUPS) and name not in HAVE_DEFAULTS:

@@ -10,10 +10,10 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.run_summary import _dtypes
-from fsdpctl.resolve.launchers import Role
-from fsdpctl.resolve.place import note_on_products, notes_on_cluster, on_this_machine, place
+from fsdpctl.resolve.launchers import LaunchRole
+from fsdpctl.resolve.machine import assign_ranks, note_on_tf32, notes_on_cluster, on_this_machine
 from fsdpctl.resolve.prepare import Prepared
-from fsdpctl.resolve.settle import RunPlan
+from fsdpctl.resolve.run_plan import RunPlan
 from fsdpctl.training.worker import _run
 
 
@@ -27,9 +27,9 @@ def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    monkeypatch.setattr("fsdpctl.resolve.place._memory_here", lambda device, ranks: 1e9)
+    monkeypatch.setattr("fsdpctl.resolve.machine._memory_here", lambda device, ranks: 1e9)
     config = compose_config(["launch.device=cuda"]).config
-    placed = place(config, Role(config.launch))
+    placed = assign_ranks(config, LaunchRole(config.launch))
     assert placed.precision.param_dtype == ("bfloat16" if native else "float32")
 
 
@@ -46,7 +46,7 @@ def test_float32_names_tf32_and_a_card_without_it_is_named(words, native, noted,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
-    note = note_on_products(config)
+    note = note_on_tf32(config)
     assert bool(note) == bool(noted)
     assert all(text in note for text in noted)
     dtypes = _dtypes(cast("Prepared", SimpleNamespace(config=config)))
@@ -74,10 +74,10 @@ def test_cuda_ranks_train_in_tf32_and_leave_the_process_as_it_was(device, words,
 
 
 def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):
-    monkeypatch.setattr("fsdpctl.resolve.place.host_memory", lambda: 12 << 30)
+    monkeypatch.setattr("fsdpctl.resolve.machine.host_memory", lambda: 12 << 30)
 
     def memory(*words: str) -> tuple[float | None, float | None]:
-        cluster = place(compose_config(list(words)).config).cluster
+        cluster = assign_ranks(compose_config(list(words)).config).cluster
         return cluster.memory, cluster.host_memory
 
     on_cpu = ["launch.device=cpu", "launch.nproc_per_node=3"]
@@ -85,7 +85,7 @@ def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):
     assert memory(*on_cpu, "cluster.memory=5") == (5, 15)  # of ranks that need not be here
     if not torch.cuda.is_available():  # the host of another machine is unknown
         assert memory("launch.device=cuda", "cluster.memory=5") == (5, None)
-        alone = place(compose_config(["cluster.memory=24GB"]).config)
+        alone = assign_ranks(compose_config(["cluster.memory=24GB"]).config)
         assert (alone.launch.device, alone.num_ranks) == ("cuda", 1)
         assert alone.precision.param_dtype == "bfloat16"
     assert memory("launch.device=cuda", "cluster.memory=5", "cluster.host_memory=7") == (5, 7)

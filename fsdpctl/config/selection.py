@@ -44,12 +44,12 @@ class Selection:
         )
 
     @staticmethod
-    def usual(config: Config) -> "Selection":
+    def default(config: Config) -> "Selection":
         """Return the defaults for a placed configuration; the strategy has none."""
         share = -(-config.train.global_batch_size // config.num_groups)
         return replace(Selection.of(Config()), strategy="", micro_batch_size=share)
 
-    def words(self, names: Sequence[str], usual: "Selection | None" = None) -> list[str]:
+    def settings(self, names: Sequence[str], usual: "Selection | None" = None) -> list[str]:
         """Return the settings of these names, without those that are `usual`."""
         values = {
             STRATEGY: self.strategy,
@@ -57,15 +57,15 @@ class Selection:
             PREFETCH: self.prefetch.name,
             MICRO_BATCH: self.micro_batch_size,
         }
-        same = [] if usual is None else usual.words(names)
+        same = [] if usual is None else usual.settings(names)
         words = (f"{name}={values[name]}" for name in names)
         return [word for word in words if word not in same]
 
     def text(self, names: Sequence[str]) -> str:
-        return " ".join(self.words(names))
+        return " ".join(self.settings(names))
 
 
-def unset(config: Config) -> tuple[str, ...]:
+def unset_names(config: Config) -> tuple[str, ...]:
     """Return the names of settings that are selected if their defaults do not fit.
 
     They are neither `auto` nor selected, and none of their keys is set.
@@ -81,17 +81,17 @@ def unset(config: Config) -> tuple[str, ...]:
 
 def with_fixed_defaults(config: C) -> C:
     """Return a configuration in which nothing is selected if defaults do not fit."""
-    fixed = dict.fromkeys(unset(config), Origin.DERIVED)
+    fixed = dict.fromkeys(unset_names(config), Origin.DERIVED)
     return replace(config, origins={**config.origins, **fixed})
 
 
-def kept_names(config: Config, kept: Config) -> tuple[str, ...]:
+def reselected_names(config: Config, kept: Config) -> tuple[str, ...]:
     """Return the names that a run selects again as it was kept: `auto`, or without defaults."""
-    words = Selection.of(kept).words(unset(config), Selection.usual(kept))
-    return (*left_open(config), *(word.partition("=")[0] for word in words))
+    words = Selection.of(kept).settings(unset_names(config), Selection.default(kept))
+    return (*auto_names(config), *(word.partition("=")[0] for word in words))
 
 
-def opened(config: C, names: Collection[str]) -> C:
+def with_auto(config: C, names: Collection[str]) -> C:
     """Return a configuration in which these settings are `auto`."""
     values = {name: None if name == MICRO_BATCH else AUTO for name in names}
     if RECOMPUTATION in names:
@@ -100,19 +100,19 @@ def opened(config: C, names: Collection[str]) -> C:
     return usual.changed(values, Origin.AUTO)
 
 
-def plain(config: C, names: Collection[str]) -> C:
+def with_defaults(config: C, names: Collection[str]) -> C:
     """Return a configuration in which these settings have their defaults."""
-    return selected(opened(config, names), Selection.of(Config()))
+    return with_selection(with_auto(config, names), Selection.of(Config()))
 
 
-def left_open(config: Config) -> tuple[str, ...]:
+def auto_names(config: Config) -> tuple[str, ...]:
     """Return the names of the settings that are `auto`."""
     return tuple(name for name in (STRATEGY, *_HAS_DEFAULT) if config.is_auto(name))
 
 
-def selected(config: C, selection: Selection) -> C:
+def with_selection(config: C, selection: Selection) -> C:
     """Return `config` with the selected value for every setting that is `auto`, and only those."""
-    names = left_open(config)
+    names = auto_names(config)
     values: dict[str, Value] = {}
     if RECOMPUTATION in names:
         values = {
@@ -123,7 +123,7 @@ def selected(config: C, selection: Selection) -> C:
         values[MICRO_BATCH] = selection.micro_batch_size
     config = config.changed(values, Origin.SELECTED)
     if STRATEGY in names:
-        config = config.under(selection.strategy, Origin.SELECTED)
+        config = config.with_strategy(selection.strategy, Origin.SELECTED)
     if PREFETCH in names:
         config = replace(config, prefetch=selection.prefetch)
         config = config.changed({PREFETCH: selection.prefetch.name}, Origin.SELECTED)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from fsdpctl.chats.values import with_count
+from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.config.recipe import known_gpu
-from fsdpctl.config.schema import KEYS, C, Config, Origin, Placed
-from fsdpctl.config.short_words import RANKS
+from fsdpctl.config.launch import LaunchConfig
+from fsdpctl.config.schema import KEYS, C, Config, Origin, WithRanks
+from fsdpctl.config.shorthands import RANK_KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.resources import host_memory, num_cores, threads_per_rank
 from fsdpctl.plan.optimizers import MATRICES, MUON
@@ -25,8 +25,8 @@ from fsdpctl.plan.strategy import (
     strategies_of,
 )
 from fsdpctl.resolve.attention_kernel import architecture_here
-from fsdpctl.resolve.auto_values import Facts, Stage, filled, has_bf16
-from fsdpctl.resolve.launchers import CLUSTER, Role
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, has_bf16, with_auto_values
+from fsdpctl.resolve.launchers import CLUSTER, LaunchRole
 
 LOCAL = "local"
 _GIB = 1 << 30
@@ -34,7 +34,9 @@ _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _CPU_RANKS = 2  # that share memory; the cores between them are for their threads
 
 
-def place(config: Config, role: Role = CLUSTER, facts: Facts = Facts()) -> Placed:
+def assign_ranks(
+    config: Config, role: LaunchRole = CLUSTER, inputs: AutoInputs = AutoInputs()
+) -> WithRanks:
     """Return a configuration with its device, ranks and dtypes.
 
     The ranks are on this machine, as `role` has them, or else on `cluster`, which need not exist:
@@ -42,10 +44,10 @@ def place(config: Config, role: Role = CLUSTER, facts: Facts = Facts()) -> Place
     UsageError if this machine does not have the devices, or a rank could open too few files.
     """
     placed = on_cluster(config) if role.launch is None else _here(config, role.launch, role)
-    return Placed(filled(placed, Stage.PLACE, facts))
+    return WithRanks(with_auto_values(placed, Stage.RANKS, inputs))
 
 
-def _here(config: Config, launch: LaunchConfig, role: Role) -> Config:
+def _here(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         has_support = torch.version.cuda or torch.version.hip
@@ -54,24 +56,24 @@ def _here(config: Config, launch: LaunchConfig, role: Role) -> Config:
         raise UsageError(f"launch.device=cuda: {problem}")
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
-    ranks = launch.nproc_per_node or ranks_here(device)
+    ranks = launch.nproc_per_node or local_ranks(device)
     # A launcher of ranks may make only its own device visible to each.
     if available is not None and ranks > available and not (role.rank and available == 1):
         problem = f"expected at most {available}, the CUDA devices"
         raise UsageError(f"launch.nproc_per_node={ranks}: {problem}")
-    make_room_for_files(ranks)
+    raise_file_limit(ranks)
     return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
 
 
-def ranks_here(device: str = "auto") -> int:
+def local_ranks(device: str = "auto") -> int:
     """Return the ranks on this machine if none are set: one per CUDA device, or CPU ranks."""
     return (torch.cuda.device_count() if device != "cpu" else 0) or min(_CPU_RANKS, num_cores())
 
 
-def ranks_of(words: Mapping[str, str]) -> int:
+def num_ranks_of(words: Mapping[str, str]) -> int:
     """Return the number of ranks by settings of `launch` and `cluster`, here if there are none."""
     pairs = (each for each in words.items() if each[0].startswith(("launch.", "cluster")))
-    return place(compose_config([f"{name}={text}" for name, text in pairs]).config).num_ranks
+    return assign_ranks(compose_config([f"{name}={text}" for name, text in pairs]).config).num_ranks
 
 
 def on_cluster(config: C) -> C:
@@ -81,7 +83,7 @@ def on_cluster(config: C) -> C:
     device = launch.device or ("cuda" if is_gpu or assumes_gpu(config) else "cpu")
     here = cluster.name in (LOCAL, "cpu") and (device == "cpu" or torch.cuda.is_available())
     found = torch.cuda.device_count() if here and device == "cuda" else None
-    usual = ranks_here(device) if device == "cpu" else 1
+    usual = local_ranks(device) if device == "cpu" else 1
     ranks = launch.nproc_per_node or cluster.ranks_per_node or found or usual
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
     if device == "cpu":
@@ -106,16 +108,16 @@ def on_this_machine(composed: Composed) -> Composed:
     """
     given, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = known_gpu(_machine(config)) if device == "cuda" else None
+    gpu = gpu_by_name(_machine(config)) if device == "cuda" else None
     if given is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
         return composed
-    if not composed.has_recipes_cluster:
+    if not composed.has_cluster_of_recipe:
         raise UsageError(
             f"cluster={given}: this machine is {_machine(config)}; leave cluster out, or size the "
             f"run for that machine with fsdpctl estimate-memory cluster={given}"
         )
     described = [x for x in KEYS if x.startswith("cluster.") and not config.is_typed(x)]
-    described += [name for name in RANKS if config.origin(name) is Origin.OPTION]
+    described += [name for name in RANK_KEYS if config.origin(name) is Origin.OPTION]
     config = config.changed({"cluster": LOCAL}, Origin.DEFAULT)
     for name in described:
         origin = Origin.AUTO if KEYS[name].auto else Origin.DEFAULT
@@ -123,16 +125,16 @@ def on_this_machine(composed: Composed) -> Composed:
     return replace(composed, config=config)
 
 
-def role_of_dry_run(composed: Composed) -> Role:
+def role_of_dry_run(composed: Composed) -> LaunchRole:
     """Return the role of a dry run: the ranks of a job if the recipe is for GPUs of elsewhere."""
     config, cluster = composed.config, composed.config.cluster
     is_for_gpus = config.launch.device == "cuda" and not config.is_typed("launch.device")
     is_described = cluster.name != LOCAL or cluster.memory is not None
     is_elsewhere = is_for_gpus and is_described and not torch.cuda.is_available()
-    return Role(None if is_elsewhere else config.launch, is_dry=True)
+    return LaunchRole(None if is_elsewhere else config.launch, is_dry=True)
 
 
-def note_on_job(placed: Placed) -> str:
+def note_on_job(placed: WithRanks) -> str:
     """Return a line about what a dry run without a GPU checks a recipe for."""
     cluster = placed.cluster
     return f"checked for cluster={cluster.name}, {cluster.memory:g} GiB per rank; no GPU is here"
@@ -170,7 +172,7 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
     return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
 
 
-def note_on_products(config: Config) -> str:
+def note_on_tf32(config: Config) -> str:
     """Return a line if float32 products could be faster, or `precision=tf32` changes nothing."""
     has_tf32 = config.launch.device != "cpu" and has_bf16()  # of the same GPUs, and later ones
     if config.precision.name == TF32:
@@ -180,7 +182,7 @@ def note_on_products(config: Config) -> str:
     return faster if has_tf32 and config.precision.param_dtype == "float32" else ""
 
 
-def make_room_for_files(ranks: int) -> None:
+def raise_file_limit(ranks: int) -> None:
     """Raise a low limit of open files, which workers inherit."""
     needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -213,7 +215,7 @@ def may_share_memory(config: Config) -> bool:
     return launch.share_memory is not False and is_possible
 
 
-def strategy_that_runs(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
+def executed_strategy(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
     """Return what the strategy `row` of a placed configuration is on its ranks, and its shard size.
 
     `size` ranks share a replica; None: all.

@@ -6,26 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.recipe import YAML_NULLS, flat_items
 from fsdpctl.errors import UsageError
 
-_UNSET = ("", "null", "~")
-_OFF = ("false", "no", "off", "0", "none", *_UNSET)
+_OFF = ("false", "no", "off", "0", "none", *YAML_NULLS)
 _ON = ("true", "yes", "on", "1")
-# A key of each tool, by which its files are recognized.
-_KNOWN_BY = {
-    "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
-    "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
-}  # fmt: skip
-# Keys of further tools, whose files are not read; a file with one of these is of no tool above.
-_NOT_READ = {
-    "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "template": "LLaMA-Factory",
-    "peft_config": "LLaMA-Factory", "dist_config": "LLaMA-Factory", "actor_rollout_ref": "verl",
-    "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
-    "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
-}  # fmt: skip
-NO_TOML = (
-    "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +49,7 @@ class SourceConfig:
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file, self.launch = file, launch
         self.content: Mapping[object, object] = _without_nulls(content)
-        given = [x for x in _flatten("", self.content) if x.text.strip() and not x.is_off]
+        given = [x for x in _flatten(self.content) if x.text.strip() and not x.is_off]
         used = {each.key.partition(".")[0] for each in given}
         self.shards = not used.isdisjoint(_SHARDS)
         # The keys of `launch` that this file decides, as transformers does.
@@ -73,7 +58,7 @@ class SourceConfig:
         if launch is not None:
             others = {key: x for key, x in launch.content.items() if key not in self.decided}
             self.content = {**self.content, **others}
-        flat = list(_flatten("", self.content))
+        flat = list(_flatten(self.content))
         self._left = {each.key: each for each in flat}
         self._all = {each.key: each for each in self.peek()}
         self.nulls = self._left.keys() - self._all.keys()
@@ -86,7 +71,7 @@ class SourceConfig:
     def take(self, *keys: str) -> SourceKey | None:
         """Remove all of `keys`, and return the first one that is set."""
         found = [value for key in keys if (value := self._left.pop(key, None)) is not None]
-        return next((each for each in found if each.text.strip().lower() not in _UNSET), None)
+        return next((each for each in found if each.text.strip().lower() not in YAML_NULLS), None)
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set, also if it is taken; the others are not left."""
@@ -99,7 +84,7 @@ class SourceConfig:
         value = self.take(*keys)
         return value if value is not None and value.is_on else None
 
-    def take_used(self, *keys: str) -> SourceKey | None:
+    def take_enabled(self, *keys: str) -> SourceKey | None:
         """Take keys, and return the first one that is set unless its value disables it."""
         value = self.take(*keys)
         return value if value is not None and not value.is_off else None
@@ -142,7 +127,7 @@ class SourceConfig:
 
     def peek(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set and not taken."""
-        return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
+        return tuple(x for x in self._left.values() if x.text.strip().lower() not in YAML_NULLS)
 
     def all_keys(self) -> tuple[SourceKey, ...]:
         """Return the keys that are set, also those that are taken."""
@@ -162,31 +147,17 @@ def as_whole(text: str) -> int | None:
         return None
 
 
-def tool_of(source: SourceConfig) -> str | None:
-    """Return the tool that a YAML file belongs to, if it is known.
-
-    UsageError if it is one whose files are not read.
-    """
-    if other := next((each for key, each in _NOT_READ.items() if key in source), ""):
-        way = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
-        raise UsageError(f"{source.file}: a file of {other}: not supported; {way}")
-    return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
-
-
 def _without_nulls(node: Any) -> Any:
     if isinstance(node, list):
         return [_without_nulls(each) for each in node]
     if isinstance(node, Mapping):
         return {key: _without_nulls(each) for key, each in node.items()}
-    return None if isinstance(node, str) and node.strip().lower() in _UNSET else node
+    return None if isinstance(node, str) and node.strip().lower() in YAML_NULLS else node
 
 
-def _flatten(prefix: str, content: Mapping[object, object]) -> Iterator[SourceKey]:
-    for word, value in content.items():
-        key = f"{prefix}{word}"
-        if isinstance(value, Mapping):
-            yield from _flatten(f"{key}.", value)
-        elif isinstance(value, list):
+def _flatten(content: Mapping[object, object]) -> Iterator[SourceKey]:
+    for key, value in flat_items(content):
+        if isinstance(value, list):
             # For lists of mappings, such as data sets, only their presence matters.
             items = tuple("{}" if isinstance(x, Mapping | list) else _text(x) for x in value)
             yield SourceKey(key, ", ".join(items), items, is_list=True)

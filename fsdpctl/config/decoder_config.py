@@ -15,10 +15,10 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
-CONFIG_OF = "the model's config.json"  # in messages about one that was read before
+CONFIG_LOCATION = "the model's config.json"  # in messages about one that was read before
 # About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
 # names are: transformers would download and run them.
-_NOT_THE_MODELS = (
+_FILE_KEYS = (
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _FIELD = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
 _VALIDATOR = re.compile(r"Class validation error for validator '\w+': \w+: ")
 _TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
-NAMES = {
+SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
     "intermediate_size": ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"),
@@ -45,7 +45,7 @@ NAMES = {
 }
 
 
-def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
+def sizes_and_config(content: Mapping[str, Any], where: str) -> dict[str, str]:
     """Return the settings of a model by its config.json, without the prefix `model.`.
 
     `where` is the file, for messages. UsageError if the installed transformers has no code for a
@@ -58,53 +58,53 @@ def words_of_content(content: Mapping[str, Any], where: str) -> dict[str, str]:
     config = read_configuration(kept, where, own_code="auto_map" in content)
     if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
         kept = {**_of_the_model(config.to_diff_dict()), "model_type": config.model_type}
-    words = {"config_json": canonical(kept)}
-    for ours, theirs in NAMES.items():
+    words = {"config_json": canonical_json(kept)}
+    for ours, theirs in SIZE_NAMES.items():
         value = _value(config, theirs)
         if value is not None and value >= 0:  # negative: a default without a limit
             words[ours] = str(value).lower()
     return {"num_kv_heads": words.get("num_heads", "1"), **words}
 
 
-def content_of(model: ModelConfig) -> dict[str, Any]:
-    return parse_json(str(model.config_json), dict[str, Any], CONFIG_OF)
+def config_dict(model: ModelConfig) -> dict[str, Any]:
+    return parse_json(str(model.config_json), dict[str, Any], CONFIG_LOCATION)
 
 
 @lru_cache(maxsize=8)
 def _configuration(text: str) -> Any:
-    return read_configuration(parse_json(text, dict[str, Any], CONFIG_OF), CONFIG_OF)
+    return read_configuration(parse_json(text, dict[str, Any], CONFIG_LOCATION), CONFIG_LOCATION)
 
 
-def declared(model: ModelConfig, name: str) -> Any:
+def config_value(model: ModelConfig, name: str) -> Any:
     """Return a value of a model's config.json, or its default in transformers; None without one."""
     return getattr(_configuration(str(model.config_json)), name, None)
 
 
-def family_of(model: ModelConfig) -> str:
-    return family_in(str(model.config_json))
+def model_type_of(model: ModelConfig) -> str:
+    return model_type_in(str(model.config_json))
 
 
 @lru_cache(maxsize=8)
-def family_in(text: str) -> str:
-    return str(parse_json(text, dict[str, Any], CONFIG_OF).get("model_type"))
+def model_type_in(text: str) -> str:
+    return str(parse_json(text, dict[str, Any], CONFIG_LOCATION).get("model_type"))
 
 
-def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
+def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of config.json, as transformers writes it, for weights of `dtype`.
 
     Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
     such as token ids, are kept.
     """
-    content = content_of(model)
+    content = config_dict(model)
     family = content["model_type"]
     from transformers.models.auto import modeling_auto
 
     kept = dict(source) if source.get("model_type") == family else {}
     kept.pop("torch_dtype", None)
     try:
-        config = read_configuration({**kept, **content}, CONFIG_OF)
+        config = read_configuration({**kept, **content}, CONFIG_LOCATION)
     except UsageError:  # a value that is not the model's, such as a label
-        config = read_configuration({**_of_the_model(kept), **content}, CONFIG_OF)
+        config = read_configuration({**_of_the_model(kept), **content}, CONFIG_LOCATION)
     class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     config.architectures = kept.get("architectures") or [class_name]
     config.dtype = dtype
@@ -113,18 +113,20 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    return with_content(model, resized(content_of(model), sizes, CONFIG_OF), **sizes)
+    return with_config(model, with_other_sizes(config_dict(model), sizes, CONFIG_LOCATION), **sizes)
 
 
-def with_content(model: ModelConfig, content: Mapping[str, Any], **sizes: Any) -> ModelConfig:
-    return replace(model, **sizes, config_json=canonical(content))
+def with_config(model: ModelConfig, content: Mapping[str, Any], **sizes: Any) -> ModelConfig:
+    return replace(model, **sizes, config_json=canonical_json(content))
 
 
-def resized(content: Mapping[str, Any], sizes: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_other_sizes(
+    content: Mapping[str, Any], sizes: Mapping[str, Any], where: str
+) -> dict[str, Any]:
     """Return the content with other sizes by our keys; kinds of blocks repeat if there are more."""
     config, changed = read_configuration(content, where), dict(content)
     for ours, value in sizes.items():
-        names = [name for name in NAMES.get(ours, ()) if _value(config, [name]) is not None]
+        names = [name for name in SIZE_NAMES.get(ours, ()) if _value(config, [name]) is not None]
         if not names or value is None:
             continue
         before, name = _value(config, names), config.attribute_map.get(names[0], names[0])
@@ -140,11 +142,11 @@ def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _of_the_model(value) if isinstance(value, Mapping) else value
         for name, value in content.items()
-        if name not in _NOT_THE_MODELS and (name == "__float__" or not str(name).startswith("_"))
+        if name not in _FILE_KEYS and (name == "__float__" or not str(name).startswith("_"))
     }
 
 
-def canonical(content: Mapping[str, Any]) -> str:
+def canonical_json(content: Mapping[str, Any]) -> str:
     """Return the text of a config.json that equal contents share."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
@@ -192,7 +194,7 @@ def known_names(config: Any) -> dict[str, Collection[str]]:
     names: dict[str, Collection[str]] = {
         name: [*value] if isinstance(value, dict) else ()
         for name, value in {**config.to_dict(), **config.attribute_map}.items()
-        if name not in _NOT_THE_MODELS and not name.startswith("_")
+        if name not in _FILE_KEYS and not name.startswith("_")
     }
     if "rope_parameters" in names:
         names |= {"rope_theta": (), "partial_rotary_factor": ()}

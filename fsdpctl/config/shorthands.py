@@ -2,19 +2,19 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdpctl.config.data_files import option_of_path
+from fsdpctl.config.data_sources import sources_in
 from fsdpctl.config.hub import hub_models
-from fsdpctl.config.recipe import choices_of
-from fsdpctl.config.sources import sources_in
+from fsdpctl.config.keys import Setting
+from fsdpctl.config.options import choices_of, ranks_per_node
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 
-Pair = tuple[str, str]
-RANKS = ("launch.nproc_per_node", "launch.nnodes")
+RANK_KEYS = ("launch.nproc_per_node", "launch.nnodes")
 _TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
@@ -24,7 +24,7 @@ def is_hub_name(word: str) -> bool:
     return _NAME.fullmatch(word) is not None and not Path(word).expanduser().exists()
 
 
-def names_model(word: str) -> bool:
+def is_model_name(word: str) -> bool:
     """Return whether a word without a key is a model: its name on the Hub, directory or file."""
     name, path = word.partition("@")[0], Path(word).expanduser()
     if is_hub_name(word):  # another one than a similar name's, or a typo
@@ -32,18 +32,15 @@ def names_model(word: str) -> bool:
     return is_gguf(path) or (path / "config.json").is_file()
 
 
-def expanded(
-    pairs: Sequence[Pair], others: Sequence[Pair], ranks_per_node: Callable[[str], int | None]
-) -> list[Pair]:
-    """Replace the short forms among some settings.
+def expand_shorthands(pairs: Sequence[Setting], others: Sequence[Setting]) -> list[Setting]:
+    """Replace the short forms among some settings; `others` are those of the recipe.
 
-    `others` are those of the recipe below them; `ranks_per_node` returns the ranks of a node of a
-    cluster, None if it is unknown. UsageError if GPUs are not full nodes, or conflict with ranks.
+    UsageError if GPUs are not full nodes, or conflict with ranks.
     """
     given = dict(pairs)
-    found: list[Pair] = []
+    found: list[Setting] = []
     for name, text in pairs:
-        if name == "model" and ("/" in text or names_model(text)):
+        if name == "model" and ("/" in text or is_model_name(text)):
             found += [("model", "hf"), ("model.path", text)]
         elif name == "cluster" and (match := _TIMES.fullmatch(text)) is not None:
             card = _option(match[2])
@@ -65,23 +62,23 @@ def _option(cluster: str) -> str:
 
 def _cluster(
     text: str, count: int, name: str, given: dict[str, str], per_node: int | None
-) -> list[Pair]:
-    if clash := next((each for each in RANKS if each in given), None):
+) -> list[Setting]:
+    if clash := next((each for each in RANK_KEYS if each in given), None):
         way = f"set the ranks with one of them, such as cluster={name} and {clash}"
         raise UsageError(f"cluster={text}: conflicts with {clash}; {way}")
     if per_node is None or count <= per_node:
-        return [("cluster", name), (RANKS[0], str(count)), (RANKS[1], "1")]
+        return [("cluster", name), (RANK_KEYS[0], str(count)), (RANK_KEYS[1], "1")]
     if count % per_node:
         raise UsageError(
             f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "
             f"{name} has {per_node} GPUs"
         )
     return [
-        ("cluster", name), (RANKS[0], str(per_node)), (RANKS[1], str(count // per_node))
+        ("cluster", name), (RANK_KEYS[0], str(per_node)), (RANK_KEYS[1], str(count // per_node))
     ]  # fmt: skip
 
 
-def with_own_strategy(pairs: list[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+def translate_strategy(pairs: list[Setting]) -> tuple[list[Setting], tuple[str, ...]]:
     """Replace another tool's name of a strategy; also return a line about it."""
     asked = dict(pairs).get("strategy", "")
     ours = STRATEGIES_ELSEWHERE.get(asked.lower(), asked)

@@ -1,0 +1,122 @@
+"""The section `cluster`, the hardware that estimates assume, and the GPUs of named clusters."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from fsdpctl.config.keys import auto_key, key, optional_key
+from fsdpctl.config.launch import MAX_RANKS
+from fsdpctl.io.packages import package_folder
+from fsdpctl.io.untrusted import read_yaml
+from fsdpctl.plan.attention_kernels import ARCHITECTURES
+
+PRICED = "priced"  # in the file of a cluster: who asks its price, on which day
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The hardware that estimates and predictions assume."""
+
+    name: str = "local"
+    memory: float | None = auto_key(
+        "memory per rank, as torch reports that of a device", unit="GiB", within=(0.001, 1e6)
+    )
+    host_memory: float | None = auto_key(
+        "host memory of a node; auto: of this machine or its control group",
+        unit="GiB",
+        within=(0.001, 1e6),
+    )
+    ranks_per_node: int | None = auto_key(
+        "value of launch.nproc_per_node=auto in estimates", within=(1, MAX_RANKS)
+    )
+    flops: float | None = optional_key(
+        "TFLOP/s of dense matrix products in bf16", within=(1e-3, 1e6)
+    )
+    flops_fp32: float | None = optional_key(
+        "TFLOP/s of dense matrix products in fp32", within=(1e-3, 1e6)
+    )
+    memory_bandwidth: float | None = optional_key("GB/s of device memory", within=(1e-3, 1e6))
+    intra_bandwidth: float | None = optional_key(
+        "GB/s per rank within a node, per direction", within=(1e-4, 1e6)
+    )
+    inter_bandwidth: float | None = optional_key(
+        "GB/s per rank between nodes, per direction", within=(1e-4, 1e6)
+    )
+    host_bandwidth: float = key(
+        200.0, "GB/s of a node's host memory, which its ranks share", within=(1e-3, 1e6)
+    )
+    pcie_bandwidth: float = key(
+        31.5, "GB/s between a GPU and its host, per direction", within=(1e-4, 1e6)
+    )
+    price: float | None = optional_key(
+        "estimates only: price of a GPU hour; of a named cluster, one quoted on a day, in USD",
+        within=(0, 1e6),
+    )
+    architecture: str | None = auto_key(
+        "GPU generation, which determines the supported attention kernels", choices=ARCHITECTURES
+    )
+    matmul_efficiency: float = key(
+        0.73,
+        "share of flops that large matrix products reach",
+        within=(0.01, 1),
+        user_key="cluster.flops",
+    )
+    attention_efficiency: float | None = auto_key(
+        "share of flops that attention reaches; auto: by architecture and model.attention",
+        within=(0.01, 1),
+    )
+    step_efficiency: float = key(
+        0.863,
+        "speed of operators within a step, relative to each on its own",
+        within=(0.01, 1),
+        user_key="cluster.flops",
+    )
+
+
+class Gpu(NamedTuple):
+    """A GPU of a named cluster."""
+
+    cluster: str
+    peak: float  # dense FLOP/s in bf16, by its data sheet
+
+
+@cache
+def gpu_by_name(device_name: str) -> Gpu | None:
+    found = {}
+    for cluster, content in _clusters():
+        for name in content.get("device_names", ()):
+            if re.search(rf"\b{name}\b", device_name, re.IGNORECASE):
+                found[name] = Gpu(cluster, float(content["flops"]) * 1e12)
+    return found[max(found, key=len)] if found else None  # A100-SXM4-40GB rather than A100
+
+
+def clusters_with_memory(size: str) -> list[str]:
+    """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
+    digits = size.lower().rstrip("gib")
+    most = float(digits) if digits.isdecimal() else 0.0
+    # A part of the memory is reserved.
+    return [x for x, about in _clusters() if 0.9 * most < float(about.get("memory", 0)) <= most]
+
+
+def clusters_like(text: str) -> list[str]:
+    """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
+    word = text.lower()
+    model = re.search(r"[a-z]+[-_ ]?\d+", word)  # a100 is neither a10 nor one of two
+    start, word = (re.sub(r"[-_ ]", "", each) for each in (model[0] if model else word, word))
+    similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
+    whole = [x for x in similar if all(part in word for part in x.split("_"))]
+    return [max(whole, key=len)] if whole else similar
+
+
+def price_source(cluster: str) -> str:
+    """Return who asks the price of a cluster's file, and the day; empty if it has none."""
+    file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
+    about: Any = read_yaml(file) or {}
+    return str(about.get(PRICED, ""))
+
+
+def _clusters() -> Iterator[tuple[str, Any]]:
+    for file in sorted((package_folder("conf") / "cluster").glob("*.yaml")):
+        yield file.stem, read_yaml(file) or {}

@@ -1,0 +1,121 @@
+"""The sections `engine` and `launch`: the engine that shards, and the start of its ranks."""
+
+import os
+from dataclasses import dataclass, replace
+
+from fsdpctl.config.keys import auto_key, key, optional_key
+from fsdpctl.io.resources import threads_per_rank
+
+MAX_RANKS, _MAX_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedProgram:
+    """The differences between fsdpctl and another program that an estimate can be of."""
+
+    fused_optimizer: bool = True  # AdamW in one kernel; else with a copy of the second moments
+    keeps_logits: bool = False  # in float32, until the next pass has made its own
+    transformers_norms: bool = (
+        False  # of transformers' modules, which keep more tensors than torch's
+    )
+    fused_experts: bool = False  # as Liger's
+    reentrant_checkpoints: bool = (
+        False  # in backward after recomputation, as reentrant checkpoints do
+    )
+    fused_dequantization: bool = False  # quantized weights, as bitsandbytes does
+    # Of the host, for each DTensor's norm, clip and step, before the trainer reads the loss.
+    seconds_per_tensor: float = 0.0
+
+
+NO_EMULATION = "fsdpctl"
+# By published steps of TRL.
+_TRAINER = EmulatedProgram(
+    transformers_norms=True, fused_dequantization=True, seconds_per_tensor=0.3e-3
+)
+PROGRAMS = {
+    NO_EMULATION: EmulatedProgram(),
+    "torchtitan": EmulatedProgram(keeps_logits=True),
+    "transformers": _TRAINER,
+    "transformers_foreach": replace(_TRAINER, fused_optimizer=False),
+    "liger": replace(_TRAINER, transformers_norms=False, fused_experts=True),
+    "reentrant": EmulatedProgram(reentrant_checkpoints=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine that shards: fsdpctl, or one of PyTorch's own for comparison."""
+
+    name: str = "fsdpctl"
+    program: str = key(
+        NO_EMULATION,
+        "estimates only: program that is estimated; torchtitan: keeps logits in float32 during the "
+        "next pass; transformers: norms and trainer of transformers, with _foreach torch's default "
+        "AdamW; liger: with Liger's kernels; reentrant: fsdp2 gathers again after recomputation",
+        choices=tuple(PROGRAMS),
+    )
+
+    @property
+    def emulated(self) -> EmulatedProgram:
+        return PROGRAMS[self.program]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """The start of the workers."""
+
+    name: str = "local"
+    nproc_per_node: int | None = auto_key(
+        "ranks per node; auto: one per CUDA device, else 2 (1 core: 1)", within=(1, MAX_RANKS)
+    )
+    nnodes: int = key(1, "nodes", within=(1, _MAX_NODES))
+    node_rank: int | None = key(None, "number of this node, from 0", within=(0, _MAX_NODES - 1))
+    rdzv_endpoint: str | None = key(
+        None, "HOST:PORT of node 0, where the launchers of all nodes connect"
+    )
+    interface: str | None = auto_key(
+        "network interface between nodes; auto: the one that reaches rdzv_endpoint"
+    )
+    device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
+    share_memory: bool | None = auto_key(
+        "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
+        "auto: true where possible"
+    )
+    allocator: str = key(
+        "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
+    )
+    timeout: float = key(
+        600.0, "seconds after which a stuck collective stops the run", within=(1, 1e6)
+    )
+    hang_timeout: float | None = auto_key(
+        "seconds after which a rank without progress is reported; auto: half of launch.timeout",
+        within=(1, 1e6),
+    )
+    max_restarts: int = key(0, "number of restarts after failures", within=(0, 1_000_000))
+    nproc_min: int | None = auto_key(
+        "fewest ranks per node after a restart; auto: no fewer than before", within=(1, MAX_RANKS)
+    )
+    nnodes_min: int | None = auto_key(
+        "fewest nodes after a restart; auto: no fewer than before", within=(1, _MAX_NODES)
+    )
+    time_limit: float | None = optional_key(
+        "seconds from launch to the last save; training stops in time for it", within=(1, 1e9)
+    )
+
+    @property
+    def hang_limit(self) -> float:
+        """Seconds without a heartbeat, longer than a short network failure."""
+        return self.hang_timeout or self.timeout / 2
+
+    def rank_environment(self, ranks: int) -> dict[str, str]:
+        """Return variables that one of a host's `ranks` needs before torch is imported.
+
+        Those of the allocator are for both devices if it is auto.
+        """
+        values = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+        if self.device != "cuda":  # each step maps large tensors again: in pages of 2 MiB
+            values["THP_MEM_ALLOC_ENABLE"] = "1"
+        has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
+        if self.device != "cpu" and not has_older_name:
+            values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{self.allocator == 'expandable'}"
+        return values
