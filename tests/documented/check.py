@@ -26,14 +26,14 @@ ADDRESS = "$FSDPCTL"  # of the package, in the shell of a reader
 # Where a command has read all options and settings, and would begin to work.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
-    "fsdpctl.commands.estimate_report.estimates_of",
+    "fsdpctl.commands.estimate_work.estimates_of",
     "fsdpctl.commands.compare.command.measure", "fsdpctl.commands.compare.command.predict",
     "fsdpctl.resolve.prepare.prepare", "fsdpctl.commands.evaluate.prepare",
     "fsdpctl.commands.sample.sample_text", "fsdpctl.commands.sample._chat",
     "fsdpctl.commands.consolidate.consolidate",
     "fsdpctl.commands.checkpoint.shard_weights", "fsdpctl.commands.consolidate.write_gguf",
     "fsdpctl.checkpoint.peft.write_peft", "fsdpctl.checkpoint.verify_export.findings_on",
-    "fsdpctl.io.upload.UploadTarget.check",
+    "fsdpctl.io.hub_upload.UploadTarget.check",
     "fsdpctl.commands.training_data.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compare_run_dirs",
 )  # fmt: skip
