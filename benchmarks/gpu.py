@@ -30,7 +30,7 @@ from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.blocks import checkpoint_block
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.models.registry import build_plain
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
@@ -93,7 +93,7 @@ def make_model(size: Size) -> TransformersDecoder:
 def ours(model: nn.Module, nccl: NcclCollectives, precision: fsdpctl.Precision) -> Step:
     """Return a step of fsdpctl's engine with full_shard, even on a single rank."""
     sharding = Sharding(prefetch=fsdpctl.Prefetch(), precision=precision)
-    sharded_model = sharded(model, nccl, sharding, source=Source(DEVICE))
+    sharded_model = sharded(model, nccl, sharding, source=WeightInit(DEVICE))
     optimizer = fsdpctl.ShardedAdamW(sharded_model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     return stepping(sharded_model, optimizer)
 

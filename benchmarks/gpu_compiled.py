@@ -31,7 +31,7 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import compile_block
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.fused import fusing
 from fsdpctl.models.quantized import INT8, NF4
@@ -91,7 +91,7 @@ def _kernels(size: Size, *, is_sharded: bool) -> int:
         model: nn.Module = make_model(size)
         precision = fsdpctl.Precision(torch.bfloat16)
         if is_sharded:
-            model = sharded(model, nccl, Sharding(precision=precision), source=Source(DEVICE))
+            model = sharded(model, nccl, Sharding(precision=precision), source=WeightInit(DEVICE))
         else:
             model.to(torch.bfloat16)
         batch = _batch(size)
@@ -161,7 +161,7 @@ class _EightBits:
     def __init__(self, width: int, nccl: NcclCollectives) -> None:
         linear = nn.Linear(width, width, bias=False, device=DEVICE)
         draw("weight", linear.weight)
-        about: dict[str, Any] = {"source": Source(DEVICE), "blocks": ["Linear"]}
+        about: dict[str, Any] = {"source": WeightInit(DEVICE), "blocks": ["Linear"]}
         self.model = sharded(nn.Sequential(linear), nccl, Sharding(), **about)
         self.optimizer = fsdpctl.ShardedAdamW(self.model, state_dtype=torch.int8)
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -173,7 +173,7 @@ class _EightBits:
         self.optimizer.step(grad_scale=finite + 2, found_inf=finite)
 
     def codes(self) -> Tensor:
-        ((_, state),) = self.optimizer.run_states()
+        ((_, state),) = self.optimizer.span_states()
         return state["exp_avg.codes"].clone()
 
 

@@ -28,7 +28,7 @@ from benchmarks.report import arguments, write_report
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Resolved
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step_plan import Prefetch
@@ -89,7 +89,7 @@ def _train(config: Resolved, nccl: NcclCollectives) -> None:
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=config.precision.planned,
     )
-    source, strategy = Source(DEVICE, draw), config.strategy.name
+    source, strategy = WeightInit(DEVICE, draw), config.strategy.name
     model = sharded(make_module(config), nccl, sharding, source=source, strategy=strategy)
     optimizer = make_optimizer(config, model)
     for _ in range(_STEPS):

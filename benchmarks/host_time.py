@@ -31,13 +31,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdpctl
 from benchmarks.one_gpu import DEVICE, FakeNccl, sharded
 from benchmarks.report import arguments, write_report
-from fsdpctl.comm.collectives import Collectives, Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import (
+    AllGatherInput,
+    Collectives,
+    Handle,
+    InPlaceReduction,
+    Reduction,
+)
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
     reduce_scatter_single,
 )
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import Transport
 
@@ -87,22 +93,22 @@ class OneCallEach(ProcessGroupCollectives):
 
     transport = Transport.NCCL
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Into the whole of each."""
         for each in buffers:
-            own: Span = each.parts[self.rank]
-            source = each.whole[own.start : own.stop]
+            own: Span = each.spans[self.rank]
+            source = each.full[own.start : own.stop]
             if each.shard is not None:
                 source.copy_(each.shard)
-            all_gather_single(each.whole, source, group=self.gather_group)
-        return Handle(lambda: buffers[0].whole)
+            all_gather_single(each.full, source, group=self.gather_group)
+        return Handle(lambda: buffers[0].full)
 
     def reduce_scatter(self, whole: Tensor, parts: Any) -> Reduction:
         """Into this rank's part."""
         own: Span = parts[self.rank]
         part = whole[own.start : own.stop]
         reduce_scatter_single(part, whole, group=self.reduce_group)
-        return InPlace(Handle(lambda: part))
+        return InPlaceReduction(Handle(lambda: part))
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         """In place, as if all ranks had the same."""
@@ -171,7 +177,7 @@ def _ours(setting: Setting) -> Callable[[Tensor], Timings]:
     device = setting.device
     collectives: Collectives = FakeNccl(device) if device.type == "cuda" else OneCallEach()
     sharding = Sharding(prefetch=fsdpctl.Prefetch(), precision=fsdpctl.Precision())
-    blocks, source = ["Block"], Source(device)
+    blocks, source = ["Block"], WeightInit(device)
     model = sharded(setting.net(), collectives, sharding, source=source, blocks=blocks)
     optimizer = fsdpctl.ShardedAdamW(model)
     return _timed(model, optimizer, lambda: fsdpctl.clip_grad_norm_(model, 1.0))

@@ -20,12 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdpctl.comm.collectives import Collectives, Handle
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import Division, lay_out
+from fsdpctl.plan.units import ModelLayout, unit_layouts
 
 DEVICE = torch.device("cuda", 0)  # with its index: NCCL's process group accepts no other
 _STD = 0.02
@@ -108,13 +108,15 @@ def sharded(
     collectives: Collectives,
     sharding: Sharding,
     *,
-    source: Source,
+    source: WeightInit,
     strategy: str = "full_shard",
     blocks: Sequence[str] | None = None,
 ) -> ShardedModel:
     """Return a module under fsdpctl's engine with these collectives, even on a single rank."""
     row, specs = get_strategy(strategy), divide_module(module, blocks)
-    division = Division(specs, lay_out(specs, collectives.size), row)
+    division = ModelLayout(specs, unit_layouts(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
-    plan = StepPlan(division, mesh.place, sharding.precision, sharding.prefetch, sharding.on_host)
+    plan = StepPlan(
+        division, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host
+    )
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)

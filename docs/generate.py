@@ -98,7 +98,7 @@ def _cells(row: Strategy) -> tuple[str, ...]:
         after,
         f"{part}{over}" if row.shards_grads else "full",
         part if row.shards_optimizer else "full",
-        renewed if row.renews_params else "–",
+        renewed if row.syncs_params else "–",
     )
 
 

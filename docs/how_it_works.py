@@ -124,7 +124,7 @@ def _bars(own: Sequence[tuple[int, EventKind]], end: int) -> Iterator[tuple[int,
             if _ARRIVING in began:  # otherwise the unit is still in its unshard buffer
                 yield began.pop(_ARRIVING), i, _ARRIVING
             began[_WHOLE] = i
-        elif kind is K.RELEASE:
+        elif kind is K.FREE:
             yield began.pop(_WHOLE), i + 1, _WHOLE
         elif kind is K.REDUCE:
             began.setdefault(_GRADS, i)
@@ -172,11 +172,11 @@ def _draw_held(
     """Draw what a rank holds of a unit after the events `past`; `at` is left, top and width."""
     x, y, width = at
     (layout,) = step.layouts[unit]
-    part = layout.owned_parts[rank]
+    part = layout.owned_spans[rank]
     first, share = x + width * part.start / layout.numel, width * part.numel / layout.numel
     last = {kind: i for i, kind in enumerate(past)}
-    gathered, ready, released = (last.get(kind, -1) for kind in (K.GATHER, K.READY, K.RELEASE))
-    if ready > released:
+    gathered, ready, freed = (last.get(kind, -1) for kind in (K.GATHER, K.READY, K.FREE))
+    if ready > freed:
         canvas.box(_WHOLE, x, y, width, 11)
     elif gathered > ready:
         canvas.box(_ARRIVING, x, y, width, 11)

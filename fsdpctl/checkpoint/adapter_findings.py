@@ -276,5 +276,5 @@ def _squares_of_product(weights: Tensors, pair: _Pair) -> NDArray[np.float64]:
 
 
 def _squares(weights: Tensors, key: str) -> float:
-    spans = Span(0, weights.info(key).numel).cut(_ELEMENTS)
+    spans = Span(0, weights.info(key).numel).split(_ELEMENTS)
     return sum(float(np.linalg.norm(read_floats(weights, key, span))) ** 2 for span in spans)

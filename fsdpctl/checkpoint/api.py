@@ -14,14 +14,14 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.flat_shard import FlatShard, Sharded, trainable_shards
+from fsdpctl.comm.flat_shard import FlatShard, ShardedModelProtocol, trainable_shards
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
 
 _STEP = "step"
 
 
-class _WithRanks(Sharded, Protocol):
+class _WithRanks(ShardedModelProtocol, Protocol):
     @property
     def collectives(self) -> Ranks: ...
 
@@ -46,7 +46,7 @@ def save_checkpoint(
         FsdpctlError: If a rank cannot write.
     """
     path = Path(path)
-    if any(model.collectives.gather_objects(path.exists())):
+    if any(model.collectives.all_gather_object(path.exists())):
         raise UsageError(f"{path}: already exists")
     ranks = model.collectives
     groups = [] if optimizer is None else [_options(each) for each in optimizer.param_groups]
@@ -56,7 +56,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, model: Sharded, optimizer: Optimizer | None = None
+    path: str | Path, model: ShardedModelProtocol, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
     """Load `model` and `optimizer` from `path`, saved by any number of ranks. Collective.
 
@@ -94,9 +94,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_states(
-    model: Sharded, optimizer: Optimizer, reader: CheckpointReader | None = None
+    model: ShardedModelProtocol, optimizer: Optimizer, reader: CheckpointReader | None = None
 ) -> ShardedOptimizer:
-    if hasattr(optimizer, "run_states"):
+    if hasattr(optimizer, "span_states"):
         return cast("ShardedOptimizer", optimizer)
     if reader is None:
         return _FlatOptimizer(model, optimizer, counts=False)
@@ -115,7 +115,12 @@ class _FlatOptimizer:
     """An elementwise torch optimizer of a model's flat parameters, as checkpoints see it."""
 
     def __init__(
-        self, model: Sharded, optimizer: Optimizer, kinds: Collection[str] = (), *, counts: bool
+        self,
+        model: ShardedModelProtocol,
+        optimizer: Optimizer,
+        kinds: Collection[str] = (),
+        *,
+        counts: bool,
     ) -> None:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
@@ -130,7 +135,7 @@ class _FlatOptimizer:
                 "model.flat_parameters(); other optimizers cannot be saved or loaded"
             )
 
-    def isolate(self, names: Collection[str]) -> None:
+    def separate_params(self, names: Collection[str]) -> None:
         """Do nothing: full shards are stepped."""
 
     def create_states(self) -> None:
@@ -140,7 +145,7 @@ class _FlatOptimizer:
             if self._counts:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
-    def run_states(self) -> Iterator[tuple[_FullShard, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[_FullShard, dict[str, Tensor]]]:
         """Yield each shard with its states, which must have its shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
@@ -151,4 +156,4 @@ class _FlatOptimizer:
                         f"{type(self._optimizer).__name__}: state {name} is not elementwise, so "
                         "it cannot be saved in parts"
                     )
-            yield _FullShard(shard, shard.held), found
+            yield _FullShard(shard, shard.span), found

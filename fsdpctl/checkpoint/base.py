@@ -104,7 +104,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value, in rank order."""
 
 
@@ -181,7 +181,7 @@ def checksum_of(
         own = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
     except FsdpctlError as caught:  # the other ranks wait for the result
         error = str(caught)
-    results = ranks.gather_objects((own, error))
+    results = ranks.all_gather_object((own, error))
     for _, error in results:
         if error:
             raise CheckpointError(error)
@@ -191,7 +191,7 @@ def checksum_of(
 
 
 def _chunks(info: TensorInfo) -> Iterable[Span]:
-    return Span(0, info.numel).cut(_CHUNK_BYTES // ITEMSIZES[info.dtype])
+    return Span(0, info.numel).split(_CHUNK_BYTES // ITEMSIZES[info.dtype])
 
 
 def _samples(info: TensorInfo) -> Iterable[Span]:

@@ -28,7 +28,7 @@ from fsdpctl.io.activity import BYTES, Advance, doing
 from fsdpctl.io.files import os_errors_as
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
-from fsdpctl.plan.layout import Span, share_of
+from fsdpctl.plan.layout import Span, aligned_chunk
 
 
 def consolidate(
@@ -172,7 +172,7 @@ def shard_weights(
 def _shares(
     tensors: Mapping[str, manifest.TensorInfo], rank: int, num_files: int
 ) -> dict[str, Span]:
-    spans = {key: share_of(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
+    spans = {key: aligned_chunk(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
     empty = {key for key, info in tensors.items() if rank == 0 and not info.numel}
     return {key: span for key, span in spans.items() if span.numel or key in empty}
 

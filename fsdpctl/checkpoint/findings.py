@@ -141,7 +141,7 @@ def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[WeightCh
         other.shape[1:] == info.shape[1:] and other.numel < info.numel
     )
     delta, norm, bad, has_any = 0.0, 0.0, 0, False
-    for span in Span(0, info.numel).cut(_ELEMENTS):
+    for span in Span(0, info.numel).split(_ELEMENTS):
         data, known = _bytes(ours, key, span), bytearray()
         if theirs is not None and is_alike and span.start < other.numel:
             known = _bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))

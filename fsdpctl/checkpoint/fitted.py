@@ -94,7 +94,7 @@ class FittedTensors:
         if key not in self._rows:
             dtype, total = self._source.info(key).dtype, np.zeros(width)
             # Blocks of rows, so that the sum is the same whatever the chunks are that files have.
-            for rows in Span(0, numel).cut(_ROWS * width):
+            for rows in Span(0, numel).split(_ROWS * width):
                 values = read_floats(self._source, key, rows).reshape(-1, width)
                 total += values.sum(axis=0, dtype=np.float64)
             mean = (total / (numel // width)).astype(np.float32)

@@ -12,12 +12,17 @@ from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.comm.flat_shard import FlatShard, Sharded, persistent_buffers, trainable_shards
-from fsdpctl.comm.quantized_states import CODES, SCALES, Moment, moment_names, moment_of
+from fsdpctl.comm.flat_shard import (
+    FlatShard,
+    ShardedModelProtocol,
+    persistent_buffers,
+    trainable_shards,
+)
+from fsdpctl.comm.quantized_states import CODES, SCALES, Moment, get_moment, moment_names
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
-from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
-from fsdpctl.plan.optimizers import BLOCK, TILE, blocks_of
+from fsdpctl.plan.layout import ParamSlice, ParamSpec, Span, round_up
+from fsdpctl.plan.optimizers import SCALE_BLOCK, TILE, scale_blocks
 
 
 class OptimizerRun(Protocol):
@@ -35,13 +40,13 @@ class OptimizerRun(Protocol):
 class ShardedOptimizer(Protocol):
     """The interface of an optimizer that checkpoints need."""
 
-    def isolate(self, names: Collection[str]) -> None:
+    def separate_params(self, names: Collection[str]) -> None:
         """Step each of the named parameters separately from others."""
 
     def create_states(self) -> None:
         """Create the states that the first step would create."""
 
-    def run_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
         """Yield each run with its states: the scalar `step`, and moments; see `codes`."""
 
 
@@ -50,14 +55,16 @@ class StatePiece:
     """A part of one parameter or of one of its optimizer states, in this rank's memory."""
 
     key: str
-    piece: Piece
+    piece: ParamSlice
     values: Tensor  # 1-D, the elements `piece.in_param`
 
 
-def model_pieces(model: Sharded, *, trained_only: bool = False) -> Iterator[StatePiece]:
+def model_pieces(
+    model: ShardedModelProtocol, *, trained_only: bool = False
+) -> Iterator[StatePiece]:
     """Yield the parts of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
-        for piece in shard.layout.pieces(shard.written):
+        for piece in shard.layout.param_slices(shard.saved_span):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
                 if values is not None:
                     key = tensor_key(kind, piece.param.name)
@@ -66,12 +73,12 @@ def model_pieces(model: Sharded, *, trained_only: bool = False) -> Iterator[Stat
 
 def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
     """Yield the same for the optimizer's states; nothing before the first step."""
-    for run, states in optimizer.run_states():
-        within = run.span.intersect(run.shard.written)
-        for piece in run.shard.layout.pieces(within) if within else ():
+    for run, states in optimizer.span_states():
+        within = run.span.intersect(run.shard.saved_span)
+        for piece in run.shard.layout.param_slices(within) if within else ():
             inside = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
-                moment = moment_of(states, name).window(inside)
+                moment = get_moment(states, name).window(inside)
                 kind = name if moment.scales is None else name + CODES
                 yield StatePiece(tensor_key(kind, piece.param.name), piece, moment.values)
                 if moment.scales is not None:
@@ -79,17 +86,17 @@ def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
                     yield StatePiece(key, _in_blocks(piece), moment.scales)
 
 
-def _in_blocks(piece: Piece) -> Piece:
-    spec = ParamSpec(piece.param.name, (blocks_of(Span(0, piece.param.numel)).stop,))
-    return Piece(spec, blocks_of(piece.in_param), blocks_of(piece.in_flat))
+def _in_blocks(piece: ParamSlice) -> ParamSlice:
+    spec = ParamSpec(piece.param.name, (scale_blocks(Span(0, piece.param.numel)).stop,))
+    return ParamSlice(spec, scale_blocks(piece.in_param), scale_blocks(piece.in_flat))
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
     steps = {}
-    for run, states in optimizer.run_states():
+    for run, states in optimizer.span_states():
         if "step" in states:
             count = int(states["step"])
-            for piece in run.shard.layout.pieces(run.span):
+            for piece in run.shard.layout.param_slices(run.span):
                 steps[piece.param.name] = count
     return steps
 
@@ -97,7 +104,7 @@ def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
 @torch.no_grad()
 def load_into(
     reader: CheckpointReader,
-    model: Sharded,
+    model: ShardedModelProtocol,
     optimizer: ShardedOptimizer | None,
     weights: Tensors | None = None,
 ) -> Progress:
@@ -109,7 +116,7 @@ def load_into(
     _load_model(weights or reader, model)
     progress = reader.manifest.progress
     if optimizer is not None and (progress.optimizer_step or state_kinds(reader)):
-        optimizer.isolate(progress.optimizer_steps)
+        optimizer.separate_params(progress.optimizer_steps)
         optimizer.create_states()
         _load_moments(reader, optimizer)
         _set_steps(optimizer, progress)
@@ -124,25 +131,25 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 
 @torch.no_grad()
-def load_weights(source: Tensors, model: Sharded) -> None:
+def load_weights(source: Tensors, model: ShardedModelProtocol) -> None:
     """Load this rank's shards from full weights, reading only what it holds. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
 
-def _load_model(source: Tensors, model: Sharded) -> None:
+def _load_model(source: Tensors, model: ShardedModelProtocol) -> None:
     source = quantized_as(source, model.module)
     params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
     _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
-    model.mesh.shard.meet()
+    model.mesh.shard.wait_for_readers()
     for shard in model.flat_shards():
-        for piece in shard.held_pieces():
+        for piece in shard.param_slices():
             offset = piece.in_flat.start - piece.in_param.start
             key = tensor_key(PARAMETER, piece.param.name)
             for part, values in _read(source, key, piece.in_param):
-                shard.write(part.shift(offset), values)
+                shard.write_span(part.shift(offset), values)
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
         info = source.info(key)
@@ -168,23 +175,25 @@ def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
 
 def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
     """Read the optimizer's moments: codes as they are, others rounded to what is kept."""
-    for run, states in optimizer.run_states():
-        for piece in run.shard.layout.pieces(run.span):
+    for run, states in optimizer.span_states():
+        for piece in run.shard.layout.param_slices(run.span):
             inside = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
                 # Whole blocks: behind a parameter, zeros belong to it.
-                part = Span(inside.start, round_up(inside.stop, BLOCK))
-                moment = moment_of(states, name).window(part)
+                part = Span(inside.start, round_up(inside.stop, SCALE_BLOCK))
+                moment = get_moment(states, name).window(part)
                 _load_moment(reader, name, piece, moment)
 
 
-def _load_moment(reader: CheckpointReader, name: str, piece: Piece, moment: Moment) -> None:
-    for part in Span(0, piece.in_flat.numel).cut(TILE["cuda"]):
-        whole = Span(part.start, round_up(part.stop, BLOCK))
+def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment: Moment) -> None:
+    for part in Span(0, piece.in_flat.numel).split(TILE["cuda"]):
+        whole = Span(part.start, round_up(part.stop, SCALE_BLOCK))
         span, target = part.shift(piece.in_param.start), moment.window(whole)
         stored = _stored_moment(reader, name, piece.param.name, span, target.values.device)
         if (stored.scales is None) != (target.scales is None):
-            stored = stored.as_codes(target) if target.scales is not None else stored.as_numbers()
+            stored = (
+                stored.quantized_like(target) if target.scales is not None else stored.dequantized()
+            )
         target.values[: part.numel].copy_(stored.values[: part.numel])
         if target.scales is not None and stored.scales is not None:
             target.scales.copy_(stored.scales)
@@ -198,12 +207,12 @@ def _stored_moment(
     is_coded = key in reader.manifest.tensors
     key = key if is_coded else tensor_key(name, param)
     dtype = DTYPES[reader.info(key).dtype]
-    values = torch.zeros(round_up(span.numel, BLOCK), dtype=dtype, device=device)
+    values = torch.zeros(round_up(span.numel, SCALE_BLOCK), dtype=dtype, device=device)
     _read_into(reader, key, span, values)
     if not is_coded:
         return Moment(values)
-    scales = torch.zeros(values.numel() // BLOCK, dtype=torch.bfloat16, device=device)
-    _read_into(reader, tensor_key(name + SCALES, param), blocks_of(span), scales)
+    scales = torch.zeros(values.numel() // SCALE_BLOCK, dtype=torch.bfloat16, device=device)
+    _read_into(reader, tensor_key(name + SCALES, param), scale_blocks(span), scales)
     return Moment(values, scales)
 
 
@@ -228,10 +237,10 @@ def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ..
 
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
-    for run, states in optimizer.run_states():
+    for run, states in optimizer.span_states():
         if "step" not in states:  # SGD, for example, has no counter
             continue
-        names = [piece.param.name for piece in run.shard.layout.pieces(run.span)]
+        names = [piece.param.name for piece in run.shard.layout.param_slices(run.span)]
         counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:
             raise CheckpointError(

@@ -27,10 +27,10 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, rank_file, sync
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
-from fsdpctl.comm.flat_shard import Sharded, trainable_shards
+from fsdpctl.comm.flat_shard import ShardedModelProtocol, trainable_shards
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import MANIFEST
-from fsdpctl.plan.layout import ParamSpec, Piece, Span
+from fsdpctl.plan.layout import ParamSlice, ParamSpec, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _RankResult:
 
 
 def take_snapshot(
-    model: Sharded,
+    model: ShardedModelProtocol,
     optimizer: ShardedOptimizer | None,
     rank: int,
     about: About,
@@ -84,21 +84,21 @@ def write_checkpoint(
     All ranks share its file system. `on_bytes` is called with the bytes that this rank has written
     since the last call. Raises FsdpctlError on all ranks if one of them cannot write.
     """
-    parts = ranks.gather_objects((uuid.uuid4().hex[:8], snapshot.num_bytes))
+    parts = ranks.all_gather_object((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
     lack = lack_of_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
     if lack:
         own = _RankResult(str(folder.parent), error=lack)
     else:
         own = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    results = ranks.gather_objects(own)
+    results = ranks.all_gather_object(own)
     failure = next((each for each in results if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
         error = error or _publish(scratch, folder, results, snapshot.about)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
-    error = ranks.gather_objects(error)[0]
+    error = ranks.all_gather_object(error)[0]
     if error:
         raise FsdpctlError(f"checkpoint {folder.name}: could not be written: {error}")
 
@@ -123,7 +123,11 @@ def _reason(error: Exception) -> str:
 
 
 def rank_pieces(
-    model: Sharded, optimizer: ShardedOptimizer | None, rank: int, *, trained_only: bool
+    model: ShardedModelProtocol,
+    optimizer: ShardedOptimizer | None,
+    rank: int,
+    *,
+    trained_only: bool,
 ) -> Iterator[StatePiece]:
     """Yield the pieces that `rank` writes; their values share the model's memory."""
     yield from model_pieces(model, trained_only=trained_only)
@@ -135,18 +139,18 @@ def rank_pieces(
         for name, buffer in model.persistent_buffers().items():
             spec = ParamSpec(name, tuple(buffer.shape))
             everything = Span(0, buffer.numel())
-            piece = Piece(spec, everything, everything)
+            piece = ParamSlice(spec, everything, everything)
             yield StatePiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
 
 
-def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]:
+def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[StatePiece]:
     """Yield the parameters without elements, which are in no rank's part."""
     nothing = Span(0, 0)
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
-                yield StatePiece(key, Piece(param, nothing, nothing), shard.weights()[:0])
+                yield StatePiece(key, ParamSlice(param, nothing, nothing), shard.weights()[:0])
 
 
 def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:

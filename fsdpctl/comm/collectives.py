@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class AllGatherInput:
     """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
 
     This rank's part is first copied (and cast) from `shard`, if any; otherwise it is there once
     `arrived` is reached.
     """
 
-    whole: Tensor
-    parts: Sequence[Span]
+    full: Tensor
+    spans: Sequence[Span]
     shard: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    ready: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +57,47 @@ class Collectives:
     size = 1
     waits: Waits = HostWaits()
     transport = Transport.GLOO
-    not_shared = ""  # why the ranks do not share memory, if they were to
+    not_shared_reason = ""  # why the ranks do not share memory, if they were to
 
     @property
     def shares_memory(self) -> bool:
         return self.transport is Transport.SHARED
 
-    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+    def allocate_shared(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return bytes of zeros of each size, if the ranks share memory. Collective."""
         return []
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Before parameters are written: if ranks share them, wait until none reads them."""
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve_outbox(self, nbytes: int) -> int:
         """Return the bytes that are kept to have reductions of `nbytes` in flight. Collective."""
         return 0
 
-    def separate_reductions(self) -> None:
+    def use_own_reduce_group(self) -> None:
         """Let reductions overlap with gathers from now on. Collective."""
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Gather several buffers as one collective; the result is the first buffer's `whole`."""
         for each in buffers:
             if each.shard is not None:
-                self._own(each).copy_(each.shard)
+                self._own_span(each).copy_(each.shard)
 
         def finish() -> Tensor:
             for each in buffers:
-                if each.arrived is not None:
-                    torch.cuda.current_stream().wait_event(each.arrived)
-            return buffers[0].whole
+                if each.ready is not None:
+                    torch.cuda.current_stream().wait_event(each.ready)
+            return buffers[0].full
 
         return Handle(finish)
 
-    def _own(self, buffer: Gathering) -> Tensor:
-        own = buffer.parts[self.rank]
-        return buffer.whole[own.start : own.stop]
+    def _own_span(self, buffer: AllGatherInput) -> Tensor:
+        own = buffer.spans[self.rank]
+        return buffer.full[own.start : own.stop]
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Start to add the ranks' gradients; each rank receives its part of the sum."""
-        return InPlace(Handle(lambda: whole))
+        return InPlaceReduction(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the ranks in place, and return them."""
@@ -115,7 +115,7 @@ class Collectives:
         """Overwrite `values` with those of rank `source`, and return them."""
         return values
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all ranks in rank order; all are plain values or dataclasses."""
         return [value]
 
@@ -123,7 +123,7 @@ class Collectives:
         """Return once every rank has arrived."""
 
 
-class InPlace:
+class InPlaceReduction:
     """A reduction whose result is a window of the given buffer, which `handle` returns."""
 
     workspace_nbytes = 0
@@ -163,7 +163,9 @@ class AsyncHostCopy:
         return self._values.tolist()
 
 
-def raised(ranks: Collectives, flags: Sequence[bool], device: torch.device) -> AsyncHostCopy:
+def any_rank_flags(
+    ranks: Collectives, flags: Sequence[bool], device: torch.device
+) -> AsyncHostCopy:
     """Start to count the ranks that have raised each of the flags. Collective."""
     own = torch.tensor(flags, dtype=torch.float64)
     if device.type == "cuda":

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.quantized_states import split, widen
+from fsdpctl.comm.quantized_states import join_24_bits, split_24_bits
 from fsdpctl.errors import EngineError, UsageError
-from fsdpctl.plan.layout import FlatLayout, Piece, Span
+from fsdpctl.plan.layout import FlatLayout, ParamSlice, Span
 
 
 class HostScalars(NamedTuple):
@@ -29,14 +29,14 @@ HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class GradientOnHost:
+class OffloadedGradient:
     """A reduced gradient that has left for host memory."""
 
     values: Tensor  # on the host, once `arrived` is reached
     norm: Tensor  # the 2-norm, on the device
     arrived: torch.cuda.Event | None
 
-    def on_host(self) -> Tensor:
+    def synchronize(self) -> Tensor:
         """Return the gradient, once it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -52,7 +52,7 @@ class HostSteps(Protocol):
         In the next forward, each unit waits for its own step.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until they are what the last step makes of them."""
 
     def call(self, function: Callable[[], T]) -> T:
@@ -68,9 +68,9 @@ class FlatShard:
         layout: FlatLayout,
         master: Tensor,
         *,
-        held: Span,
-        owned: Span,
-        written: Span,
+        span: Span,
+        owned_span: Span,
+        saved_span: Span,
         num_owners: int = 1,
     ) -> None:
         """Wrap `master`, the elements `held` in 1-D.
@@ -80,34 +80,34 @@ class FlatShard:
         save it: this rank saves `written`.
         """
         self.unit, self.layout = unit, layout
-        self.held, self.owned, self.written = held, owned, written
+        self.span, self.owned_span, self.saved_span = span, owned_span, saved_span
         self.num_owners = num_owners
-        self.is_replicated = held != owned  # every rank holds all master weights
+        self.is_replicated = span != owned_span  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
         self.remainder: Tensor | None = None  # of masters of 24 bits, besides their bf16 half
         self.grad_dtype = master.dtype
         self.device = master.device  # of its gradient
-        self._settle: Callable[[], None] | None = None
+        self._synchronize: Callable[[], None] | None = None
         self._grad: Tensor | None = None  # if the masters are on another device
-        self.grad_on_host: GradientOnHost | None = None  # if it is on the host, too
+        self.offloaded_grad: OffloadedGradient | None = None  # if it is on the host, too
 
     def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
         """Turn the master weights, which are bf16, into the upper half of 24 bits."""
         self.remainder, self.grad_dtype = remainder, grad_dtype
         self.param.grad_dtype = grad_dtype
 
-    def put_on_host(self, device: torch.device, settle: Callable[[], None]) -> None:
+    def mark_on_host(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         """Declare that the masters are in host memory.
 
         Gradients are on `device`. `settle()` waits for a step that writes the masters, and for
         copies that read them.
         """
-        self.device, self._settle = device, settle
+        self.device, self._synchronize = device, synchronize
 
     @property
     def is_on_host(self) -> bool:
         """Whether the masters are in host memory; if they are trained, they are stepped there."""
-        return self._settle is not None
+        return self._synchronize is not None
 
     @property
     def master(self) -> Tensor:
@@ -115,8 +115,8 @@ class FlatShard:
 
         Waits for what the host does with them.
         """
-        if self._settle is not None:
-            self._settle()
+        if self._synchronize is not None:
+            self._synchronize()
         return self.param.detach()
 
     @property
@@ -125,16 +125,16 @@ class FlatShard:
 
     def weights(self) -> Tensor:
         """Return the exact master weights: the tensor itself, or a float32 copy of 24 bits."""
-        return self.master if self.remainder is None else widen(self.master, self.remainder)
+        return self.master if self.remainder is None else join_24_bits(self.master, self.remainder)
 
-    def write(self, span: Span, values: Tensor) -> None:
+    def write_span(self, span: Span, values: Tensor) -> None:
         """Overwrite the elements `span` of the flat buffer, rounded to the master weights' bits."""
         half = self.view(self.master, span)
         if self.remainder is None:
             half.copy_(values)
         else:
             copy = torch.empty(half.shape, device=half.device).copy_(values)
-            split(copy, half, self.view(self.remainder, span))
+            split_24_bits(copy, half, self.view(self.remainder, span))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,7 +155,7 @@ class FlatShard:
     @property
     def has_grad(self) -> bool:
         """Whether there is a reduced gradient, here or on the host."""
-        return self.grad is not None or self.grad_on_host is not None
+        return self.grad is not None or self.offloaded_grad is not None
 
     @property
     def trainable(self) -> bool:
@@ -165,17 +165,17 @@ class FlatShard:
     def owned_grad(self) -> Tensor | None:
         if self.grad is None or not self.is_replicated:
             return self.grad
-        return self.view(self.grad, self.owned)
+        return self.view(self.grad, self.owned_span)
 
     def view(self, values: Tensor, span: Span) -> Tensor:
         """Return the elements `span` of the flat buffer in `values`, a tensor like `master`."""
-        return values[span.start - self.held.start : span.stop - self.held.start]
+        return values[span.start - self.span.start : span.stop - self.span.start]
 
-    def held_pieces(self) -> tuple[Piece, ...]:
-        return self.layout.pieces(self.held)
+    def param_slices(self) -> tuple[ParamSlice, ...]:
+        return self.layout.param_slices(self.span)
 
 
-class Sharded(Protocol):
+class ShardedModelProtocol(Protocol):
     """A sharded model as optimizers and checkpoints use it."""
 
     @property
@@ -240,16 +240,16 @@ def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None
     """Multiply the reduced gradients; waits for those that are on the host."""
     on_device = []
     for shard in shards:
-        if shard.grad_on_host is not None:
+        if shard.offloaded_grad is not None:
             on_cpu = factor.cpu() if isinstance(factor, Tensor) else factor
-            shard.grad_on_host.on_host().mul_(on_cpu)
+            shard.offloaded_grad.synchronize().mul_(on_cpu)
         elif shard.grad is not None:
             on_device.append(shard.grad)
     if on_device:
         torch._foreach_mul_(on_device, factor)
 
 
-def trainable_shards(model: Sharded) -> Iterator[FlatShard]:
+def trainable_shards(model: ShardedModelProtocol) -> Iterator[FlatShard]:
     return (shard for shard in model.flat_shards() if shard.trainable)
 
 
@@ -268,8 +268,8 @@ def compare_replicas(
 
     EngineError names a parameter that differs, and the rank.
     """
-    places = world.gather_objects(place)
-    answers = world.gather_objects(dict(checksums))
+    places = world.all_gather_object(place)
+    answers = world.all_gather_object(dict(checksums))
     for part in sorted(set(places)):
         of_part = {
             rank: {name: tuple(sums) for name, sums in answers[rank].items()}

@@ -10,32 +10,32 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class CollectiveRecord:
     """The collectives of all process groups of a rank."""
 
-    begun: dict[str, int] = field(default_factory=dict)  # number started, by the group's name
+    started: dict[str, int] = field(default_factory=dict)  # number started, by the group's name
     pending: str = ""  # the last one that is not completed
 
 
 @dataclass(slots=True)
-class OwnRecord:
+class UnrecordedCollectives:
     """The collectives over shared memory, and the one waited for, as torch does not record them."""
 
     count: int = 0  # over shared memory
     pending: str = ""
 
 
-OWN = OwnRecord()  # of this process
+UNRECORDED = UnrecordedCollectives()  # of this process
 
 
-def recorded() -> Recorded:
+def read_record() -> CollectiveRecord:
     """Read the recorders. Any thread may call it, also while another waits in a collective."""
     found = _recorded_by_torch()
-    own = {"shared memory": OWN.count} if OWN.count else {}
-    return Recorded({**found.begun, **own}, OWN.pending or found.pending)
+    own = {"shared memory": UNRECORDED.count} if UNRECORDED.count else {}
+    return CollectiveRecord({**found.started, **own}, UNRECORDED.pending or found.pending)
 
 
-def _recorded_by_torch() -> Recorded:
+def _recorded_by_torch() -> CollectiveRecord:
     torch_c = importlib.import_module("torch._C._distributed_c10d")
     for name in _RECORDERS:
         dump = getattr(torch_c, name, None)
@@ -44,10 +44,10 @@ def _recorded_by_torch() -> Recorded:
         content = json.loads(dump(includeCollectives=True, onlyActive=False))
         if content.get("entries"):
             return _read(content)
-    return Recorded()
+    return CollectiveRecord()
 
 
-def _read(content: dict[str, Any]) -> Recorded:
+def _read(content: dict[str, Any]) -> CollectiveRecord:
     # Numbers of groups differ by rank, names do not.
     entries = content["entries"]
     names = {str(each["pg_id"]): ":".join(each["process_group"]) for each in entries}
@@ -59,7 +59,9 @@ def _read(content: dict[str, Any]) -> Recorded:
     # Over gloo the state stays "scheduled" after completion.
     open_ones = [each for each in entries if not each["retired"] and each["state"] != "completed"]
     if not open_ones:
-        return Recorded(begun)
+        return CollectiveRecord(begun)
     last = open_ones[-1]
     sizes = " ".join("x".join(map(str, each)) for each in last["input_sizes"])
-    return Recorded(begun, f"{last['profiling_name']} of {sizes} in {names[str(last['pg_id'])]}")
+    return CollectiveRecord(
+        begun, f"{last['profiling_name']} of {sizes} in {names[str(last['pg_id'])]}"
+    )

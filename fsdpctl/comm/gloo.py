@@ -12,26 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.collectives import Gathering, Handle, Reduction
-from fsdpctl.comm.flight_recorder import OWN
+from fsdpctl.comm.collectives import AllGatherInput, Handle, Reduction
+from fsdpctl.comm.flight_recorder import UNRECORDED
 from fsdpctl.comm.process_group import ProcessGroupCollectives
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.step_plan import ADDED_AT_A_TIME
+from fsdpctl.plan.step_plan import SUM_CHUNK
 
 
 class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Send every rank's part to every other, in both directions at once unlike broadcasts."""
         works = []
         for each in buffers:
-            source = self._own(each)
+            source = self._own_span(each)
             if each.shard is not None:
                 source.copy_(each.shard)
-            targets = [each.whole[part.start : part.stop] for part in each.parts]
+            targets = [each.full[part.start : part.stop] for part in each.spans]
             works += self._exchange([source] * self.size, targets, self.gather_group)
-        return self._after(works, buffers[0].whole, "all-gather")
+        return self._after(works, buffers[0].full, "all-gather")
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Send every rank its part, and add what others send."""
@@ -72,10 +72,10 @@ class GlooCollectives(ProcessGroupCollectives):
 
 
 def _wait_for(works: list[dist.Work], what: str) -> None:
-    OWN.pending = what
+    UNRECORDED.pending = what
     while works:
         works.pop().wait()
-    OWN.pending = ""
+    UNRECORDED.pending = ""
 
 
 class LocalReduction:
@@ -102,8 +102,8 @@ class LocalReduction:
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Add in rank order, in chunks that stay in the cache."""
         self._arrive()
-        for start in range(0, len(out), ADDED_AT_A_TIME):
-            chunk = slice(start, start + ADDED_AT_A_TIME)
+        for start in range(0, len(out), SUM_CHUNK):
+            chunk = slice(start, start + SUM_CHUNK)
             first, *others = (each[chunk] for each in self._rows)
             total = first.to(dtype)
             for each in others:

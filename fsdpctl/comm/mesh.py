@@ -16,10 +16,10 @@ from torch import Tensor
 from fsdpctl.comm.collectives import Collectives, Handle, Reduction
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.comm.process_group import T, exchange
+from fsdpctl.comm.process_group import T, all_gather_values
 from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
-from fsdpctl.plan.step_plan import RankPlace
+from fsdpctl.plan.step_plan import MeshPosition
 
 _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
 
@@ -42,7 +42,7 @@ def collectives_for(
     return GlooCollectives(groups, purpose)
 
 
-def sharing_collectives() -> Collectives:
+def shared_memory_collectives() -> Collectives:
     """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
 
     If they cannot share any, returns those over gloo, with `not_shared`.
@@ -53,7 +53,7 @@ def sharing_collectives() -> Collectives:
         return SharedCollectives()
     except NotShared as error:
         over_gloo = GlooCollectives()
-        over_gloo.not_shared = str(error)
+        over_gloo.not_shared_reason = str(error)
         return over_gloo
 
 
@@ -65,8 +65,8 @@ class ObjectExchange:
         self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
-    def gather_objects(self, value: T) -> list[T]:
-        return [value] if self._group is None else exchange(value, self._group)
+    def all_gather_object(self, value: T) -> list[T]:
+        return [value] if self._group is None else all_gather_values(value, self._group)
 
 
 Chain = Callable[
@@ -104,10 +104,10 @@ class Mesh:
         return self.shard.chain
 
     @property
-    def place(self) -> RankPlace:
+    def position(self) -> MeshPosition:
         shard = self.shard
         replica = self.replicas.rank if self.replicas else 0
-        return RankPlace(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
+        return MeshPosition(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
 
     @property
     def num_replicas(self) -> int:
@@ -120,11 +120,11 @@ def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> M
     `dp_shard_size` divides the number of ranks.
     """
     if dp_shard_size == world.size:
-        world.separate_reductions()
+        world.use_own_reduce_group()
         return Mesh(world, world, None)
     starts = range(0, world.size, dp_shard_size)
     copies = [range(start, start + dp_shard_size) for start in starts]
     same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
     shard = collectives_for(device, copies)
-    shard.separate_reductions()
+    shard.use_own_reduce_group()
     return Mesh(world, shard, collectives_for(device, same_part))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.collectives import Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import AllGatherInput, Handle, InPlaceReduction, Reduction
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -50,25 +50,25 @@ class NcclCollectives(ProcessGroupCollectives):
         self.gather_stream = torch.cuda.Stream(device, priority=-1)
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Gather on the gather stream, in one launch per dtype if the parts are even."""
         # Earlier uses of this memory were on the current stream; a prefetch is issued before the
         # running unit's work, so it overlaps with that.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
-            together: dict[torch.dtype, list[Gathering]] = defaultdict(list)
+            together: dict[torch.dtype, list[AllGatherInput]] = defaultdict(list)
             for each in buffers:
                 if each.shard is not None:
-                    self._own(each).copy_(each.shard)
-                if each.arrived is not None:
-                    self.gather_stream.wait_event(each.arrived)
-                if are_even(each.parts):
-                    together[each.whole.dtype].append(each)
+                    self._own_span(each).copy_(each.shard)
+                if each.ready is not None:
+                    self.gather_stream.wait_event(each.ready)
+                if are_even(each.spans):
+                    together[each.full.dtype].append(each)
                     continue
                 with self._one_launch(self.gather_group):
-                    for owner, part in enumerate(each.parts):
+                    for owner, part in enumerate(each.spans):
                         if part.numel:
-                            values = each.whole[part.start : part.stop]
+                            values = each.full[part.start : part.stop]
                             dist.broadcast(values, group=self.gather_group, group_src=owner)
             for alike in together.values():
                 # All-gathers within become one launch; torch requires one dtype for that.
@@ -79,9 +79,9 @@ class NcclCollectives(ProcessGroupCollectives):
                 )
                 with one_launch:
                     for each in alike:
-                        all_gather_single(each.whole, self._own(each), group=self.gather_group)
+                        all_gather_single(each.full, self._own_span(each), group=self.gather_group)
             done = self.gather_stream.record_event()
-        return self._after(done, buffers[0].whole)
+        return self._after(done, buffers[0].full)
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
@@ -98,7 +98,7 @@ class NcclCollectives(ProcessGroupCollectives):
                             values = whole[span.start : span.stop]
                             dist.reduce(values, group=self.reduce_group, group_dst=owner)
             done = self.reduce_stream.record_event()
-        return InPlace(self._after(done, part))
+        return InPlaceReduction(self._after(done, part))
 
     def chain(
         self,

@@ -57,7 +57,7 @@ class ProcessGroupCollectives(Collectives):
         self.size = dist.get_world_size(self.gather_group)
         self.waits: Waits = HostWaits()
 
-    def separate_reductions(self) -> None:
+    def use_own_reduce_group(self) -> None:
         self.reduce_group = _own_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ class ProcessGroupCollectives(Collectives):
         dist.broadcast(values, group=self.gather_group, group_src=source)
         return values
 
-    def gather_objects(self, value: T) -> list[T]:
-        return exchange(value, self.gather_group)
+    def all_gather_object(self, value: T) -> list[T]:
+        return all_gather_values(value, self.gather_group)
 
     def barrier(self) -> None:
         dist.barrier(group=self.gather_group)
 
 
-def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
+def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
 
     All have one type, else msgspec raises: plain values or dataclasses of them. Tuples and other

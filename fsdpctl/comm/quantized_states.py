@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.optimizers import BLOCK, blocks_of
+from fsdpctl.plan.optimizers import SCALE_BLOCK, scale_blocks
 
 CODES, SCALES = ".codes", ".scales"  # suffixes of the tensors of a moment
 _SIGNED, _ROOT_CODES = 254.0, 255.0
@@ -21,7 +21,7 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 _INFINITY = 0x7F800000  # the bits of float32
 
 
-def put(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
+def masked_copy_(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
     """Write `values`, unless the scalar `skip` is true; integers lose their upper bits."""
     if skip is not None:
         values = torch.where(skip, target, values.to(target.dtype))
@@ -47,17 +47,17 @@ class Moment:
 
     def window(self, span: Span) -> "Moment":
         """Return the elements `span`; that of codes begins at a block."""
-        blocks, scales = blocks_of(span), self.scales
+        blocks, scales = scale_blocks(span), self.scales
         if scales is not None:
             scales = scales[blocks.start : blocks.stop]
         return Moment(self.values[span.start : span.stop], scales)
 
-    def as_numbers(self) -> "Moment":
+    def dequantized(self) -> "Moment":
         out = torch.empty(self.values.shape, device=self.values.device)
         self.read(out, torch.empty_like(out))
         return Moment(out)
 
-    def as_codes(self, like: "Moment") -> "Moment":
+    def quantized_like(self, like: "Moment") -> "Moment":
         assert like.scales is not None
         codes = Moment(torch.empty_like(like.values), torch.empty_like(like.scales))
         new = self.values.float()
@@ -89,7 +89,7 @@ class Moment:
         The new numbers are `unit` times `new`. Codes of uint8 are given the square roots.
         """
         if self.scales is None:
-            put(self.values, new if unit == 1.0 else new.mul_(unit), skip)
+            masked_copy_(self.values, new if unit == 1.0 else new.mul_(unit), skip)
             return
         if self.has_roots:
             least = torch.sign(new, out=work)
@@ -104,12 +104,12 @@ class Moment:
             rows = scales.float().clamp_(min=_LEAST)
             _blocks(work).add_(rows.unsqueeze(1))
             codes = new.div_(work).mul_(_SIGNED).round_()
-        put(self.values, codes, skip)
-        put(self.scales, scales, skip)
+        masked_copy_(self.values, codes, skip)
+        masked_copy_(self.scales, scales, skip)
 
 
 def _blocks(values: Tensor) -> Tensor:
-    return values.view(-1, BLOCK)
+    return values.view(-1, SCALE_BLOCK)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _rounded_up(largest: Tensor) -> Tensor:
     return bits.add_(0xFFFF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
-def moment_of(states: Mapping[str, Tensor], name: str) -> Moment:
+def get_moment(states: Mapping[str, Tensor], name: str) -> Moment:
     if name in states:
         return Moment(states[name])
     return Moment(states[name + CODES], states[name + SCALES])
@@ -138,14 +138,14 @@ def new_moment(name: str, numel: int, like: Tensor, dtype: torch.dtype) -> dict[
     """Return the tensors of a moment of zeros; with dtype int8 or uint8 codes and scales."""
     if dtype.is_floating_point:
         return {name: like.new_zeros(numel, dtype=dtype)}
-    scales = like.new_zeros(numel // BLOCK, dtype=torch.bfloat16)
+    scales = like.new_zeros(numel // SCALE_BLOCK, dtype=torch.bfloat16)
     return {name + CODES: like.new_zeros(numel, dtype=dtype), name + SCALES: scales}
 
 
 # ---- weights of 24 bits: 16 bits of float32 rounded to nearest, and a signed remainder ----------
 
 
-def widen(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
+def join_24_bits(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the float32 weights of a bf16 half and its remainder, which is exact."""
     out = half.new_empty(half.shape, dtype=torch.float32) if out is None else out
     bits = out.view(torch.int32).copy_(half.view(torch.int16))
@@ -153,10 +153,12 @@ def widen(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def split(weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None = None) -> None:
+def split_24_bits(
+    weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None = None
+) -> None:
     """Round float32 weights, which are overwritten, to 24 bits, and write both parts of them."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
     # Both are rounded to nearest, and the offset makes the low byte the remainder + 128.
     bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)
-    put(remainder, bits, skip)
-    put(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)
+    masked_copy_(remainder, bits, skip)
+    masked_copy_(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fsdpctl.comm.flight_recorder import Recorded, recorded
+from fsdpctl.comm.flight_recorder import CollectiveRecord, read_record
 
 _TEXT, _ANSWER = 224, 16000  # bytes
 LOADING = "drawing weights"  # a place: takes long for large models
@@ -34,7 +34,7 @@ class _Page(ctypes.Structure):
     )  # fmt: skip
 
 
-PAGE = ctypes.sizeof(_Page)  # bytes per rank
+PAGE_BYTES = ctypes.sizeof(_Page)  # bytes per rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class RankStatus:
 
     count: int  # updates; 0: none so far
     step: int | None  # the step in progress; None before the first one
-    waits: bool  # for other ranks
-    place: str
+    is_waiting: bool  # for other ranks
+    phase: str
     pid: int = 0  # of its process; 0: not started
-    looks: int = 0  # of its own watchdog, if it has one
-    is_asked: bool = False  # because of a hang
+    heartbeats: int = 0  # of its own watchdog, if it has one
+    is_requested: bool = False  # because of a hang
 
 
 class RankStatusPage:
@@ -71,16 +71,16 @@ class RankStatusPage:
         self._page.waits = begins
         self._page.count += 1
 
-    def looked(self) -> None:
+    def heartbeat(self) -> None:
         self._page.looks += 1
 
     def answer(self) -> bool:
         """Write the collectives that this rank has started, if a watchdog has asked for them."""
         if self._page.is_asked:
-            found = recorded()
+            found = read_record()
             text = msgspec.json.encode(found)
             if len(text) > _ANSWER:  # of very many process groups
-                text = msgspec.json.encode(Recorded(pending=found.pending))
+                text = msgspec.json.encode(CollectiveRecord(pending=found.pending))
             self._page.answer = text
             self._page.has_answered = True
         return bool(self._page.is_asked)
@@ -111,20 +111,22 @@ class HostPages:
     def ask(self, index: int) -> None:
         self._pages[index].is_asked = True
 
-    def answer(self, index: int) -> Recorded | None:
+    def answer(self, index: int) -> CollectiveRecord | None:
         page = self._pages[index]
-        return msgspec.json.decode(page.answer, type=Recorded) if page.has_answered else None
+        return (
+            msgspec.json.decode(page.answer, type=CollectiveRecord) if page.has_answered else None
+        )
 
 
 def make_status_file(count: int, folder: Path | None = None) -> Path:
     """Create a file of empty pages for `count` ranks, among the temporary files by default."""
     number, path = tempfile.mkstemp(prefix="fsdpctl-", dir=folder)
     with open(number, "wb") as file:
-        file.write(bytes(PAGE * count))
+        file.write(bytes(PAGE_BYTES * count))
     return Path(path)
 
 
 def _mapped(path: Path) -> ctypes.Array[_Page]:
     with path.open("r+b") as file:
         content = mmap.mmap(file.fileno(), 0)
-    return (_Page * (len(content) // PAGE)).from_buffer(content)
+    return (_Page * (len(content) // PAGE_BYTES)).from_buffer(content)

@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.collectives import Gathering, Handle, Reduction
-from fsdpctl.comm.flight_recorder import OWN
+from fsdpctl.comm.collectives import AllGatherInput, Handle, Reduction
+from fsdpctl.comm.flight_recorder import UNRECORDED
 from fsdpctl.comm.gloo import GlooCollectives, LocalReduction
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
@@ -58,21 +58,21 @@ class SharedCollectives(GlooCollectives):
         """Share memory with all ranks, or raise NotShared on all of them. Collective."""
         super().__init__()
         timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
-        self.memory = SharedMemory(self.gather_objects, self.rank, timeout.total_seconds())
+        self.memory = SharedMemory(self.all_gather_object, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
         self._num_gathered = self._num_sent = self._num_met = 0
         self._unread: deque[_Message] = deque()  # by this rank
         self._read: list[_Message] = []  # by this rank, maybe not by others
 
-    def separate_reductions(self) -> None:
+    def use_own_reduce_group(self) -> None:
         """Do nothing: reductions do not pass gathers in a process group."""
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         self._num_met += 1
         self.memory.raise_counter(_MET)
         self._wait_for(_MET, self._num_met, "the call that writes parameters")()
 
-    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+    def allocate_shared(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return zeros of each size in bytes, or raise EngineError on all ranks. Collective."""
         try:
             return self.memory.allocate(sizes)
@@ -80,27 +80,27 @@ class SharedCollectives(GlooCollectives):
             problem = f"{error}; set launch.share_memory=false"
             raise EngineError(f"memory that ranks share: {problem}") from None
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve_outbox(self, nbytes: int) -> int:
         """Provide an outbox for gradients of `nbytes`. Collective."""
         if not self._outboxes or 2 * nbytes > len(self._outboxes[0]):
             # Twice, for a message that does not fit between others; what is not used is not taken.
-            self._outboxes = self.allocate([2 * nbytes] * self.size)
+            self._outboxes = self.allocate_shared([2 * nbytes] * self.size)
         return nbytes
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Write this rank's part; over gloo, if the result is not in shared memory."""
-        if not all(self.memory.contains(each.whole) for each in buffers):
+        if not all(self.memory.contains(each.full) for each in buffers):
             return super().all_gather(buffers)
         for each in buffers:
             if each.shard is not None:
-                self._own(each).copy_(each.shard)
+                self._own_span(each).copy_(each.shard)
         self.memory.raise_counter(_GATHERED)
         self._num_gathered += 1
         wait = self._wait_for(_GATHERED, self._num_gathered, "parameters")
 
         def finish() -> Tensor:
             wait()
-            return buffers[0].whole
+            return buffers[0].full
 
         return Handle(finish)
 
@@ -245,7 +245,7 @@ class SharedMemory:
 
     def raise_counter(self, kind: int) -> None:
         """Add 1 to a counter of this rank; what was written before can be read by who sees it."""
-        OWN.count += 1
+        UNRECORDED.count += 1
         address = self._address(self.rank, kind)
         number = ctypes.c_long(_SYS_FUTEX or 0)
         if _libc.syscall(number, address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE) < 0:
@@ -256,7 +256,7 @@ class SharedMemory:
 
         EngineError if a rank has ended, or after the time that ranks may wait.
         """
-        OWN.pending = f"{what} over shared memory"
+        UNRECORDED.pending = f"{what} over shared memory"
         began = 0.0
         for rank in range(self.size):
             place = rank * _NUM_COUNTERS + kind
@@ -265,7 +265,7 @@ class SharedMemory:
                 self._sleep(self._address(rank, kind), found)
                 if time.monotonic() - began > _CHECKED_EVERY:
                     self._check(rank, what, time.monotonic() - began)
-        OWN.pending = ""
+        UNRECORDED.pending = ""
 
     def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)

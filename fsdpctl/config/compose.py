@@ -39,7 +39,7 @@ from fsdpctl.config.shorthands import (
 )
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, did_you_mean
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
+from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 TRAIN_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
 _MOST_TOLD = 10  # mistakes of a command
@@ -297,7 +297,7 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
     if group == "cluster" and (same := clusters_like(text)):
         return f"; did you mean {' or '.join(same)}?"
-    elsewhere = STRATEGIES_ELSEWHERE if group == "strategy" else ()
+    elsewhere = STRATEGY_ALIASES if group == "strategy" else ()
     return hint(text, [*choices, *elsewhere])
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import auto_key, key, optional_key
-from fsdpctl.plan.attention_kernels import KERNELS, THEIRS
+from fsdpctl.plan.attention_kernels import KERNELS, TRANSFORMERS
 
 SCRIPT_PREFIX = "own:"  # begins the name of a module of a script
 NO_DECODER = (
@@ -99,7 +99,8 @@ class ModelConfig:
         user_key="data.new_tokens",
     )
     attention: str | None = auto_key(
-        "attention kernel; transformers: its own; auto: by the GPU", choices=(*KERNELS, THEIRS)
+        "attention kernel; transformers: its own; auto: by the GPU",
+        choices=(*KERNELS, TRANSFORMERS),
     )
 
     trainable: str | None = optional_key(

@@ -23,10 +23,10 @@ from fsdpctl.plan.precision import SPLIT, TF32, Precision
 from fsdpctl.plan.recomputation import (
     LEVELS,
     OFFLOAD,
-    Treatment,
-    counts_of,
-    read_blocks,
-    treatments_of,
+    BlockCheckpointing,
+    block_checkpointing,
+    normalize_blocks,
+    parse_counts,
 )
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
@@ -198,7 +198,7 @@ class ActivationCheckpointingConfig:
         "numbers of the first blocks that are recomputed more than the others, such as "
         "full:20,selective:8; offload: full, with their inputs in host memory",
         choices=LEVELS[1:],
-        normalize=read_blocks,
+        normalize=normalize_blocks,
         is_list=True,
     )
 
@@ -214,14 +214,14 @@ class ActivationCheckpointingConfig:
     @property
     def title(self) -> str:
         """The treatment of all blocks, in words."""
-        counts = counts_of(self.blocks) if self.blocks else []
+        counts = parse_counts(self.blocks) if self.blocks else []
         first = [f"{mode} in {count} block{'s' * (count > 1)}, " for mode, count in counts]
         others = f"{self.name}{', inputs in host memory' * self.offload}"
         return f"{''.join(first)}{others} in the others" if first else others
 
-    def treatments(self, num_blocks: int) -> tuple[Treatment, ...]:
+    def treatments(self, num_blocks: int) -> tuple[BlockCheckpointing, ...]:
         """The treatment of each block; UsageError if there are fewer than `blocks` names."""
-        return treatments_of(self.name, self.blocks, num_blocks, offload=self.offload)
+        return block_checkpointing(self.name, self.blocks, num_blocks, offload=self.offload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from fsdpctl.config.keys import Setting
 from fsdpctl.config.options import choices_of, ranks_per_node
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import is_gguf
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
+from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 RANK_KEYS = ("launch.nproc_per_node", "launch.nnodes")
 _TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
@@ -81,7 +81,7 @@ def _cluster(
 def translate_strategy(pairs: list[Setting]) -> tuple[list[Setting], tuple[str, ...]]:
     """Replace another tool's name of a strategy; also return a line about it."""
     asked = dict(pairs).get("strategy", "")
-    ours = STRATEGIES_ELSEWHERE.get(asked.lower(), asked)
+    ours = STRATEGY_ALIASES.get(asked.lower(), asked)
     if ours == asked:
         return pairs, ()
     pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]

@@ -7,7 +7,7 @@ LLaMA-Factory and DeepSpeed.
 import re
 
 from fsdpctl.errors import did_you_mean
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
+from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 
 def _by_name(table: str) -> dict[str, str]:
@@ -217,7 +217,7 @@ train.seq_len | context_length max_seq_length seq_len seq_length sequence_len se
 train.spike_factor | check_for_spiky_loss loss_watchdog_threshold
 train.steps | max_iters max_steps steps training_steps
 train.tokens | max_tokens
-""") | {name: f"strategy={ours}" for name, ours in STRATEGIES_ELSEWHERE.items()}
+""") | {name: f"strategy={ours}" for name, ours in STRATEGY_ALIASES.items()}
 NOT_NEEDED = _by_name("""
 `auto` selects by prediction; `fsdpctl compare` measures | auto auto.probe
 `fsdpctl compare` runs each variant once; set --steps | rounds

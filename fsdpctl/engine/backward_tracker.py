@@ -51,19 +51,19 @@ class OutermostBackward:
         return self._number != _NONE
 
     @property
-    def is_live(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it has begun and neither completed nor failed."""
         return self._ending is not None and self._ending() is not None
 
     @property
-    def is_running_here(self) -> bool:
+    def is_current(self) -> bool:
         """Whether autograd is in this backward, and not in a nested one."""
         return self._number == current_backward() != _NONE
 
     @property
     def has_failed(self) -> bool:
         """Whether it raised an exception: autograd has dropped the callback for its end."""
-        return self.has_begun and not self.is_live
+        return self.has_begun and not self.is_running
 
     def begin(self, on_end: Callable[[], None]) -> None:
         """Make the running backward the outermost one, and call `on_end()` when it is complete."""
@@ -81,7 +81,7 @@ class OutermostBackward:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Witness:
+class GraphProbe:
     """Graph nodes that any backward through an output also goes through.
 
     The output's hook holds them. This makes no reference cycle with autograd's own reference to
@@ -91,25 +91,25 @@ class Witness:
     nodes: list[Node]
 
 
-class Forward:
+class ForwardPass:
     """A forward of the outermost module. It lives as long as its graph."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, list[int]] = {}  # of its calls, by unit
         self.began_in: dict[int, int] = {}  # by call, the last backward that reached it
         self.takes_part = True  # in the running backward
-        self._witnesses: WeakSet[Witness] = WeakSet()
-        self._borrowed: list[ref[Witness]] = []  # they are witnesses of older outputs too
+        self._probes: WeakSet[GraphProbe] = WeakSet()
+        self._borrowed: list[ref[GraphProbe]] = []  # they are witnesses of older outputs too
         self._unseen: list[Node] = []  # made of parameters alone: the next output's are theirs
         self._is_open = True
         self._is_unknown = False  # some output has no witness
 
-    def witness(self, output: Tensor) -> Witness | None:
+    def probe(self, output: Tensor) -> GraphProbe | None:
         node = output.grad_fn
         for own, _ in () if node is None else node.next_functions:
             if own is not None and type(own) is not _OF_PARAMETER:
-                found = Witness([own, *self._unseen])
-                self._witnesses.add(found)
+                found = GraphProbe([own, *self._unseen])
+                self._probes.add(found)
                 if self._unseen:
                     self._borrowed.append(ref(found))
                     self._unseen = []
@@ -134,32 +134,32 @@ class Forward:
         if self._is_unknown or any(each() is None for each in self._borrowed):
             return True
         executes = torch._C._will_engine_execute_node
-        return any(executes(node) for each in self._witnesses for node in each.nodes)
+        return any(executes(node) for each in self._probes for node in each.nodes)
 
 
 @dataclass(slots=True)
-class Call:
+class UnitCall:
     """One forward of a unit, numbered in the order of all calls."""
 
-    forward: Forward
+    forward: ForwardPass
     number: int
 
 
-class Calls:
+class BackwardTracker:
     """The calls of all units of one model."""
 
     def __init__(self) -> None:
         self.backward = 0  # the number of the running backward, or of the next one
         self._tracks = False  # whether the outermost module's forward makes a graph
         self._number = 0
-        self.running = Forward()  # the last one of the outermost module
-        self._alive: WeakSet[Forward] = WeakSet()
-        self._recent: list[ref[Forward]] = []  # with a graph, since the last backward ended
+        self.running = ForwardPass()  # the last one of the outermost module
+        self._alive: WeakSet[ForwardPass] = WeakSet()
+        self._recent: list[ref[ForwardPass]] = []  # with a graph, since the last backward ended
         self._hidden: set[str] = set()
 
     def begin_forward(self, *, tracks: bool) -> None:
         self.running.close()
-        self.running = Forward()
+        self.running = ForwardPass()
         self._tracks = tracks
         if tracks:
             self._recent.append(ref(self.running))
@@ -167,7 +167,7 @@ class Calls:
     def end_forward(self) -> None:
         self.running.close()
 
-    def begin_backward(self, first: Forward | None, agree: Agree) -> None:
+    def begin_backward(self, first: ForwardPass | None, agree: Agree) -> None:
         """Find the forwards that autograd goes through.
 
         The gradient of `first` came first; None if that ran within a backward. `agree` takes
@@ -188,18 +188,18 @@ class Calls:
             if each is not None:
                 each.takes_part = takes_part
 
-    def ran(self, unit: str, *, tracks: bool) -> None:
+    def record_forward(self, unit: str, *, tracks: bool) -> None:
         if self._tracks and not tracks:  # a backward within the backward may recompute it
             self._hidden.add(unit)
 
-    def open(self, unit: str) -> Call:
+    def add_call(self, unit: str) -> UnitCall:
         """Record that a unit's forward made a tensor whose gradient may come."""
         self._number += 1
         self.running.numbers.setdefault(unit, []).append(self._number)
         self._alive.add(self.running)
-        return Call(self.running, self._number)
+        return UnitCall(self.running, self._number)
 
-    def begin(self, call: Call) -> None:
+    def reach(self, call: UnitCall) -> None:
         """Record that backward has reached `call`; ModuleError if autograd did not report it."""
         if not call.forward.takes_part:
             raise ModuleError(
@@ -209,7 +209,7 @@ class Calls:
             )
         call.forward.began_in[call.number] = self.backward
 
-    def is_over(self, unit: str, at: Call) -> bool:
+    def is_complete(self, unit: str, at: UnitCall) -> bool:
         """Return whether no backward of `unit` can follow the beginning of that of `at`."""
         if unit in self._hidden:
             return False
@@ -227,7 +227,7 @@ class Calls:
             self._alive.difference_update(done)
         self._start_over()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all calls after a failure; a backward through one of them is still accepted."""
         for forward in self._alive:
             forward.takes_part = True
@@ -248,7 +248,7 @@ def agree_on_forwards(
     Here those in `takes_part` do; empty: unknown. `same_under` is the strategy, if it requires all
     ranks to go through the same ones: others would gather different units, a ModuleError.
     """
-    found = collectives.gather_objects(list(takes_part))
+    found = collectives.all_gather_object(list(takes_part))
     if not all(found):
         return [True] * max(map(len, found))
     if same_under and any(each != found[0] for each in found):

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import (
 )
 
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.offloaded_inputs import HostInputs, SentInput
+from fsdpctl.engine.offloaded_inputs import HostInputs, OffloadedInput
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import block_names
 from fsdpctl.models.operators import OPERATORS
-from fsdpctl.plan.recomputation import Treatment
+from fsdpctl.plan.recomputation import BlockCheckpointing
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (
@@ -216,13 +216,13 @@ def _forward_with_sent(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any
 
 
 def _value(given: object) -> object:
-    return given.tensor if isinstance(given, SentInput) else given
+    return given.tensor if isinstance(given, OffloadedInput) else given
 
 
 def checkpoint_block(
     block: nn.Module,
     mode: str,
-    send: Callable[[Tensor], SentInput] | None = None,
+    send: Callable[[Tensor], OffloadedInput] | None = None,
     *,
     keeps_buffers: bool = False,
     is_random: bool = True,
@@ -248,7 +248,7 @@ def checkpoint_block(
 
 def checkpoint_blocks(
     blocks: Sequence[nn.Module],
-    treatments: Sequence[Treatment],
+    treatments: Sequence[BlockCheckpointing],
     *,
     keeps_buffers: bool = False,
     is_random: bool = True,
@@ -258,7 +258,7 @@ def checkpoint_blocks(
     Inputs that are sent to the host belong to the first blocks. That of the last block stays, since
     backward needs it at once. The last two are those of `checkpoint_block`. Returns these inputs.
     """
-    count = sum(each.sends for each in treatments)
+    count = sum(each.offloads_input for each in treatments)
     # The block after them is handled alike, but its input stays: it fetches theirs ahead.
     through = min(count + 1, len(blocks)) if len(blocks) > 1 and count else 0
     if through > count and treatments[count].mode != treatments[count - 1].mode:
@@ -266,7 +266,7 @@ def checkpoint_blocks(
     inputs = HostInputs(min(count + 1, len(blocks)))
     for number, (block, (mode, _)) in enumerate(zip(blocks, treatments, strict=True)):
         if mode != "none":
-            send = partial(inputs.send, number) if number < through else None
+            send = partial(inputs.offload, number) if number < through else None
             checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers, is_random=is_random)
     return inputs
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.profiler import record_function
 
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.schedule import BufferKind, Event, EventKind
 
 _NOTHING = nullcontext()
 
 
-class Ranges:
+class ProfilerRanges:
     """Named ranges of a profile; while it is off, it records nothing and costs no time."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Ranges:
             self.end()
 
 
-class Ledger:
+class BufferAccounting:
     """Counts the buffers that are allocated while a model runs, and records events on demand.
 
     A buffer is identified by its purpose, its unit and the number of the unit's flat buffer.
@@ -45,12 +45,12 @@ class Ledger:
     def __init__(self) -> None:
         self.trace: list[Event] | None = None  # records events while it is a list
         self.on_event: Callable[[], None] = lambda: None
-        self.ranges = Ranges()
+        self.ranges = ProfilerRanges()
         self.nbytes = 0  # in all buffers, now
         self.peak_nbytes = 0
-        self._held: dict[tuple[Buffer, str, int], int] = {}
+        self._held: dict[tuple[BufferKind, str, int], int] = {}
 
-    def note(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
+    def record(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
         """Record an event, also in this rank's status."""
         RANK_STATUS.at(f"{kind} {unit}")
         if self.trace is not None:
@@ -60,7 +60,7 @@ class Ledger:
         trace.append(event)
         self.on_event()
 
-    def allocate(self, buffer: Buffer, unit: str, index: int, nbytes: int) -> None:
+    def allocate(self, buffer: BufferKind, unit: str, index: int, nbytes: int) -> None:
         """Count a buffer; it replaces an existing one with the same identity."""
         key = (buffer, unit, index)
         before = self._held.get(key)
@@ -70,13 +70,13 @@ class Ledger:
         if self.trace is not None and before is None:
             self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
 
-    def free(self, buffer: Buffer, unit: str, index: int) -> None:
+    def free(self, buffer: BufferKind, unit: str, index: int) -> None:
         nbytes = self._held.pop((buffer, unit, index), None)
         if nbytes is None:
             return
         self.nbytes -= nbytes
         if self.trace is not None:
-            self._record(self.trace, Event(EventKind.FREE, unit, nbytes, buffer))
+            self._record(self.trace, Event(EventKind.DEALLOCATE, unit, nbytes, buffer))
 
-    def held(self, buffer: Buffer) -> int:
+    def held(self, buffer: BufferKind) -> int:
         return sum(nbytes for key, nbytes in self._held.items() if key[0] is buffer)

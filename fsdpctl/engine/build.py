@@ -10,27 +10,27 @@ from torch import Tensor, nn
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.flat_shard import FlatShard
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.quantized_states import split
-from fsdpctl.engine.flat_buffer import Resting, UnitBuffer
+from fsdpctl.comm.quantized_states import split_24_bits
+from fsdpctl.engine.flat_buffer import FlatBuffer, ResidentParams
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_backward_at_parameters, hook_root, hook_unit
 from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
+from fsdpctl.engine.unit import HostParams, ShardedUnit, UnshardBuffer
 from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import replace_meta_parameters, torch_dtype
-from fsdpctl.plan.layout import FlatLayout, share_of
+from fsdpctl.plan.layout import FlatLayout, aligned_chunk
 from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.schedule import Buffer
-from fsdpctl.plan.step_plan import Memory, Prefetch, Rest, StepPlan
+from fsdpctl.plan.schedule import BufferKind
+from fsdpctl.plan.step_plan import Prefetch, ShardPlacement, StepPlan, StorageLocation
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightInit:
     """The source of a model's values, and their device."""
 
     device: torch.device
@@ -68,25 +68,25 @@ class _Builder:
 
     plan: StepPlan
     mesh: Mesh
-    source: Source
+    source: WeightInit
     params: dict[str, nn.Parameter]
     host: HostStates | None  # of trained parameters
     host_params: HostParams | None
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    def drawn(self, layout: FlatLayout) -> torch.dtype:
+    def init_dtype(self, layout: FlatLayout) -> torch.dtype:
         """Return the dtype in which values are drawn, which has all bits of master weights."""
-        return torch_dtype(self.plan.dtypes_of(layout).drawn)
+        return torch_dtype(self.plan.dtypes_of(layout).initial)
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """Return memory for the largest buffer; many scratches would fragment the allocator."""
         if dtype not in self.scratches:
             layouts = (each for of in self.plan.layouts.values() for each in of)
-            largest = max(each.numel for each in layouts if self.drawn(each) == dtype)
+            largest = max(each.numel for each in layouts if self.init_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
-    def unit(self, spec: UnitSpec, slot: Slot) -> ShardedUnit:
+    def unit(self, spec: UnitSpec, slot: UnshardBuffer) -> ShardedUnit:
         buffers, offset = [], 0
         for layout in self.plan.layouts[spec.name]:
             dtype = torch_dtype(self.plan.dtypes_of(layout).compute)
@@ -97,76 +97,88 @@ class _Builder:
         if not self.plan.strategy.shards_params:
             unit.unshard()
         else:
-            unit.release()
+            unit.free()
         return unit
 
     @torch.no_grad()
-    def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
-        place, rest = self.plan.place, self.plan.rest(layout)
-        master, resting = self.at_rest(rest, whole, trainable=layout.trainable)
-        owned = layout.owned(place.rank, place.replica)
-        owners = place.num_replicas // layout.shares
-        written = share_of(owned, place.replica % owners, owners)
+    def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> FlatBuffer:
+        place, rest = self.plan.position, self.plan.placement(layout)
+        master, resting = self.allocate(rest, whole, trainable=layout.trainable)
+        owned = layout.owned_span(place.rank, place.replica)
+        owners = place.num_replicas // layout.shares_per_shard
+        written = aligned_chunk(owned, place.replica % owners, owners)
         shard = FlatShard(
-            unit, layout, master, held=rest.held, owned=owned, written=written, num_owners=owners
+            unit,
+            layout,
+            master,
+            span=rest.master_span,
+            owned_span=owned,
+            saved_span=written,
+            num_owners=owners,
         )
         if rest.dtypes.has_remainder:
             if self.host is not None:
-                remainder = self.host.remainder(rest.held.numel)
+                remainder = self.host.remainder(rest.master_span.numel)
             else:
-                remainder = torch.zeros(rest.held.numel, dtype=torch.int8, device=whole.device)
+                remainder = torch.zeros(
+                    rest.master_span.numel, dtype=torch.int8, device=whole.device
+                )
             shard.add_remainder(remainder, torch_dtype(rest.dtypes.gradient))
         if not self.source.is_empty:
             _fill(shard, resting, self.initial_values(layout))
         else:
             for target in [master, *([resting.values] if resting else [])]:
                 target.zero_()
-        if rest.masters_in is Memory.HOST:
-            shard.put_on_host(self.source.device, self.settle)
+        if rest.master_location is StorageLocation.HOST:
+            shard.mark_on_host(self.source.device, self.synchronize)
         params = [self.params[p.name] for p in layout.params]
-        return UnitBuffer(shard, params, whole, resting, torch_dtype(rest.dtypes.reduce))
+        return FlatBuffer(shard, params, whole, resting, torch_dtype(rest.dtypes.reduce))
 
-    def at_rest(
-        self, rest: Rest, whole: Tensor, *, trainable: bool
-    ) -> tuple[Tensor, Resting | None]:
+    def allocate(
+        self, rest: ShardPlacement, whole: Tensor, *, trainable: bool
+    ) -> tuple[Tensor, ResidentParams | None]:
         """Return memory for masters, and for parameters in the compute dtype if they are apart."""
-        dtype, numel, device = torch_dtype(rest.dtypes.master), rest.held.numel, self.source.device
-        resting: Resting | None = None
-        match rest.part_in:
-            case Memory.SLOT:
-                resting = Resting(rest.part, whole)
-            case Memory.DEVICE:
-                values = torch.empty(rest.part.numel, dtype=whole.dtype, device=device)
-                resting = Resting(rest.part, values)
-            case Memory.HOST:
+        dtype, numel, device = (
+            torch_dtype(rest.dtypes.master),
+            rest.master_span.numel,
+            self.source.device,
+        )
+        resting: ResidentParams | None = None
+        match rest.param_location:
+            case StorageLocation.UNSHARD_BUFFER:
+                resting = ResidentParams(rest.param_span, whole)
+            case StorageLocation.DEVICE:
+                values = torch.empty(rest.param_span.numel, dtype=whole.dtype, device=device)
+                resting = ResidentParams(rest.param_span, values)
+            case StorageLocation.HOST:
                 assert self.host_params is not None
-                values = self.host_params.take(rest.part.numel, whole.dtype)
-                resting = Resting(rest.part, values, is_on_host=True)
-        if rest.masters_in is Memory.DEVICE:
+                values = self.host_params.take(rest.param_span.numel, whole.dtype)
+                resting = ResidentParams(rest.param_span, values, is_on_host=True)
+        if rest.master_location is StorageLocation.DEVICE:
             return torch.empty(numel, dtype=dtype, device=device), resting
-        if rest.masters_in is Memory.PART:
+        if rest.master_location is StorageLocation.PARAMS:
             assert resting is not None
-            return resting.within(rest.held), resting
+            return resting.view(rest.master_span), resting
         if not trainable:
             assert self.host_params is not None
             return self.host_params.take(numel, dtype), resting
         assert self.host is not None
         master = self.host.master(numel, dtype)
-        if rest.part_in is Memory.MASTERS:
-            resting = Resting(rest.held, master, is_on_host=True)
+        if rest.param_location is StorageLocation.MASTERS:
+            resting = ResidentParams(rest.master_span, master, is_on_host=True)
         return master, resting
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what uses or writes parameters in host memory."""
         if self.host is not None:
-            self.host.settle()
+            self.host.synchronize()
         if self.host_params is not None:
-            self.host_params.copier.settle()
+            self.host_params.copier.synchronize()
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """Return the full flat buffer with all bits of masters; valid until the next call."""
-        flat = self.scratch(self.drawn(layout))[: layout.numel].zero_()
-        for placement in layout.placements:
+        flat = self.scratch(self.init_dtype(layout))[: layout.numel].zero_()
+        for placement in layout.param_spans:
             name, span = placement.param.name, placement.span
             view = flat[span.start : span.stop].view(placement.param.shape)
             if self.source.initialize is None:
@@ -176,16 +188,16 @@ class _Builder:
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
 
 
-def _fill(shard: FlatShard, resting: Resting | None, values: Tensor) -> None:
+def _fill(shard: FlatShard, resting: ResidentParams | None, values: Tensor) -> None:
     """Write a full flat buffer, which is overwritten, to a rank's masters and parameters."""
-    shard.write(shard.held, values[shard.held.start : shard.held.stop])
+    shard.write_span(shard.span, values[shard.span.start : shard.span.stop])
     if resting is None:
         return
     part = values[resting.span.start : resting.span.stop]
     if shard.remainder is None:
         resting.values.copy_(part)
     else:  # rounded as the masters that other ranks send
-        split(part, resting.values, torch.empty_like(part, dtype=torch.int8))
+        split_24_bits(part, resting.values, torch.empty_like(part, dtype=torch.int8))
 
 
 @torch.no_grad()
@@ -200,7 +212,7 @@ def move_buffers(module: nn.Module, device: torch.device, collectives: Collectiv
                 each._buffers[key] = moved
 
 
-def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source) -> Runtime:
+def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightInit) -> Runtime:
     """Shard `module`'s parameters in place, and hook its events. Ranks have agreed on both."""
     empty = partial(torch.empty, 0, device=source.device)  # an object that can have memory
     replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
@@ -212,16 +224,16 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: Source)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
     reducer = GradientReducer(units, mesh, plan)
-    if outbox := mesh.shard.reserve(plan.reductions.most_in_flight):
-        reducer.ledger.allocate(Buffer.OUTBOX, plan.order.root, 0, outbox)
+    if outbox := mesh.shard.reserve_outbox(plan.reductions.most_in_flight):
+        reducer.accounting.allocate(BufferKind.OUTBOX, plan.order.root, 0, outbox)
     runtime = Runtime(units, plan, mesh, reducer)
     runtime.host_params = host_params
     if host is not None:
         runtime.host, host.on_start = host, runtime.step_on_host
-        reducer.leaving = host.gradients()
+        reducer.offload = host.gradients()
     gathers = plan.strategy.shards_params
     runtime.parameters.remember(module, gathers=gathers)
-    compute = plan.dtypes.param_dtype
+    compute = plan.precision.param_dtype
     hook_root(module, runtime, None if compute is None else torch_dtype(str(compute)))
     for unit in runtime.units.values():
         if not gathers or unit is runtime.root:
@@ -239,27 +251,27 @@ def _on_host(
         return None, None
     plan.check_offload()
     worker = HostWorker(device)
-    params = HostParams(worker, plan.host.params) if Offload.PARAMS in offload else None
-    return HostStates(worker, plan.host) if plan.steps_on_host else None, params
+    params = HostParams(worker, plan.host_memory.params) if Offload.PARAMS in offload else None
+    return HostStates(worker, plan.host_memory) if plan.steps_on_host else None, params
 
 
 def _build_units(builder: _Builder) -> list[ShardedUnit]:
-    plan, slots = builder.plan, builder.plan.slots
+    plan, slots = builder.plan, builder.plan.unshard_buffers
     slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
-    shared = builder.mesh.shard.allocate([each.nbytes for each in slots])
-    made: dict[int, Slot] = {}
+    shared = builder.mesh.shard.allocate_shared([each.nbytes for each in slots])
+    made: dict[int, UnshardBuffer] = {}
     units = []
     # In order: a slot that can be freed is freed before the next one is made.
-    for spec in plan.division.units:
+    for spec in plan.model_layout.units:
         number = slot_of[spec.name]
         if number not in made:
-            resident = slots[number].resident or not plan.strategy.shards_params
+            resident = slots[number].is_permanent or not plan.strategy.shards_params
             size, device = slots[number].nbytes, builder.source.device
             memory = (
                 shared[number] if shared else torch.empty(size, dtype=torch.uint8, device=device)
             )
             sharers = builder.mesh.shard.size if shared else 1
-            made[number] = Slot(spec.name, memory, resident=resident, sharers=sharers)
+            made[number] = UnshardBuffer(spec.name, memory, is_permanent=resident, sharers=sharers)
         units.append(builder.unit(spec, made[number]))
     if shared:
         builder.mesh.shard.barrier()  # all ranks have written the same values

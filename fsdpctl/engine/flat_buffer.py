@@ -9,34 +9,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import Gathering, Handle
+from fsdpctl.comm.collectives import AllGatherInput, Handle
 from fsdpctl.comm.flat_shard import FlatShard
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.parameters import arrived_gradient
+from fsdpctl.engine.parameters import accumulated_grad
 from fsdpctl.plan.layout import FlatLayout, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class ResidentParams:
     """Parameters in the compute dtype that remain between steps; may contain the masters."""
 
     span: Span
     values: Tensor  # 1-D
     is_on_host: bool = False
 
-    def within(self, span: Span) -> Tensor:
+    def view(self, span: Span) -> Tensor:
         return self.values[span.start - self.span.start : span.stop - self.span.start]
 
 
-class UnitBuffer:
+class FlatBuffer:
     """One flat buffer of a unit: its parameters, this rank's shard, and gradients in flight."""
 
     def __init__(
         self,
         shard: FlatShard,
         params: Sequence[nn.Parameter],
-        whole: Tensor,
-        resting: Resting | None,
+        full: Tensor,
+        resident: ResidentParams | None,
         reduce_dtype: torch.dtype,
     ) -> None:
         """Wrap the tensors of a rank.
@@ -46,30 +46,34 @@ class UnitBuffer:
         """
         self.shard = shard
         self.params = tuple(params)
-        self.whole, self.resting = whole, resting
+        self.full, self.resident = full, resident
         self.reduce_dtype = reduce_dtype  # in which gradients are added
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
-        self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
+        self.params_with_grad: set[int] = (
+            set()
+        )  # parameters with a gradient since gradients were dropped
         self._padding = shard.layout.padding
         # In float32, four bytes of 255 are NaN too.
-        nothing = float("nan") if whole.dtype.is_floating_point else 255
-        self.rest = torch.full((), nothing, dtype=whole.dtype, device=whole.device)
-        rests = [self.rest.expand(placement.param.shape) for placement in self.layout.placements]
+        nothing = float("nan") if full.dtype.is_floating_point else 255
+        self.placeholder = torch.full((), nothing, dtype=full.dtype, device=full.device)
+        rests = [
+            self.placeholder.expand(placement.param.shape) for placement in self.layout.param_spans
+        ]
         self._sharded = list(zip(self.params, rests, strict=True))
-        self._unsharded = list(zip(self.params, self.param_views(whole), strict=True))
+        self._unsharded = list(zip(self.params, self.param_views(full), strict=True))
 
     @property
     def layout(self) -> FlatLayout:
         return self.shard.layout
 
     @property
-    def part(self) -> Tensor:
+    def param_shard(self) -> Tensor:
         """This rank's part of the parameters, from which they are gathered."""
-        return self.shard.param.detach() if self.resting is None else self.resting.values
+        return self.shard.param.detach() if self.resident is None else self.resident.values
 
     @property
-    def rests_on_host(self) -> bool:
-        return self.shard.is_on_host if self.resting is None else self.resting.is_on_host
+    def is_on_host(self) -> bool:
+        return self.shard.is_on_host if self.resident is None else self.resident.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
         """Start to copy changed masters into the parameters that remain between steps.
@@ -77,51 +81,53 @@ class UnitBuffer:
         If both have one dtype, the masters are a window into the parameters. `is_sent`: the host
         has sent its own already.
         """
-        if self.resting is None:
+        if self.resident is None:
             return None
-        shard, values = self.shard, self.resting.values
+        shard, values = self.shard, self.resident.values
         source: Tensor | None = None
         if shard.is_on_host:
             if not is_sent:
-                self.resting.within(shard.held).copy_(shard.master)
+                self.resident.view(shard.span).copy_(shard.master)
             # Not by what this rank holds: of a buffer that one rank has all of, others need it.
-            if self.layout.shares == 1 and self.resting.values is not self.whole:
+            if self.layout.shares_per_shard == 1 and self.resident.values is not self.full:
                 return None  # every rank has its own part only
         elif shard.dtype != values.dtype:
             source = shard.master
-        if mesh.replicas is not None and self.layout.shares > 1:
-            return mesh.replicas.all_gather([Gathering(values, self.layout.shares_of_part, source)])
+        if mesh.replicas is not None and self.layout.shares_per_shard > 1:
+            return mesh.replicas.all_gather(
+                [AllGatherInput(values, self.layout.replica_spans, source)]
+            )
         if not shard.is_replicated:
-            return mesh.shard.all_gather([Gathering(values, self.layout.parts, source)])
+            return mesh.shard.all_gather([AllGatherInput(values, self.layout.shard_spans, source)])
         if source is not None:
             values.copy_(source)
         return None
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
         """Return a window into `flat`, a tensor like the whole buffer, for each parameter."""
-        places = self.layout.placements
+        places = self.layout.param_spans
         return [flat[x.span.start : x.span.stop].view(x.param.shape) for x in places]
 
-    def point_to_slot(self) -> None:
+    def use_unsharded(self) -> None:
         for param, view in self._unsharded:
             param.data = view
 
-    def point_to_rest(self) -> None:
+    def use_sharded(self) -> None:
         """Let the parameters read NaN and reject writes."""
         for param, rest in self._sharded:
             param.data = rest
 
-    def collect(self, share: Span) -> Tensor:
+    def collect_piece(self, share: Span) -> Tensor:
         """Return the gradients of the elements `share` of every rank's part, in rank order.
 
         Missing gradients are zero. The parameters keep theirs.
         """
-        size = self.layout.owned_parts[0].numel  # parts are even if reductions are in pieces
-        shape, dtype = (len(self.layout.owned_parts), share.numel), self.reduce_dtype
-        flat = torch.zeros(shape, dtype=dtype, device=self.whole.device)
+        size = self.layout.owned_spans[0].numel  # parts are even if reductions are in pieces
+        shape, dtype = (len(self.layout.owned_spans), share.numel), self.reduce_dtype
+        flat = torch.zeros(shape, dtype=dtype, device=self.full.device)
         targets, sources = [], []
-        for placement, param in zip(self.layout.placements, self.params, strict=True):
-            gradient, span = arrived_gradient(param), placement.span
+        for placement, param in zip(self.layout.param_spans, self.params, strict=True):
+            gradient, span = accumulated_grad(param), placement.span
             if gradient is None or not span.numel:
                 continue
             values = gradient.reshape(-1)
@@ -139,10 +145,10 @@ class UnitBuffer:
             torch._foreach_copy_(targets, sources)
         return flat.view(-1)
 
-    def first_gradients(self, scale: float) -> Tensor:
+    def flatten_gradients(self, scale: float) -> Tensor:
         """Return the gradients that have arrived times `scale` in a flat buffer, else zeros."""
-        gradients = [arrived_gradient(param) for param in self.params]
-        flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.whole.device)
+        gradients = [accumulated_grad(param) for param in self.params]
+        flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.full.device)
         for gap in self._padding:
             flat[gap.start : gap.stop].zero_()
         targets, sources = [], []
@@ -165,23 +171,25 @@ class UnitBuffer:
         arrived = [
             (view, gradient)
             for view, param in zip(self.param_views(flat), self.params, strict=True)
-            if (gradient := arrived_gradient(param)) is not None
+            if (gradient := accumulated_grad(param)) is not None
         ]
         if arrived:
             targets, gradients = (list(each) for each in zip(*arrived, strict=True))
             torch._foreach_add_(targets, gradients, alpha=scale)
 
-    def forget_arrived(self) -> None:
+    def clear_param_grads(self) -> None:
         """Remove the gradients from the parameters, after they were copied."""
-        if len(self.present) < len(self.params):
-            arrived = map(arrived_gradient, self.params)
-            self.present |= {i for i, gradient in enumerate(arrived) if gradient is not None}
+        if len(self.params_with_grad) < len(self.params):
+            arrived = map(accumulated_grad, self.params)
+            self.params_with_grad |= {
+                i for i, gradient in enumerate(arrived) if gradient is not None
+            }
         for param in self.params:
             param.grad = None
 
     def drop_gradients(self) -> None:
         for param in self.params:
             param.grad = None
-        self.shard.grad = self.shard.grad_on_host = None
+        self.shard.grad = self.shard.offloaded_grad = None
         self.held_gradients = None
-        self.present.clear()
+        self.params_with_grad.clear()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import Gathering
+from fsdpctl.comm.collectives import AllGatherInput
 from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.parameters import lend, unmark_sharded
+from fsdpctl.engine.parameters import expose_full_param, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError, did_you_mean
 from fsdpctl.models.describe import all_named_parameters
@@ -23,12 +23,12 @@ def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
         return master
     layout = shard.layout
     full = torch.empty(layout.numel, dtype=master.dtype, device=shard.device)
-    if mesh.replicas is None or layout.shares == 1:
-        return mesh.shard.all_gather([Gathering(full, layout.parts, master)]).wait()
-    own = layout.parts[mesh.shard.rank]
-    part = Gathering(full[own.start : own.stop], layout.shares_of_part, master)
+    if mesh.replicas is None or layout.shares_per_shard == 1:
+        return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans, master)]).wait()
+    own = layout.shard_spans[mesh.shard.rank]
+    part = AllGatherInput(full[own.start : own.stop], layout.replica_spans, master)
     mesh.replicas.all_gather([part]).wait()
-    return mesh.shard.all_gather([Gathering(full, layout.parts)]).wait()
+    return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans)]).wait()
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
     full: dict[str, Tensor] = {}
     for shard in shards:
         flat = _full_values(shard, mesh).cpu()
-        for placement in shard.layout.placements:
+        for placement in shard.layout.param_spans:
             span = placement.span
             values = flat[span.start : span.stop].view(placement.param.shape)
             full[placement.param.name] = values.clone()
@@ -52,32 +52,32 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
 @torch.no_grad()
 def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     """Give the parameters the full values and the dtype of the masters in a block. Collective."""
-    runtime.release_all()
+    runtime.free_all()
     runtime.param_sync.finish()
     wholes = []
     for buffer in runtime.buffers:
         whole = _full_values(buffer.shard, runtime.mesh).clone()
         for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
             param.data = view
-            lend(param, is_lent=True)
+            expose_full_param(param, is_exposed=True)
         wholes.append((buffer, whole))
     try:
         yield
         if writeback:
             for buffer, whole in wholes:
                 runtime.mesh.world.broadcast(whole)
-                held = buffer.shard.held
-                buffer.shard.write(held, whole[held.start : held.stop])
+                held = buffer.shard.span
+                buffer.shard.write_span(held, whole[held.start : held.stop])
             runtime.masters_changed()
     finally:
         for unit in runtime.units.values():
             for buffer in unit.buffers:
                 for param in buffer.params:
-                    lend(param, is_lent=False)
+                    expose_full_param(param, is_exposed=False)
                 if unit.is_unsharded:
-                    buffer.point_to_slot()
+                    buffer.use_unsharded()
                 else:
-                    buffer.point_to_rest()
+                    buffer.use_sharded()
 
 
 @torch.no_grad()
@@ -95,11 +95,11 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
     params = (param for shard in shards for param in shard.layout.params)
     full = {each.name: _checked(values, each.name, each.shape) for each in params}
     sources = {name: _checked(state, name, tuple(each.shape)) for name, each in buffers.items()}
-    runtime.mesh.shard.meet()
+    runtime.mesh.shard.wait_for_readers()
     for shard in shards:
-        for piece in shard.held_pieces():
+        for piece in shard.param_slices():
             part = full[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
-            shard.write(piece.in_flat, part)
+            shard.write_span(piece.in_flat, part)
     for name, target in buffers.items():
         target.copy_(sources[name])
     runtime.masters_changed()
@@ -119,7 +119,7 @@ def _checked(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Ten
 def update_shards(runtime: Runtime, flat: Tensor) -> None:
     """Overwrite this rank's masters, concatenated in the order of the units."""
     shards = [buffer.shard for buffer in runtime.buffers]
-    sizes = [shard.held.numel for shard in shards]
+    sizes = [shard.span.numel for shard in shards]
     numel = sum(sizes)
     if not isinstance(flat, Tensor):
         raise EngineError(f"update_shards: expected a 1-D tensor, got a {type(flat).__name__}")
@@ -128,9 +128,9 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
             f"update_shards: expected a tensor of shape [{numel}], as this rank's shards have, "
             f"got {list(flat.shape)}"
         )
-    runtime.mesh.shard.meet()
+    runtime.mesh.shard.wait_for_readers()
     for shard, part in zip(shards, flat.split(sizes), strict=True):
-        shard.write(shard.held, part)
+        shard.write_span(shard.span, part)
     runtime.masters_changed()
 
 

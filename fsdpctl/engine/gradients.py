@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.collectives import Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import AllGatherInput, Handle, InPlaceReduction, Reduction
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.buffer_accounting import Ledger
-from fsdpctl.engine.flat_buffer import UnitBuffer
-from fsdpctl.engine.offload import HostGradients
+from fsdpctl.engine.buffer_accounting import BufferAccounting
+from fsdpctl.engine.flat_buffer import FlatBuffer
+from fsdpctl.engine.offload import GradientOffload
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.plan.layout import EvenParts, Span
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step_plan import StepPlan, share_of_parts
+from fsdpctl.plan.layout import EvenSpans, Span
+from fsdpctl.plan.schedule import BufferKind, Event, EventKind
+from fsdpctl.plan.step_plan import StepPlan, piece_span
 
 
 @dataclass(slots=True)
-class _Flat:
+class FlatReduction:
     """The gradients of a flat buffer, or of a share of every rank's part, in flight."""
 
-    buffer: UnitBuffer
+    buffer: FlatBuffer
     number: int  # of the buffer in its unit
     key: tuple[str, int]  # of the ledger
     share: Span | None  # the elements of this rank's part; None: all
@@ -49,7 +49,7 @@ class _InFlight:
 
     unit: ShardedUnit
     is_last: bool  # of the unit's pieces
-    flats: list[_Flat] = field(default_factory=list)
+    flats: list[FlatReduction] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -57,30 +57,32 @@ class GradientReducer:
 
     def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, plan: StepPlan) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.ledger = Ledger()
-        self.leaving: HostGradients | None = None  # takes gradients to the host
+        self.accounting = BufferAccounting()
+        self.offload: GradientOffload | None = None  # takes gradients to the host
         self._plan = plan
         self._mesh, self._chain = mesh, mesh.chain
         scale = 1 / mesh.world.size
-        self._scales = (scale, 1.0) if plan.adds_whole else (1.0, scale)  # of copies, of sums
+        self._scales = (scale, 1.0) if plan.uses_all_reduce else (1.0, scale)  # of copies, of sums
         self._reducing: deque[_InFlight] = deque()
         self._combining: deque[_InFlight] = deque()  # before or in the second collective
 
     @torch.no_grad()
-    def do(self, event: Event) -> None:
+    def execute(self, event: Event) -> None:
         unit, combines_at_once = self.units[event.unit], self._chain is not None
         match event.kind:
             case EventKind.HOLD:
                 for number, buffer in enumerate(unit.trained_buffers):
                     is_new = buffer.held_gradients is None
-                    held = self._held(buffer)
+                    held = self._accumulated(buffer)
                     if is_new:
-                        self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, number, held.nbytes)
-                self.ledger.note(EventKind.HOLD, unit.name)
+                        self.accounting.allocate(
+                            BufferKind.UNSHARDED_GRADS, unit.name, number, held.nbytes
+                        )
+                self.accounting.record(EventKind.HOLD, unit.name)
             case EventKind.REDUCE:
                 # Kept before its first collective: if one fails, none is lost.
                 self._reducing.append(_InFlight(unit, event.is_last))
-                with self.ledger.ranges.around("reduce", unit.name):
+                with self.accounting.ranges.around("reduce", unit.name):
                     self._send(self._reducing[-1], event.index)
             case EventKind.REDUCED:
                 self._finish_reduction(self._reducing.popleft())
@@ -91,7 +93,7 @@ class GradientReducer:
                     self._combining.append(queue[-1])
             case EventKind.COMBINED:
                 self._add_gradients(self._combining[0])
-                self.ledger.note(EventKind.COMBINED, self._combining.popleft().unit.name)
+                self.accounting.record(EventKind.COMBINED, self._combining.popleft().unit.name)
 
     def abandon(self) -> None:
         """Drop all gradients, also those in flight, after a backward that failed."""
@@ -99,83 +101,88 @@ class GradientReducer:
             for pending in (flat.read or flat.reduction, flat.combined):
                 if pending is not None:
                     pending.wait()
-            for buffer in (Buffer.WORKSPACE, Buffer.WHOLE_GRADS, Buffer.SUM, Buffer.COMBINING):
-                self.ledger.free(buffer, *flat.key)
+            for buffer in (
+                BufferKind.WORKSPACE,
+                BufferKind.UNSHARDED_GRADS,
+                BufferKind.SUM,
+                BufferKind.REPLICA_WORKSPACE,
+            ):
+                self.accounting.free(buffer, *flat.key)
         self._reducing.clear()
         self._combining.clear()
         self.drop_gradients()
 
-    def free_left(self) -> None:
+    def free_offloaded(self) -> None:
         """Free the gradients that were sent to the host, once they have been read."""
-        unit = None if self.leaving is None else self.leaving.finish()
+        unit = None if self.offload is None else self.offload.finish()
         if unit is not None:
             for index in range(len(unit.trained_buffers)):
-                self.ledger.free(Buffer.GRADS, unit.name, index)
+                self.accounting.free(BufferKind.GRADS, unit.name, index)
 
     def drop_gradients(self) -> None:
-        self.free_left()
+        self.free_offloaded()
         for unit in self.units.values():
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
-                self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
-                self.ledger.free(Buffer.GRADS, unit.name, index)
+                self.accounting.free(BufferKind.UNSHARDED_GRADS, unit.name, index)
+                self.accounting.free(BufferKind.GRADS, unit.name, index)
 
-    def _held(self, buffer: UnitBuffer) -> Tensor:
+    def _accumulated(self, buffer: FlatBuffer) -> Tensor:
         """Return the full gradient so far in one buffer, in the dtype of the additions."""
         before, _ = self._scales
         if buffer.held_gradients is None:
-            buffer.held_gradients = buffer.first_gradients(before)
+            buffer.held_gradients = buffer.flatten_gradients(before)
         else:
             buffer.add_gradients(buffer.held_gradients, before)
-        buffer.forget_arrived()
+        buffer.clear_param_grads()
         return buffer.held_gradients
 
     def _send(self, started: _InFlight, piece: int) -> None:
         unit, shard = started.unit, self._mesh.shard
         pieces = 1 if started.is_last and not piece else self._plan.reductions.pieces[unit.name]
         for number, buffer in enumerate(unit.trained_buffers):
-            share, parts = None, buffer.layout.parts
+            share, parts = None, buffer.layout.shard_spans
             if pieces == 1:
-                whole, buffer.held_gradients = self._held(buffer), None
+                whole, buffer.held_gradients = self._accumulated(buffer), None
             else:
-                share = share_of_parts(buffer.layout, piece, pieces)
+                share = piece_span(buffer.layout, piece, pieces)
                 if not share.numel:
                     continue
-                whole = buffer.collect(share)
-                parts = EvenParts(whole.numel() // shard.size, shard.size)
-            if self._plan.adds_whole:
-                reduction: Reduction = InPlace(shard.start_all_reduce(whole))
+                whole = buffer.collect_piece(share)
+                parts = EvenSpans(whole.numel() // shard.size, shard.size)
+            if self._plan.uses_all_reduce:
+                reduction: Reduction = InPlaceReduction(shard.start_all_reduce(whole))
             else:
                 reduction = shard.reduce_scatter(whole, parts)
             key = unit.name, number + piece * len(unit.trained_buffers)
-            started.flats.append(_Flat(buffer, number, key, share, whole, reduction))
-            self.ledger.allocate(Buffer.WHOLE_GRADS, *key, whole.nbytes)
+            started.flats.append(FlatReduction(buffer, number, key, share, whole, reduction))
+            self.accounting.allocate(BufferKind.UNSHARDED_GRADS, *key, whole.nbytes)
             if reduction.workspace_nbytes:
-                self.ledger.allocate(Buffer.WORKSPACE, *key, reduction.workspace_nbytes)
+                self.accounting.allocate(BufferKind.WORKSPACE, *key, reduction.workspace_nbytes)
         if started.is_last and pieces > 1:
             for buffer in unit.trained_buffers:
-                buffer.forget_arrived()
+                buffer.clear_param_grads()
         nbytes = sum(each.whole.nbytes for each in started.flats if each.whole is not None)
-        self.ledger.note(EventKind.REDUCE, unit.name, nbytes)
+        self.accounting.record(EventKind.REDUCE, unit.name, nbytes)
 
     def _finish_reduction(self, started: _InFlight) -> None:
         """Add this rank's part of the sums to its gradients, or keep it to be combined."""
-        with self.ledger.ranges.around("take the sum of", started.unit.name):
+        with self.accounting.ranges.around("take the sum of", started.unit.name):
             for flat in started.flats:
                 if flat.read is None:
                     self._take_sum(flat)
                 else:  # the second collective has started already
                     flat.read.wait()
                 flat.whole = flat.reduction = flat.read = None
-                self.ledger.free(Buffer.WORKSPACE, *flat.key)
-                self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
+                self.accounting.free(BufferKind.WORKSPACE, *flat.key)
+                self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
         if not self._plan.combines:
             self._add_gradients(started)
         elif self._chain is None:
             self._combining.append(started)
-        self.ledger.note(EventKind.REDUCED, started.unit.name)
+        self.accounting.record(EventKind.REDUCED, started.unit.name)
 
-    def _take_sum(self, flat: _Flat) -> None:
+    def _take_sum(self, flat: FlatReduction) -> None:
         """Wait for this rank's part of the mean, in memory of its own.
 
         If this rank keeps the full gradient, its part is in place within that, in the buffer of the
@@ -184,24 +191,24 @@ class GradientReducer:
         shard, whole = flat.buffer.shard, flat.whole
         assert whole is not None
         assert flat.reduction is not None
-        if self._plan.becomes_gradient(shard.layout):
+        if self._plan.reduces_in_place(shard.layout):
             flat.mean = whole
-            self.ledger.free(Buffer.WHOLE_GRADS, *flat.key)
+            self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
         else:
             flat.mean = self._new_mean(flat)
-        self.ledger.allocate(Buffer.SUM, *flat.key, flat.mean.nbytes)
-        is_part = shard.is_replicated and not self._plan.adds_whole
-        part = shard.view(flat.mean, shard.owned) if is_part else flat.mean
-        flat.reduction.finish(part, *self._how(flat))
+        self.accounting.allocate(BufferKind.SUM, *flat.key, flat.mean.nbytes)
+        is_part = shard.is_replicated and not self._plan.uses_all_reduce
+        part = shard.view(flat.mean, shard.owned_span) if is_part else flat.mean
+        flat.reduction.finish(part, *self._sum_options(flat))
 
     @staticmethod
-    def _new_mean(flat: _Flat) -> Tensor:
+    def _new_mean(flat: FlatReduction) -> Tensor:
         shard = flat.buffer.shard
         own = shard.param.numel() if flat.share is None else flat.share.numel
-        numel = own * flat.buffer.layout.shares
+        numel = own * flat.buffer.layout.shares_per_shard
         return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
 
-    def _how(self, flat: _Flat) -> tuple[float, torch.dtype]:
+    def _sum_options(self, flat: FlatReduction) -> tuple[float, torch.dtype]:
         own = flat.buffer.shard.grad_dtype
         return self._scales[1], torch.promote_types(flat.buffer.reduce_dtype, own)
 
@@ -215,34 +222,36 @@ class GradientReducer:
                 flat.combined = self._start_combining(flat, mean)
             else:
                 mean = self._new_mean(flat)
-                self.ledger.allocate(Buffer.SUM, *flat.key, mean.nbytes)
+                self.accounting.allocate(BufferKind.SUM, *flat.key, mean.nbytes)
                 assert flat.reduction is not None
 
-                def follow(total: Tensor, flat: _Flat = flat) -> Handle:
+                def follow(total: Tensor, flat: FlatReduction = flat) -> Handle:
                     return self._start_combining(flat, total)
 
-                chained = self._chain(follow, flat.reduction, mean, *self._how(flat))
+                chained = self._chain(follow, flat.reduction, mean, *self._sum_options(flat))
                 flat.read, flat.combined = chained
             nbytes += mean.nbytes
-        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
+        self.accounting.record(EventKind.COMBINE, started.unit.name, nbytes)
 
-    def _start_combining(self, flat: _Flat, total: Tensor) -> Handle:
+    def _start_combining(self, flat: FlatReduction, total: Tensor) -> Handle:
         """Start the second collective; its result is `total`, or this replica's share of it."""
         layout, replicas = flat.buffer.layout, self._mesh.replicas
         if flat.buffer.shard.is_replicated:
-            return self._mesh.shard.all_gather([Gathering(total, layout.parts)])
+            return self._mesh.shard.all_gather([AllGatherInput(total, layout.shard_spans)])
         assert replicas is not None
-        if layout.shares == 1:
+        if layout.shares_per_shard == 1:
             return replicas.start_all_reduce(total)
         numel = total.numel() // replicas.size
-        reduction = replicas.reduce_scatter(total, EvenParts(numel, replicas.size))
+        reduction = replicas.reduce_scatter(total, EvenSpans(numel, replicas.size))
         if reduction.workspace_nbytes:
-            self.ledger.allocate(Buffer.COMBINING, *flat.key, reduction.workspace_nbytes)
+            self.accounting.allocate(
+                BufferKind.REPLICA_WORKSPACE, *flat.key, reduction.workspace_nbytes
+            )
         own = total.narrow(0, replicas.rank * numel, numel)
 
         def finish() -> Tensor:
             reduction.finish(own, 1.0, own.dtype)
-            self.ledger.free(Buffer.COMBINING, *flat.key)
+            self.accounting.free(BufferKind.REPLICA_WORKSPACE, *flat.key)
             return own
 
         return Handle(finish)
@@ -253,11 +262,11 @@ class GradientReducer:
             if flat.combined is not None:
                 flat.mean, flat.combined = flat.combined.wait(), None
             self._add_gradient(flat)
-        if self.leaving is not None and started.is_last:
-            self.free_left()
-            self.leaving.start(started.unit)
+        if self.offload is not None and started.is_last:
+            self.free_offloaded()
+            self.offload.start(started.unit)
 
-    def _add_gradient(self, flat: _Flat) -> None:
+    def _add_gradient(self, flat: FlatReduction) -> None:
         shard, share, gradient = flat.buffer.shard, flat.share, flat.mean
         assert gradient is not None
         flat.mean = None
@@ -265,15 +274,15 @@ class GradientReducer:
             if share is not None:
                 dtype, device = shard.grad_dtype, shard.device
                 shard.grad = torch.zeros_like(shard.param, dtype=dtype, device=device)
-            elif shard.layout.shares > 1:
+            elif shard.layout.shares_per_shard > 1:
                 gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient
             else:
                 shard.grad = gradient
-                self.ledger.free(Buffer.SUM, *flat.key)
+                self.accounting.free(BufferKind.SUM, *flat.key)
             nbytes = shard.param.numel() * shard.grad_dtype.itemsize
-            self.ledger.allocate(Buffer.GRADS, flat.key[0], flat.number, nbytes)
+            self.accounting.allocate(BufferKind.GRADS, flat.key[0], flat.number, nbytes)
         if shard.grad is not gradient:
             part = shard.grad if share is None else shard.grad[share.start : share.stop]
             part.add_(gradient)
-        self.ledger.free(Buffer.SUM, *flat.key)
+        self.accounting.free(BufferKind.SUM, *flat.key)

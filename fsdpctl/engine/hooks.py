@@ -15,8 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdpctl.engine.backward_tracker import in_backward
 from fsdpctl.engine.blocks import FORWARDS
-from fsdpctl.engine.flat_buffer import UnitBuffer
-from fsdpctl.engine.parameters import is_at_rest, is_marked, mark_sharded, not_possible
+from fsdpctl.engine.flat_buffer import FlatBuffer
+from fsdpctl.engine.parameters import (
+    has_placeholder,
+    impossible_after_sharding,
+    is_marked,
+    mark_sharded,
+)
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError, ModuleError
@@ -92,7 +97,7 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(outputs: Any) -> None:
-        forward = None if in_backward() else runtime.calls.running
+        forward = None if in_backward() else runtime.tracker.running
         for made in _made_from(outputs, _Inputs()):
             made.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()
@@ -112,9 +117,9 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
         nonlocal given
         own, given = _made_from(outputs, given), _Inputs()
         if own:
-            call = None if in_backward() else runtime.calls.open(unit.name)
+            call = None if in_backward() else runtime.tracker.add_call(unit.name)
             for made in own:
-                witness = None if call is None else call.forward.witness(made)
+                witness = None if call is None else call.forward.probe(made)
                 made.register_hook(
                     lambda gradient, _=witness: runtime.begin_unit_backward(unit, call)
                 )
@@ -134,7 +139,7 @@ def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
 
     def arrived(param: Tensor) -> None:
         found = known()
-        if found is not None and not found.backward.is_live:
+        if found is not None and not found.backward.is_running:
             found.begin_backward()
 
     for buffer in unit.trained_buffers:
@@ -142,7 +147,7 @@ def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
             runtime.hooks.append(param.register_post_accumulate_grad_hook(arrived))
 
 
-_HOME = "_fsdpctl_runtime"
+_RUNTIME_REF = "_fsdpctl_runtime"
 _COMPILED = "_torchdynamo_orig_callable"  # what functions that torch.compile returns have
 _OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers read at once
 
@@ -151,19 +156,19 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
     """Make incorrect use of the sharded module raise errors."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise not_possible("moving or casting the model")
+        raise impossible_after_sharding("moving or casting the model")
 
     module._apply = refuse  # type: ignore[method-assign]  # for this instance only
     home = weakref.ref(runtime)
     for each in module.modules():
         runtime.hooks.append(each.register_state_dict_pre_hook(_check_state))
     for buffer in runtime.buffers:
-        setattr(buffer.shard.param, _HOME, home)
+        setattr(buffer.shard.param, _RUNTIME_REF, home)
         for param in buffer.params:
-            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.rest)
+            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.placeholder)
 
 
-def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
+def _has_gradients(of: weakref.ref[FlatBuffer]) -> bool:
     buffer = of()
     if buffer is None:
         return False
@@ -175,7 +180,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if any(map(is_at_rest, module.parameters(recurse=False))):
+    if any(map(has_placeholder, module.parameters(recurse=False))):
         way = "call model.state_dict(), or call it within model.full_parameters()"
         raise EngineError(f"the module's own state_dict() has no weights between steps; {way}")
 
@@ -215,7 +220,7 @@ def _check_gathered(name: str, module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for key, param in module._parameters.items():
-        if param is not None and is_at_rest(param):
+        if param is not None and has_placeholder(param):
             raise ModuleError(
                 f"{name or 'the module'} computes with its {key}, which is not gathered: its unit "
                 "was not called as a module but in parts, or by .forward; call it, or pass such "
@@ -236,22 +241,22 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     name = type(optimizer).__name__
     if name not in _OF_MATRICES + _OF_ALL:
         return
-    shards = any(home.strategy.shards_optimizer for home in _homes(optimizer))
-    if shards or (name in _OF_MATRICES and _homes(optimizer)):
+    shards = any(home.strategy.shards_optimizer for home in _runtimes_of(optimizer))
+    if shards or (name in _OF_MATRICES and _runtimes_of(optimizer)):
         raise EngineError(
             f"{name} needs more than one element at a time, and flat parameters are concatenated "
             "parts of tensors; use an elementwise optimizer"
         )
 
 
-def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
-    references = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
+def _runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    references = {getattr(param, _RUNTIME_REF, None) for param in _params(optimizer)} - {None}
     found = [home() for home in references if home is not None]
     return [runtime for runtime in found if runtime is not None]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for runtime in _homes(optimizer):
+    for runtime in _runtimes_of(optimizer):
         runtime.masters_changed(trained_only=True)
 
 

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -21,26 +21,26 @@ from fsdpctl.errors import EngineError, FsdpctlError
 from fsdpctl.io.resources import allowed_cpus, core_of, is_pinned, num_cores
 
 T = TypeVar("T")
-Moment: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
-_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]"
+StreamEvent: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[HostTask, Callable[[], None]] | None]"
 _JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
 
 
-def wait_for(moment: Moment) -> None:
+def wait_event(moment: StreamEvent) -> None:
     """Let the current stream wait for a moment of another one."""
     if moment is not None:
         torch.cuda.current_stream().wait_event(moment)
 
 
-class Job:
+class HostTask:
     """Work of the thread, in the order of submission."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._ready: Moment = None
+        self._ready: StreamEvent = None
         self._error: BaseException | None = None
 
-    def end(self, ready: Moment = None, error: BaseException | None = None) -> None:
+    def end(self, ready: StreamEvent = None, error: BaseException | None = None) -> None:
         """Complete the job; its results are on the device after `ready`."""
         self._ready, self._error = ready, error
         self._done.set()
@@ -52,7 +52,7 @@ class Job:
             if isinstance(self._error, FsdpctlError):
                 raise self._error
             raise EngineError(f"optimizer step on the host: {self._error!r}") from self._error
-        wait_for(self._ready)
+        wait_event(self._ready)
 
 
 class Copier:
@@ -64,20 +64,20 @@ class Copier:
         self._down = torch.cuda.Stream(device) if on_cuda else None
         self._up = torch.cuda.Stream(device) if on_cuda else None
 
-    def mark(self) -> Moment:
+    def record_event(self) -> StreamEvent:
         return None if self._down is None else torch.cuda.current_stream().record_event()
 
-    def down(self, target: Tensor, source: Tensor, after: Moment = None) -> Moment:
+    def to_host(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
         """Start a copy to the host, after a moment or all earlier work; return its end."""
-        return self.copy(target, source, self._down, after or self.mark())
+        return self.copy(target, source, self._down, after or self.record_event())
 
-    def up(self, target: Tensor, source: Tensor, after: Moment = None) -> Moment:
+    def to_device(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
         """Start a copy to the device, after a moment or all earlier work; return its end."""
-        return self.copy(target, source, self._up, after or self.mark())
+        return self.copy(target, source, self._up, after or self.record_event())
 
     def copy(
-        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: Moment
-    ) -> Moment:
+        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: StreamEvent
+    ) -> StreamEvent:
         if stream is None:
             target.copy_(source)
             return None
@@ -87,7 +87,7 @@ class Copier:
             target.copy_(source, non_blocking=True)
             return stream.record_event()  # type: ignore[no-any-return]  # torch's
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Have the host wait for all copies to the device."""
         if self._up is not None:
             self._up.synchronize()
@@ -101,13 +101,13 @@ class HostWorker:
         self._queue: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None]) -> HostTask:
         if self._thread is None:
             name, args = "optimizer on the host", (self._queue, self.device)
             self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._queue, self._thread)
-        job = Job()
+        job = HostTask()
         self._queue.put((job, work))
         return job
 
@@ -180,3 +180,18 @@ def _numa_node(device: torch.device) -> str | None:
         return None
     node = Path(f"/sys/devices/system/node/node{number}")
     return str(node) if number >= 0 and (node / "cpulist").exists() else None
+
+
+def pinned_allocations(count: int, nbytes: int) -> Iterator[int]:
+    """Yield how many of `count` pieces of pinned memory, `nbytes` each, to allocate together.
+
+    Torch rounds pinned memory up to a power of two: the number that fills most of it.
+    """
+
+    def filled(together: int) -> float:
+        return together * nbytes / (1 << (together * nbytes - 1).bit_length())
+
+    while count and nbytes:
+        together = max(range(1, count + 1), key=lambda number: (filled(number), number))
+        yield together
+        count -= together

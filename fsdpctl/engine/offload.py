@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.flat_shard import GradientOnHost, HostScalars, HostUpdate, gradient_norms
-from fsdpctl.engine.flat_buffer import UnitBuffer
-from fsdpctl.engine.host_worker import Copier, HostWorker, Job, Moment, T, wait_for
+from fsdpctl.comm.flat_shard import HostScalars, HostUpdate, OffloadedGradient, gradient_norms
+from fsdpctl.engine.flat_buffer import FlatBuffer
+from fsdpctl.engine.host_worker import Copier, HostTask, HostWorker, StreamEvent, T, wait_event
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import HOST_BUFFERS, HostMemory
 
 
-class Ring:
+class PinnedRing:
     """Pinned buffers that are used in turn."""
 
     def __init__(self, worker: HostWorker, nbytes: int) -> None:
@@ -31,7 +31,7 @@ class Ring:
         if nbytes:
             slab = worker.allocate(HOST_BUFFERS * nbytes, torch.uint8, pinned=True)
             self._slots = list(slab.split(nbytes))
-        self.busy: list[Moment] = [None] * HOST_BUFFERS  # until when each is used
+        self.busy: list[StreamEvent] = [None] * HOST_BUFFERS  # until when each is used
         self._next = 0
 
     @property
@@ -48,10 +48,10 @@ class Ring:
         return number, self._slots[number][: numel * dtype.itemsize].view(dtype)
 
 
-class HostGradients:
+class GradientOffload:
     """Takes the reduced gradients of units to the host, one unit at a time during backward."""
 
-    def __init__(self, copier: Copier, place: Callable[[UnitBuffer], Tensor]) -> None:
+    def __init__(self, copier: Copier, place: Callable[[FlatBuffer], Tensor]) -> None:
         """`place` returns the host memory for a buffer's gradient."""
         self._copier, self._place = copier, place
         self._unit: ShardedUnit | None = None
@@ -65,21 +65,23 @@ class HostGradients:
             gradient = shard.grad
             if gradient is None:
                 continue
-            if shard.grad_on_host is not None:
+            if shard.offloaded_grad is not None:
                 before = torch.empty_like(gradient)
-                wait_for(shard.grad_on_host.arrived)
-                wait_for(self._copier.up(before, shard.grad_on_host.values))
+                wait_event(shard.offloaded_grad.arrived)
+                wait_event(self._copier.to_device(before, shard.offloaded_grad.values))
                 gradient.add_(before)
             (norm,) = gradient_norms([gradient])
             target = self._place(buffer)
-            shard.grad_on_host = GradientOnHost(target, norm, self._copier.down(target, gradient))
+            shard.offloaded_grad = OffloadedGradient(
+                target, norm, self._copier.to_host(target, gradient)
+            )
 
     def finish(self) -> ShardedUnit | None:
         """Free the gradients on the device that were sent last; return their unit."""
         unit, self._unit = self._unit, None
         for buffer in () if unit is None else unit.trained_buffers:
-            if buffer.shard.grad_on_host is not None:
-                wait_for(buffer.shard.grad_on_host.arrived)
+            if buffer.shard.offloaded_grad is not None:
+                wait_event(buffer.shard.offloaded_grad.arrived)
             buffer.shard.grad = None
         return unit
 
@@ -88,15 +90,15 @@ class HostGradients:
 class _Step:
     """A flat buffer to step."""
 
-    buffer: UnitBuffer
+    buffer: FlatBuffer
     gradients: list[Tensor]  # its gradient on the device; emptied when it may be freed
-    left: GradientOnHost | None  # if the host has it
-    job: Job | None  # of its unit, which ends with this buffer
+    left: OffloadedGradient | None  # if the host has it
+    job: HostTask | None  # of its unit, which ends with this buffer
 
     def sent(self) -> Tensor:
         """Return the parameters at rest that the step replaces."""
-        assert self.buffer.resting is not None
-        return self.buffer.resting.within(self.buffer.shard.held)
+        assert self.buffer.resident is not None
+        return self.buffer.resident.view(self.buffer.shard.span)
 
 
 class HostStates:
@@ -118,10 +120,10 @@ class HostStates:
             torch_dtype(of): worker.allocate(memory.masters[of], torch_dtype(dtype), pinned=True)
             for of, dtype in memory.gradients.items()
         }
-        self._gradients = Ring(worker, memory.gradient_buffers)
-        self._cast = Ring(worker, memory.cast_buffers)
+        self._gradients = PinnedRing(worker, memory.gradient_buffers)
+        self._cast = PinnedRing(worker, memory.cast_buffers)
         self._scalars = worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
-        self._jobs: list[Job] = []
+        self._jobs: list[HostTask] = []
 
     @property
     def nbytes(self) -> int:
@@ -148,39 +150,39 @@ class HostStates:
     def call(self, function: Callable[[], T]) -> T:
         return self._worker.call(function)
 
-    def gradients(self) -> HostGradients | None:
+    def gradients(self) -> GradientOffload | None:
         if not self._left:
             return None
 
-        def place(buffer: UnitBuffer) -> Tensor:
+        def place(buffer: FlatBuffer) -> Tensor:
             master = buffer.shard.param
             start, numel = master.storage_offset(), master.numel()
             return self._left[master.dtype][start : start + numel]
 
-        return HostGradients(self._copier, place)
+        return GradientOffload(self._copier, place)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until masters are what the last step makes of them; EngineError if it failed."""
         for job in self._jobs:
             job.wait()
 
     def step(
         self, units: Sequence[ShardedUnit], update: HostUpdate, scalars: HostScalars
-    ) -> Mapping[str, tuple[Job, list[list[Tensor]]]]:
+    ) -> Mapping[str, tuple[HostTask, list[list[Tensor]]]]:
         """Start to step `units` in this order.
 
         Returns for each its job, and the gradients on the device, to be dropped after the job.
         """
-        found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
+        found: dict[str, tuple[HostTask, list[list[Tensor]]]] = {}
         steps: list[_Step] = []
         for unit in units:
             of_unit = [_Step(each, *_taken(each), None) for each in unit.trained_buffers]
             if of_unit:
-                of_unit[-1].job = job = Job()
+                of_unit[-1].job = job = HostTask()
                 found[unit.name] = job, [each.gradients for each in of_unit]
                 steps += of_unit
         self._jobs = [job for job, _ in found.values()]
-        jobs, after = self._jobs, self._copier.mark()
+        jobs, after = self._jobs, self._copier.record_event()
 
         def work() -> None:
             try:
@@ -193,9 +195,9 @@ class HostStates:
         return found
 
     def _run(
-        self, steps: Sequence[_Step], update: HostUpdate, scalars: HostScalars, after: Moment
+        self, steps: Sequence[_Step], update: HostUpdate, scalars: HostScalars, after: StreamEvent
     ) -> None:
-        if after is not None and any(each.buffer.rests_on_host for each in steps):
+        if after is not None and any(each.buffer.is_on_host for each in steps):
             after.synchronize()  # copies of the parameters may read what the step writes
         fetched = self._fetched(steps, after)
         pairs = enumerate(scalars)
@@ -209,14 +211,14 @@ class HostStates:
             if step.job is not None:
                 step.job.end(ready)
 
-    def _fetch_scalar(self, number: int, value: Tensor, after: Moment) -> Tensor:
+    def _fetch_scalar(self, number: int, value: Tensor, after: StreamEvent) -> Tensor:
         target = self._scalars[number]
-        arrived = self._copier.down(target, value, after)
+        arrived = self._copier.to_host(target, value, after)
         if arrived is not None:
             arrived.synchronize()
         return target
 
-    def _fetched(self, steps: Sequence[_Step], after: Moment) -> Iterator[Tensor | None]:
+    def _fetched(self, steps: Sequence[_Step], after: StreamEvent) -> Iterator[Tensor | None]:
         ahead = [self._fetch(each, after) for each in steps[:1]]
         for number in range(len(steps)):
             ahead += [self._fetch(each, after) for each in steps[number + 1 : number + 2]]
@@ -225,19 +227,24 @@ class HostStates:
                 arrived.synchronize()
             yield gradient
 
-    def _fetch(self, step: _Step, after: Moment) -> tuple[Tensor | None, Moment]:
+    def _fetch(self, step: _Step, after: StreamEvent) -> tuple[Tensor | None, StreamEvent]:
         if step.left is not None:
             return step.left.values, step.left.arrived
         if not step.gradients or not step.gradients[0].numel():
             return None, None
         source = step.gradients[0]
         _, target = self._gradients.take(source.numel(), source.dtype)
-        return target, self._copier.down(target, source, after)
+        return target, self._copier.to_host(target, source, after)
 
     def _step(
-        self, step: _Step, gradient: Tensor, update: HostUpdate, scalars: HostScalars, after: Moment
-    ) -> Moment:
-        shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.rests_on_host
+        self,
+        step: _Step,
+        gradient: Tensor,
+        update: HostUpdate,
+        scalars: HostScalars,
+        after: StreamEvent,
+    ) -> StreamEvent:
+        shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.is_on_host
         master = shard.param.detach()
         number, cast = -1, master
         if sent.dtype != master.dtype:
@@ -256,14 +263,14 @@ class HostStates:
             cast.copy_(master)  # parameters without gradients are sent too
         if stays:
             return None
-        ready = self._copier.up(sent, cast, after)
+        ready = self._copier.to_device(sent, cast, after)
         if cast is not master:
             self._cast.busy[number] = ready
         return ready
 
 
-def _taken(buffer: UnitBuffer) -> tuple[list[Tensor], GradientOnHost | None]:
+def _taken(buffer: FlatBuffer) -> tuple[list[Tensor], OffloadedGradient | None]:
     shard = buffer.shard
-    gradient, left = shard.grad, shard.grad_on_host
-    shard.grad = shard.grad_on_host = None
+    gradient, left = shard.grad, shard.offloaded_grad
+    shard.grad = shard.offloaded_grad = None
     return [] if gradient is None else [gradient], left

@@ -14,7 +14,7 @@ from fsdpctl.models.describe import all_named_parameters
 from fsdpctl.plan.layout import ParamSpec
 
 _GRAD: Any = Tensor.grad  # the descriptor
-arrived_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+accumulated_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 """Return the gradient that autograd left at a parameter; `param.grad` is for its user."""
 
 
@@ -26,7 +26,7 @@ class _Sharded:
     _is_lent = False  # within full_parameters
 
     def _grad(self: Any) -> Tensor | None:
-        gradient = arrived_gradient(self)
+        gradient = accumulated_grad(self)
         # torch.compile reads all attributes of tensors while it traces.
         compiles = torch._guards.CompileContext.try_get() is not None
         if gradient is not None or in_backward() or compiles:
@@ -52,8 +52,10 @@ class _Sharded:
         return self._alone("pickling").__reduce_ex__(protocol)
 
     def _alone(self: Any, what: str) -> Any:
-        if is_at_rest(self):
-            raise not_possible(f"{what} the module between steps, when it has no parameters,")
+        if has_placeholder(self):
+            raise impossible_after_sharding(
+                f"{what} the module between steps, when it has no parameters,"
+            )
         return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)
 
 
@@ -66,19 +68,21 @@ def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return kind.__bases__[1]
 
 
-def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool], rest: Tensor) -> None:
+def mark_sharded(
+    param: nn.Parameter, has_gradient: Callable[[], bool], placeholder: Tensor
+) -> None:
     """Make the parameter, the same object, raise errors for incorrect use.
 
     `has_gradient` returns whether its gradient is stored outside its `grad`. `rest` is the element
     that the parameter reads while it is sharded.
     """
     param.__class__ = _sharded(type(param))
-    param._rest = _storage(rest)  # type: ignore[attr-defined]
+    param._rest = _storage(placeholder)  # type: ignore[attr-defined]
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
 
 
-def lend(param: nn.Parameter, *, is_lent: bool) -> None:
-    param._is_lent = is_lent  # type: ignore[attr-defined]
+def expose_full_param(param: nn.Parameter, *, is_exposed: bool) -> None:
+    param._is_lent = is_exposed  # type: ignore[attr-defined]
 
 
 def unmark_sharded(param: nn.Parameter) -> None:
@@ -91,12 +95,12 @@ def is_marked(param: Tensor) -> bool:
     return isinstance(param, _Sharded)
 
 
-def not_possible(what: str) -> EngineError:
+def impossible_after_sharding(what: str) -> EngineError:
     """Return the error for a call that a sharded model cannot serve."""
     return EngineError(f"{what} is not possible after sharding; do it before shard_model")
 
 
-def is_at_rest(param: Tensor) -> bool:
+def has_placeholder(param: Tensor) -> bool:
     """Return whether the parameter is sharded now and reads NaN."""
     return getattr(param, "_rest", None) == _storage(param)
 
@@ -161,7 +165,7 @@ class ShardedParameters:
     def check_gradients(self) -> None:
         """Check that a reduction has taken all gradients; ModuleError if one is left."""
         for unit, param in self._trained:
-            if arrived_gradient(param) is not None:
+            if accumulated_grad(param) is not None:
                 raise ModuleError(
                     f"gradients of {unit} were not reduced: its output reaches the loss without "
                     "passing hooks, or the loss uses its parameters before the forward"

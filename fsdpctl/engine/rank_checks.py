@@ -29,7 +29,7 @@ class GradPresence:
         self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
         self._num_backwards = 0  # that reduced, since the last step of the optimizer
         self._usual_number = 1  # of these per step
-        runtime.when_all_is_sent = self.backward_ends
+        runtime.on_last_reduction = self.backward_ends
 
     def backward_ends(self) -> None:
         """Count a backward whose last reductions have started."""
@@ -67,7 +67,9 @@ class GradPresence:
             own[-1:].fill_(fingerprint)
             return own
         buffers = runtime.trained_buffers
-        present = [float(index in x.present) for x in buffers for index in range(len(x.params))]
+        present = [
+            float(index in x.params_with_grad) for x in buffers for index in range(len(x.params))
+        ]
         bits = torch.tensor([*present, fingerprint], dtype=torch.float64)
         is_on_cuda = runtime.device.type == "cuda"
         return (bits.pin_memory() if is_on_cuda else bits).to(runtime.device, non_blocking=True)
@@ -82,11 +84,11 @@ class GradPresence:
         if not sums.is_cuda:
             _check_fingerprint(expected, sums[-1])
             return
-        self.settle()
+        self.finish_check()
         found = sums[-1].to("cpu", non_blocking=True)
         self._unchecked = expected, found, torch.cuda.current_stream().record_event()
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Complete the last comparison, before anything permanent is done; see `_check`."""
         if self._unchecked is not None:
             (before, found, arrived), self._unchecked = self._unchecked, None
@@ -117,16 +119,16 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     for buffer in runtime.buffers:
         shard = buffer.shard
         alike = []
-        if buffer.resting is not None:
-            alike.append((buffer.resting.span, buffer.resting.values))
-        has_replicas = runtime.strategy.shards_params and shard.layout.shares == 1
+        if buffer.resident is not None:
+            alike.append((buffer.resident.span, buffer.resident.values))
+        has_replicas = runtime.strategy.shards_params and shard.layout.shares_per_shard == 1
         if shard.is_replicated or has_replicas:
-            alike.append((shard.held, shard.master))
+            alike.append((shard.span, shard.master))
             if shard.remainder is not None:
-                alike.append((shard.held, shard.remainder))
+                alike.append((shard.span, shard.remainder))
         for held, values in alike:
             bits = as_integers(values)
-            for piece in buffer.layout.pieces(held):
+            for piece in buffer.layout.param_slices(held):
                 inside = piece.in_flat.shift(-held.start)
                 names.append(piece.param.name)
                 sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))

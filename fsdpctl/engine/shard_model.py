@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.comm.mesh import Mesh, collectives_for, make_mesh, sharing_collectives
-from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.comm.mesh import Mesh, collectives_for, make_mesh, shared_memory_collectives
+from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.hooks import is_sharded
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError, ModuleError, UsageError
@@ -21,7 +21,7 @@ from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, Strategy, get_strategy, ranks_per_replica
-from fsdpctl.plan.units import Division, UnitSpec, divide
+from fsdpctl.plan.units import ModelLayout, UnitSpec, lay_out
 
 T = TypeVar("T")
 
@@ -81,15 +81,15 @@ def shard_model(
         sharding = strategy
     else:
         sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
-    model = shard_from(Source(first), module, sharding)
-    if model.mesh.world.not_shared and model.mesh.world.rank == 0:
-        reason = model.mesh.world.not_shared
+    model = shard_from(WeightInit(first), module, sharding)
+    if model.mesh.world.not_shared_reason and model.mesh.world.rank == 0:
+        reason = model.mesh.world.not_shared_reason
         warnings.warn(f"ranks do not share memory: {reason}", stacklevel=2)
     return model
 
 
 def shard_from(
-    source: Source, module: nn.Module, sharding: Sharding, mesh: Mesh | None = None
+    source: WeightInit, module: nn.Module, sharding: Sharding, mesh: Mesh | None = None
 ) -> ShardedModel:
     """Shard `module`, which may be on the meta device, with values and device from `source`.
 
@@ -97,30 +97,30 @@ def shard_from(
     """
     on_host = Offload.PARAMS in sharding.on_host
     shares = sharding.share_memory and source.device.type == "cpu" and not on_host
-    make = sharing_collectives if shares else partial(collectives_for, source.device)
+    make = shared_memory_collectives if shares else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
 
-    def division() -> tuple[Strategy, Division]:
+    def division() -> tuple[Strategy, ModelLayout]:
         check_module(module, needs_values=source.initialize is None and not source.is_empty)
         if is_sharded(module):
             problem = "the module is sharded already; call model.unwrap() first"
             raise UsageError(f"shard_model: {problem}")
-        row = requested_strategy(sharding)
+        row = get_requested_strategy(sharding)
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         units = units_of(module, sharding)
         about = {"shares_memory": world.shares_memory, "offloads_params": on_host}
-        return row, divide(units, row, world.size, replica_size, sharding.owner_map, **about)
+        return row, lay_out(units, row, world.size, replica_size, sharding.owner_map, **about)
 
-    def described(made: tuple[Strategy, Division]) -> Iterator[str]:
+    def described(made: tuple[Strategy, ModelLayout]) -> Iterator[str]:
         return _described(*made, sharding, dict(module.named_buffers()))
 
-    row, made = agreed(world, division, described)
+    row, made = agree_on(world, division, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_replica)
-    plan = StepPlan(made, mesh.place, sharding.precision, sharding.prefetch, sharding.on_host)
+    plan = StepPlan(made, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
 
 
-def requested_strategy(sharding: Sharding) -> Strategy:
+def get_requested_strategy(sharding: Sharding) -> Strategy:
     """Return the row of a strategy's name, or that is given; UsageError if it has no owner map."""
     row = sharding.strategy
     if not isinstance(row, Strategy):
@@ -142,7 +142,7 @@ def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
 
 
 def _described(
-    row: Strategy, division: Division, sharding: Sharding, buffers: dict[str, Tensor]
+    row: Strategy, division: ModelLayout, sharding: Sharding, buffers: dict[str, Tensor]
 ) -> Iterator[str]:
     yield f"strategy {row.name}, with {division.ranks_per_replica} ranks per replica"
     yield f"owner map {sharding.owner_map}"
@@ -158,7 +158,7 @@ def _described(
         yield f"buffer {name} {list(buffer.shape)} {buffer.dtype}"
 
 
-def agreed(
+def agree_on(
     collectives: Collectives, make: Callable[[], T], describe: Callable[[T], Iterable[str]]
 ) -> T:
     """Return the result of `make()`, if it is the same on every rank. Collective.
@@ -175,7 +175,7 @@ def agreed(
     except Exception as caught:  # of any kind: the others must not wait for this rank
         error = caught
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    answers = collectives.gather_objects([digest] if error is None else [digest, str(error)])
+    answers = collectives.all_gather_object([digest] if error is None else [digest, str(error)])
     if error is not None:
         raise error
     for rank, (_, *messages) in enumerate(answers):
@@ -188,7 +188,7 @@ def agreed(
 
 
 def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
-    answers = collectives.gather_objects(list(ours))
+    answers = collectives.all_gather_object(list(ours))
     other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
     first, second = next(
         (mine, theirs)

@@ -11,13 +11,13 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers, scale_gradients, trainable_shards
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import full_state
-from fsdpctl.engine.buffer_accounting import Ledger
+from fsdpctl.engine.buffer_accounting import BufferAccounting
 from fsdpctl.engine.hooks import guard_module, watch_first_forward
 from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.parameters import not_possible
+from fsdpctl.engine.parameters import impossible_after_sharding
 from fsdpctl.engine.rank_checks import GradPresence, check_replicas
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import bytes_outside_slots
+from fsdpctl.engine.unit import bytes_outside_unshard_buffers
 from fsdpctl.errors import EngineError, ModuleError, did_you_mean
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.strategy import Strategy
@@ -120,7 +120,7 @@ class ShardedModel(nn.Module):
         EngineError if a parameter differs; the message names it and the rank. Also if the ranks did
         not gather the same units in the same order in the last step.
         """
-        self._presence.settle()
+        self._presence.finish_check()
         self._runtime.param_sync.finish()
         check_replicas(self._runtime)
 
@@ -171,7 +171,7 @@ class ShardedModel(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of gathered floating-point parameters; None: each has its own."""
-        name = self._runtime.plan.dtypes.param_dtype
+        name = self._runtime.plan.precision.param_dtype
         return None if name is None else torch_dtype(str(name))
 
     @property
@@ -236,7 +236,7 @@ class ShardedModel(nn.Module):
 
     def shard_memory_bytes(self) -> int:
         """Return the bytes of this rank's master weights, with padding."""
-        return sum(s.held.numel * s.itemsize for s in self.flat_shards())
+        return sum(s.span.numel * s.itemsize for s in self.flat_shards())
 
     def replicated_memory_bytes(self) -> int:
         """Return the bytes of all master weights without sharding, with padding."""
@@ -244,7 +244,9 @@ class ShardedModel(nn.Module):
 
     def peak_memory_bytes(self) -> int:
         """Return the peak bytes of masters, gradients, gathered units and reduce buffers."""
-        return self.ledger.peak_nbytes + bytes_outside_slots(list(self._runtime.units.values()))
+        return self.accounting.peak_nbytes + bytes_outside_unshard_buffers(
+            list(self._runtime.units.values())
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors under the module's names; each rank keeps its parts. Always strict."""
@@ -252,16 +254,16 @@ class ShardedModel(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raise an error: trainable and frozen parameters are sharded separately."""
-        raise not_possible("requires_grad_")
+        raise impossible_after_sharding("requires_grad_")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        raise not_possible("moving or casting the model")
+        raise impossible_after_sharding("moving or casting the model")
 
     def __deepcopy__(self, memo: object) -> Self:
-        raise not_possible("copying the model")
+        raise impossible_after_sharding("copying the model")
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        raise not_possible("pickling the model")
+        raise impossible_after_sharding("pickling the model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full masters and buffers on the CPU, under the module's names. Collective."""
@@ -269,12 +271,12 @@ class ShardedModel(nn.Module):
 
     def name_ranges(self, *, is_on: bool) -> None:
         """Turn named ranges of units and collectives in profiles on or off."""
-        self._runtime.ledger.ranges.is_on = is_on
+        self._runtime.accounting.ranges.is_on = is_on
 
     @property
-    def ledger(self) -> Ledger:
+    def accounting(self) -> BufferAccounting:
         """The bytes of the engine's buffers without masters, now and at the peak."""
-        return self._runtime.ledger
+        return self._runtime.accounting
 
 
 _REDUCE = ("every", "last")

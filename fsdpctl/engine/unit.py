@@ -15,27 +15,26 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.collectives import Collectives, Gathering, Handle
-from fsdpctl.engine.flat_buffer import UnitBuffer
-from fsdpctl.engine.host_worker import Copier, HostWorker, Moment
+from fsdpctl.comm.collectives import AllGatherInput, Collectives, Handle
+from fsdpctl.engine.flat_buffer import FlatBuffer
+from fsdpctl.engine.host_worker import Copier, HostWorker, StreamEvent, pinned_allocations
 from fsdpctl.models.describe import torch_dtype
 from fsdpctl.plan.precision import Dtype
-from fsdpctl.plan.step_plan import pinned_groups
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
-class Slot:
+class UnshardBuffer:
     """One storage into which units are gathered, one at a time.
 
     It is created with its memory, so that views of it can be made; `free` releases the memory.
     """
 
-    def __init__(self, name: str, memory: Tensor, *, resident: bool, sharers: int = 1) -> None:
+    def __init__(self, name: str, memory: Tensor, *, is_permanent: bool, sharers: int = 1) -> None:
         """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
         self.name = name  # that of its first unit
         self.nbytes = memory.nbytes
-        self.resident = resident  # its memory is never released
+        self.is_permanent = is_permanent  # its memory is never released
         self._bytes, self._sharers = memory, sharers
 
     @property
@@ -59,12 +58,12 @@ class Slot:
         return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
 
     def allocate(self) -> None:
-        if not self.resident:
+        if not self.is_permanent:
             self._bytes.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
         """Release the memory, whose readers all ran on the current stream."""
-        if not self.resident:
+        if not self.is_permanent:
             self._bytes.untyped_storage().resize_(0)
 
 
@@ -83,14 +82,14 @@ class HostParams:
         for (numel, name), count in Counter(parts).items():
             dtype = torch_dtype(name)
             found = self._free.setdefault((numel, dtype), [])
-            for together in pinned_groups(count, numel * dtype.itemsize):
+            for together in pinned_allocations(count, numel * dtype.itemsize):
                 slab = worker.allocate(together * numel, dtype, pinned=True)
                 found += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
-    def send(self, target: Tensor, part: Tensor) -> Moment:
+    def send(self, target: Tensor, part: Tensor) -> StreamEvent:
         """Start to copy a part to the device, once earlier work there is done."""
-        return self.copier.up(target, part)
+        return self.copier.to_device(target, part)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
@@ -99,12 +98,14 @@ class HostParams:
 class ShardedUnit:
     """Parameters that are gathered, released and reduced together."""
 
-    def __init__(self, name: str, buffers: Sequence[UnitBuffer], slot: Slot) -> None:
+    def __init__(
+        self, name: str, buffers: Sequence[FlatBuffer], unshard_buffer: UnshardBuffer
+    ) -> None:
         self.name = name
         self.buffers = tuple(buffers)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
-        self.nbytes = sum(each.whole.nbytes for each in self.buffers)  # unsharded, with padding
-        self.slot = slot
+        self.nbytes = sum(each.full.nbytes for each in self.buffers)  # unsharded, with padding
+        self.unshard_buffer = unshard_buffer
         self.is_unsharded = False  # its parameters can be read; otherwise reading them gives NaN
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
@@ -112,7 +113,7 @@ class ShardedUnit:
 
     def gather(self, collectives: Collectives, host: HostParams | None) -> None:
         """Start to gather the parameters into the slot, from the `host` if they rest there."""
-        self.slot.allocate()
+        self.unshard_buffer.allocate()
         if self.buffers:
             self._gather = collectives.all_gather(
                 [_gathering(each, collectives.rank, host) for each in self.buffers]
@@ -121,17 +122,17 @@ class ShardedUnit:
     def unshard(self) -> None:
         self._wait()
         for buffer in self.buffers:
-            buffer.point_to_slot()
+            buffer.use_unsharded()
         self.is_unsharded = True
         self._set_version(self._version)
 
-    def release(self) -> None:
+    def free(self) -> None:
         self._wait()
         for buffer in self.buffers:
-            buffer.point_to_rest()
+            buffer.use_sharded()
         self.is_unsharded = False
         self._set_version(self._version + 1)
-        self.slot.free()
+        self.unshard_buffer.free()
 
     def _wait(self) -> None:
         if self._gather is not None:
@@ -147,25 +148,27 @@ class ShardedUnit:
         _set_versions(self._params, (version,) * len(self._params))
 
 
-def _gathering(buffer: UnitBuffer, rank: int, host: HostParams | None) -> Gathering:
-    whole, parts = buffer.whole, buffer.layout.parts
-    if host is None or not buffer.rests_on_host:
-        return Gathering(whole, parts, buffer.part)
+def _gathering(buffer: FlatBuffer, rank: int, host: HostParams | None) -> AllGatherInput:
+    whole, parts = buffer.full, buffer.layout.shard_spans
+    if host is None or not buffer.is_on_host:
+        return AllGatherInput(whole, parts, buffer.param_shard)
     own = parts[rank]
-    return Gathering(whole, parts, arrived=host.send(whole[own.start : own.stop], buffer.part))
+    return AllGatherInput(
+        whole, parts, ready=host.send(whole[own.start : own.stop], buffer.param_shard)
+    )
 
 
-def bytes_outside_slots(units: Sequence[ShardedUnit]) -> int:
+def bytes_outside_unshard_buffers(units: Sequence[ShardedUnit]) -> int:
     """Return the bytes of parts and master weights that have memory of their own, not in slots.
 
     What is in host memory does not count.
     """
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    values = [buffer.part for buffer in buffers if not buffer.rests_on_host]
+    values = [buffer.param_shard for buffer in buffers if not buffer.is_on_host]
     for shard in (each.shard for each in buffers if not each.shard.is_on_host):
         values += [each for each in (shard.master, shard.remainder) if each is not None]
     storages = [each.untyped_storage() for each in values]
     # Masters may be windows into parts, and both into slots.
     found = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
-    slots = {unit.slot.address for unit in units}
+    slots = {unit.unshard_buffer.address for unit in units}
     return sum(nbytes for address, nbytes in found.items() if address not in slots)

@@ -17,7 +17,7 @@ from fsdpctl.estimate.accuracy import ErrorBand, band_of
 from fsdpctl.estimate.cluster_specs import ASSUMED
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch_plan import plan_batches
-from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, chain
+from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, recomputation_steps
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, Strategy, ranks_per_replica
 from fsdpctl.resolve.auto_values import Stage, with_auto_values
 from fsdpctl.resolve.machine import executed_strategy, supported_strategies
@@ -117,7 +117,7 @@ def _recomputations(placed: Filled, num_blocks: int) -> tuple[Recomputation, ...
     # CPU ranks would save nothing; with compiled blocks, sending is not supported for all families.
     sends = placed.launch.device != "cpu" and placed.engine.name == FSDPCTL
     sends &= not placed.train.compile and not placed.is_set("activation_checkpointing.offload")
-    return chain(num_blocks, LEVELS if sends else MODES)
+    return recomputation_steps(num_blocks, LEVELS if sends else MODES)
 
 
 def is_distinct_on_cluster(config: Config, name: str) -> bool:

@@ -10,7 +10,14 @@ from fsdpctl.config.clusters import ClusterConfig, gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import C, Config, Resolved
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
+from fsdpctl.plan.attention_kernels import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH_KERNELS,
+    KERNELS,
+    PEAK_FRACTIONS,
+)
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DeviceDataSheet, HostDataSheet, RingNetwork
 from fsdpctl.resolve.attention_kernel import kernel_of
@@ -66,10 +73,10 @@ def device_of(config: Resolved) -> DeviceDataSheet:
 
 def _attention_efficiency(config: Resolved) -> Mapping[str, float]:
     cluster, kernel = config.cluster, kernel_of(config)
-    shares = dict(SHARES[cluster.architecture or _DEFAULT_ARCHITECTURE])
+    shares = dict(PEAK_FRACTIONS[cluster.architecture or _DEFAULT_ARCHITECTURE])
     if cluster.attention_efficiency is not None:
         shares = dict.fromkeys(KERNELS, cluster.attention_efficiency)
-    if kernel in FLASHES and kernel in shares:
+    if kernel in FLASH_KERNELS and kernel in shares:
         shares[FLASH] = shares[kernel]
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 

@@ -20,7 +20,7 @@ from fsdpctl.io import files
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import ESTIMATE
 from fsdpctl.plan.batch_plan import tokens_per_rank
-from fsdpctl.plan.step_plan import RankPlace
+from fsdpctl.plan.step_plan import MeshPosition
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import GroupShape
 from fsdpctl.predict.memory_recorder import MemoryRecorder
@@ -137,7 +137,7 @@ class Estimator:
         itemsize = training.dtypes.master.itemsize
         saved = sum(training.states.saved(param, itemsize) for param in params)
         on_host = training.host_states_bytes + host_inputs_bytes(model_pass.offloaded.values())
-        rank, shared = training.step.place.rank, training.step.shared_bytes
+        rank, shared = training.step.position.rank, training.step.shared_bytes
         return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
@@ -202,7 +202,7 @@ def _simulate(
     config: Resolved, traced: TracedModel, model_pass: ModelPass, passes: int
 ) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(model_pass, _machine(config, plan.step.place))
+    recorder = TaskRecorder(model_pass, _machine(config, plan.step.position))
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     for _ in range(2):  # collectives that the first leaves in flight end in the second
@@ -219,7 +219,7 @@ def _simulate(
     )
 
 
-def _machine(config: Resolved, place: RankPlace) -> Machine:
+def _machine(config: Resolved, place: MeshPosition) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
     size, on_node = place.size, ranks // nodes

@@ -13,7 +13,7 @@ from fsdpctl.config.selection import RECOMPUTATION
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.duration import RunTime
 from fsdpctl.io.texts import three_digits
-from fsdpctl.plan.attention_kernels import THEIRS
+from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.recomputation import BLOCKS, MODES, Recomputation
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
@@ -75,7 +75,7 @@ def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     config = plan.requested.changed(values)
     if config.is_auto(_ATTENTION_KEY) and config.model.attention not in (
         None,
-        THEIRS,
+        TRANSFORMERS,
     ):  # by the dtype
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
         config = with_auto_values(

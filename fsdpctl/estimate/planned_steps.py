@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from fsdpctl.config.schema import Resolved
-from fsdpctl.plan.optimizers import ADAMW, KeptStates, Muon, get_optimizer, tiled_dtype
-from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
+from fsdpctl.plan.optimizers import ADAMW, MuonSettings, OptimizerStates, get_optimizer, tiled_dtype
+from fsdpctl.plan.step_plan import MeshPosition, StepPlan, Transport
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, Strategy, check_strategy, get_strategy
-from fsdpctl.plan.units import Division, UnitSpec, divide
+from fsdpctl.plan.units import ModelLayout, UnitSpec, lay_out
 from fsdpctl.predict.engine_bytes import engine_peak, fullest_ranks
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.step_recorder import RankGroup, StepRecorder, Steps, TrafficRecorder
@@ -23,29 +23,29 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def kept_states(config: Resolved) -> KeptStates:
+def kept_states(config: Resolved) -> OptimizerStates:
     about, row = config.optimizer, get_optimizer(config.optimizer.name)
     has_moments = about.momentum > 0 or not row.needs_momentum
-    muon = Muon(about.ns_steps, about.nesterov) if row.steps_matrices else None
+    muon = MuonSettings(about.ns_steps, about.nesterov) if row.steps_matrices else None
     dtype = None if muon else tiled_dtype(about.state_dtype, [str(config.precision.master_dtype)])
-    return KeptStates(row.moments * has_moments, row.counter, muon, dtype)
+    return OptimizerStates(row.moments * has_moments, row.counter, muon, dtype)
 
 
 def first_rank(
-    division: Division, num_ranks: int, device: str, *, shares_memory: bool = False
-) -> RankPlace:
+    division: ModelLayout, num_ranks: int, device: str, *, shares_memory: bool = False
+) -> MeshPosition:
     size, transport = division.ranks_per_replica, Transport.GLOO
     if device == "cuda":
         transport = Transport.NCCL
     elif shares_memory:
         transport = Transport.SHARED
-    return RankPlace(0, size, num_ranks // size, transport)
+    return MeshPosition(0, size, num_ranks // size, transport)
 
 
 def plan_run(config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
     given, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
-    division = divide(
+    division = lay_out(
         units,
         get_strategy(given.name),
         ranks,
@@ -106,10 +106,11 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
         return plan
     if is_even:
         return fullest_ranks(plan)[0]
-    if plan.step.place.size <= _MAX_REPLAYED_RANKS:
+    if plan.step.position.size <= _MAX_REPLAYED_RANKS:
         return plan.at(engine_peak(plan).rank)
     owned = [
-        sum(part.numel for part in parts) for parts in zip(*(x.parts for x in layouts), strict=True)
+        sum(part.numel for part in parts)
+        for parts in zip(*(x.shard_spans for x in layouts), strict=True)
     ]
     return plan.at(owned.index(max(owned)))
 
@@ -134,7 +135,7 @@ def sent_per_step(
     every = config.accumulation.name == "every"
     reduces = reducing_passes(num_micro_batches, every=every)
     plan = TrainingPlan(plan.step, reduces, plan.states)
-    recorder, place = TrafficRecorder(), plan.step.place
+    recorder, place = TrafficRecorder(), plan.step.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(
         recorder.sent(RankGroup.SHARD, place.size),

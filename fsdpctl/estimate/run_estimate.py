@@ -186,7 +186,7 @@ class RunEstimate:
 
         Frozen parameters of a pretrained model are not saved.
         """
-        dtypes = self.config.precision.planned.of("float32")
+        dtypes = self.config.precision.planned.buffer_dtypes("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
         return (
             self.num_trained * (dtypes.master.itemsize + dtypes.has_remainder)

@@ -26,9 +26,9 @@ from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.row_documents import assumed_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention_kernels import THEIRS
+from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.batch_plan import ContextParallel
-from fsdpctl.plan.recomputation import Treatment
+from fsdpctl.plan.recomputation import BlockCheckpointing
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.model_pass import ModelPass, RepeatedUnits, TracedPass, num_traced
 from fsdpctl.resolve.attention_kernel import kernel_of
@@ -57,7 +57,7 @@ class MetaModule:
         parent, _, index = block.rpartition(".")
         return self._kinds[parent][int(index)]
 
-    def repeated_units(self, treatments: Mapping[str, Treatment]) -> list[RepeatedUnits]:
+    def repeated_units(self, treatments: Mapping[str, BlockCheckpointing]) -> list[RepeatedUnits]:
         """Return rows of blocks that are alike and have one treatment."""
         rows: list[RepeatedUnits] = []
         for parent, alike in self._kinds.items():
@@ -168,7 +168,7 @@ class PassTracer:
         self,
         run: Callable[[nn.Module], object],
         rows: Sequence[RepeatedUnits],
-        treatments: Mapping[str, Treatment],
+        treatments: Mapping[str, BlockCheckpointing],
         about: object,
     ) -> TracedPass:
         """Trace a pass, unless one of the same blocks with the same treatments has been."""
@@ -188,7 +188,7 @@ class PassTracer:
         self,
         run: Callable[[nn.Module], object],
         rows: Sequence[RepeatedUnits],
-        treated: Mapping[str, Treatment],
+        treated: Mapping[str, BlockCheckpointing],
     ) -> TracedPass:
         module = self._module.shortened(rows)
         blocks = [module.get_submodule(name) for name in treated]
@@ -315,12 +315,12 @@ class TracedModel:
         try:
             return self._tracer.model_pass(run, checkpointing, sizes)
         except Exception as error:  # of the code of a family, which our attention may not serve
-            if self._model.attention == THEIRS:
+            if self._model.attention == TRANSFORMERS:
                 reason = str(error).strip().partition("\n")[0]
                 raise UsageError(
                     f"model: {model_type_of(self._model)}: memory cannot be estimated: {reason}"
                 ) from error
-        self._model = replace(self._model, attention=THEIRS)
+        self._model = replace(self._model, attention=TRANSFORMERS)
         whole = MetaModule(_build(self._model, *self._build_options), self.units)
         self._tracer = self._tracer_of(whole)
         return self._traced_pass(run, checkpointing, sizes)

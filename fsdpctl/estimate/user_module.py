@@ -11,7 +11,7 @@ from fsdpctl.config.keys import parse_bytes
 from fsdpctl.config.launch import NO_EMULATION, PROGRAMS
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.shard_model import requested_strategy, units_of
+from fsdpctl.engine.shard_model import get_requested_strategy, units_of
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.estimate.planned_steps import (
     MOST_PLANNED_PASSES,
@@ -25,7 +25,7 @@ from fsdpctl.models.describe import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, Offload, ranks_per_replica
-from fsdpctl.plan.units import UnitSpec, divide
+from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import ALLOCATORS, StepEstimate, estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan
@@ -134,14 +134,14 @@ def estimate_memory(
     checkpointing = ActivationCheckpointingConfig(assumed.activation_checkpointing)
     model_pass = observed.model_pass(_ForwardBackward(input_fn, loss_fn, dtype), checkpointing)
     recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=units[-1].kind == "head")
-    strategy = requested_strategy(given)
+    strategy = get_requested_strategy(given)
     plan = fullest_rank(assumed.engine, _training_plan(units, given, world_size, assumed))
     fused = PROGRAMS[assumed.program].fused_optimizer
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
         recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    return MemoryEstimate(num_params, plan.step.place.rank, step, plan.host_states_bytes)
+    return MemoryEstimate(num_params, plan.step.position.rank, step, plan.host_states_bytes)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:
@@ -209,12 +209,12 @@ def _precision(module: nn.Module, precision: Precision, engine: str) -> Precisio
 def _training_plan(
     units: tuple[UnitSpec, ...], given: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
-    strategy, on_host = requested_strategy(given), given.on_host
+    strategy, on_host = get_requested_strategy(given), given.on_host
     size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
     rests = Offload.PARAMS in on_host
     shares = given.share_memory and world_size > 1 and assumed.device == "cpu" and not rests
     about = {"shares_memory": shares, "offloads_params": rests}
-    division = divide(units, strategy, world_size, size, given.owner_map, **about)
+    division = lay_out(units, strategy, world_size, size, given.owner_map, **about)
     place = first_rank(division, world_size, assumed.device, shares_memory=shares)
     passes = min(assumed.num_micro_batches, MOST_PLANNED_PASSES)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")

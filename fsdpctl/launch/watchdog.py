@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from fsdpctl.comm.flight_recorder import Recorded
+from fsdpctl.comm.flight_recorder import CollectiveRecord
 from fsdpctl.comm.rank_status import (
     FINISHING,
     LOADING,
@@ -74,7 +74,7 @@ class Watchdog:
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
         self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
         self._limit, self._timeout = launch.hang_limit, launch.timeout
-        self._statuses = [RankStatus(0, None, waits=False, place="")] * self._count
+        self._statuses = [RankStatus(0, None, is_waiting=False, phase="")] * self._count
         self._silent_seconds = [0.0] * self._count  # seconds since each rank's last heartbeat
         self._watchdog_silent_seconds = [0.0] * self._count  # and since its own watchdog was seen
         self._since: dict[str, float] = {}
@@ -103,12 +103,12 @@ class Watchdog:
                 return
 
     def _poll(self, passed: float) -> None:
-        RANK_STATUS.looked()
+        RANK_STATUS.heartbeat()
         beats = self._pages.statuses()
         for local, (beat, last) in enumerate(zip(beats, self._statuses, strict=True)):
-            moved = beat.count != last.count or beat.place == FINISHING
+            moved = beat.count != last.count or beat.phase == FINISHING
             self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + passed
-            looked = beat.looks != last.looks
+            looked = beat.heartbeats != last.heartbeats
             self._watchdog_silent_seconds[local] = (
                 0.0 if looked else self._watchdog_silent_seconds[local] + passed
             )
@@ -116,7 +116,7 @@ class Watchdog:
 
     def _is_deciding(self) -> bool:
         before = self._watchdog_silent_seconds[: self._local_rank]
-        is_asked = any(each.is_asked for each in self._statuses)  # another watchdog ends a hang
+        is_asked = any(each.is_requested for each in self._statuses)  # another watchdog ends a hang
         decides = not is_asked and all(each > _TAKEOVER_SECONDS for each in before)
         if self._exchange:
             self._exchange.is_reporter = decides
@@ -136,7 +136,7 @@ class Watchdog:
         late = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
         # A launcher's agent sees ranks that have exited; other launchers may not.
         hangs = late and (
-            all_run or (not self._pids and any(self._statuses[n].waits for n in late))
+            all_run or (not self._pids and any(self._statuses[n].is_waiting for n in late))
         )
         if hangs or (exchange and exchange.is_stuck_elsewhere(number)):
             self._kill_stuck(ranks)
@@ -166,10 +166,10 @@ class Watchdog:
         process after `launch.timeout` without naming the ranks that cause the hang.
         """
         beat = self._statuses[local]
-        if beat.step is not None and beat.place != READING:
+        if beat.step is not None and beat.phase != READING:
             return self._limit
         slow = self._limit * _START_FACTOR
-        return slow if beat.place in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
+        return slow if beat.phase in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
 
     def _persists(self, what: str, is_so: bool) -> bool:
         """Return whether a condition has held for longer than ranks need to exit on their own."""
@@ -207,11 +207,11 @@ class Watchdog:
         return [self._state(x, _process_state(pid) if x in ranks else EXITED) for x, pid in running]
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
-        answer = Recorded() if letter is None else self._pages.answer(local)
-        found, beat = answer or Recorded(), self._statuses[local]
+        answer = CollectiveRecord() if letter is None else self._pages.answer(local)
+        found, beat = answer or CollectiveRecord(), self._statuses[local]
         return RankState(
             self._first_rank + local, socket.gethostname(), UNKNOWN if letter is None else letter,
-            self._silent_seconds[local], beat.step, beat.place, beat.waits, found.begun,
+            self._silent_seconds[local], beat.step, beat.phase, beat.is_waiting, found.started,
             found.pending, answer is not None,
         )  # fmt: skip
 

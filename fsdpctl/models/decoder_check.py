@@ -26,7 +26,7 @@ from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.small_copy import small_copy
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention_kernels import THEIRS
+from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.batch_plan import ContextParallel
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     config = config.changed({"model.attention": attention_of(config.model)})
     notes = list[str]()
     if found.problem:
-        notes.append(f"model.attention={THEIRS} (auto): {family}: {found.problem}")
+        notes.append(f"model.attention={TRANSFORMERS} (auto): {family}: {found.problem}")
     if config.data.holds_documents:
         if not found.ignores_padding:
             problem = f"{family}: not supported; padding of a sequence changes its documents"
@@ -81,14 +81,16 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
 def attention_of(model: ModelConfig) -> str | None:
     """Return `model.attention`, which is that of transformers if ours does not compute the same."""
     problem = check_decoder(model).problem
-    if problem and model.attention not in (None, THEIRS):
-        raise UsageError(f"model.attention={model.attention}: {problem}; set it to {THEIRS}")
-    return THEIRS if problem else model.attention
+    if problem and model.attention not in (None, TRANSFORMERS):
+        raise UsageError(f"model.attention={model.attention}: {problem}; set it to {TRANSFORMERS}")
+    return TRANSFORMERS if problem else model.attention
 
 
 def check_decoder(model: ModelConfig) -> Found:
     """Return what a small copy of the model does; UsageError if that is not supported."""
-    asked = THEIRS if model.attention == THEIRS else None  # our kernels compute the same
+    asked = (
+        TRANSFORMERS if model.attention == TRANSFORMERS else None
+    )  # our kernels compute the same
     return _checked(replace(model, name="", attention=asked))
 
 
@@ -146,7 +148,7 @@ def _try(model: ModelConfig) -> Found:
     else:
         places = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in spans(lengths))
         alone = [module(tokens[row : row + 1, start:end]) for row, start, end in places]
-        problem = "" if model.attention == THEIRS else _problem(module, tokens, whole)
+        problem = "" if model.attention == TRANSFORMERS else _problem(module, tokens, whole)
         packed = module(tokens, documents=make_documents(_LENGTHS, _CPU)).flatten(0, 1)
         pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)
         same = [not _differ(one, other[0]) for one, other in pairs]

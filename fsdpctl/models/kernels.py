@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH, THEIRS
+from fsdpctl.plan.attention_kernels import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH3,
+    FLASH4,
+    MATH,
+    TRANSFORMERS,
+)
 from fsdpctl.plan.precision import TF32
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
@@ -38,7 +46,7 @@ def using(kernel: str | None) -> Iterator[None]:
     Another kernel serves operators that `kernel` cannot compute. UsageError if it is missing.
     """
     with ExitStack() as stack:
-        if kernel not in (None, THEIRS):
+        if kernel not in (None, TRANSFORMERS):
             plain = kernel in (EFFICIENT, MATH)
             stack.enter_context(_settings(takes_masks=plain, repeats=kernel == EFFICIENT))
             _prefer(kernel, _BEHIND.get(kernel, (EFFICIENT, MATH)), stack)

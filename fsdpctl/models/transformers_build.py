@@ -15,7 +15,7 @@ from fsdpctl.config.decoder_config import CONFIG_LOCATION, config_dict, read_con
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.attention_kernels import THEIRS
+from fsdpctl.plan.attention_kernels import TRANSFORMERS
 
 _WIDTH = 8  # of the norms that are tried
 _known: dict[tuple[object, ...], type | None] = {}
@@ -29,7 +29,7 @@ def build_transformers(
     if not transformers_norms:
         fuse_norms(model)
     decoder = TransformersDecoder(model, config.router_aux_loss)
-    decoder.attention.use(ours=config.attention != THEIRS)
+    decoder.attention.use(ours=config.attention != TRANSFORMERS)
     return decoder
 
 

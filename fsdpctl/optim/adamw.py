@@ -13,13 +13,13 @@ from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
     HostSteps,
-    Sharded,
+    ShardedModelProtocol,
     require_sharded,
     trainable_shards,
 )
 from fsdpctl.comm.quantized_states import new_moment
 from fsdpctl.errors import UsageError
-from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
+from fsdpctl.optim.sharded import ShardedOptimizerMixin, SteppedSpan
 from fsdpctl.optim.tiles import TiledStep
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import STATE_DTYPES, tiled_dtype
@@ -28,20 +28,20 @@ from fsdpctl.plan.precision import SPLIT
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 # Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as
 # stay in the cache until they are cast.
-_AT_A_TIME = 1 << 19
+_HOST_CHUNK = 1 << 19
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
-class HostRun(NamedTuple):
+class HostSpan(NamedTuple):
     """A run to step in host memory, and the options of its group when the step began."""
 
-    run: SteppedRun
+    run: SteppedSpan
     state: dict[str, Tensor]
     options: dict[str, Any]
 
 
 def _update(
-    of_shard: Mapping[FlatShard, Sequence[HostRun]],
+    of_shard: Mapping[FlatShard, Sequence[HostSpan]],
     in_tiles: bool,
     shard: FlatShard,
     gradient: Tensor,
@@ -61,8 +61,8 @@ def _update(
     for run, state, options in runs:
         count, rest = state["step"].clone(), {**options}
         rest["beta1"], rest["beta2"] = rest.pop("betas")
-        for start in range(run.span.start, run.span.stop, _AT_A_TIME):
-            span = Span(start, min(start + _AT_A_TIME, run.span.stop))
+        for start in range(run.span.start, run.span.stop, _HOST_CHUNK):
+            span = Span(start, min(start + _HOST_CHUNK, run.span.stop))
             within = slice(span.start - run.span.start, span.stop - run.span.start)
             state["step"].copy_(count)  # counts once for all pieces
             _adamw(
@@ -81,7 +81,7 @@ def _update(
             written(span)
 
 
-class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
+class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
     """torch's fused AdamW on this rank's shards, which works with any learning-rate scheduler.
 
     Its defaults are common for language models: betas 0.9 and 0.95 and weight decay 0.1, unlike
@@ -96,7 +96,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
 
     def __init__(
         self,
-        model: Sharded,
+        model: ShardedModelProtocol,
         *,
         lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -132,19 +132,19 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         )
         tiled = tiled_dtype(asked, masters)  # None: as torch's kernel has them
         self._dtype: torch.dtype | None = None if tiled is None else getattr(torch, tiled)
-        self.cuts_runs = self._dtype not in (None, torch.float32)
-        groups = self._divided(model, param_groups)
+        self.splits_compressible = self._dtype not in (None, torch.float32)
+        groups = self._param_groups(model, param_groups)
         about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, lr=lr, fused=True, **about)
 
-    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
         host, make = self._model.host, partial(self._zeros, run)
         return make() if host is None else host.call(make)
 
-    def _zeros(self, run: SteppedRun) -> dict[str, Tensor]:
+    def _zeros(self, run: SteppedSpan) -> dict[str, Tensor]:
         param = run.param
         dtype = self._dtype or param.dtype
-        if self.cuts_runs and not run.is_compressible:
+        if self.splits_compressible and not run.is_compressible:
             dtype = torch.float32
         states = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
         for name, codes in _CODES.items():
@@ -152,11 +152,11 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             states |= new_moment(name, param.numel(), param.detach(), of_moment)
         return states
 
-    def _step_runs(self) -> None:
+    def _step_spans(self) -> None:
         if self._dtype is None:
-            super()._step_runs()
+            super()._step_spans()
             return
-        stepped = [(x, x.param.grad, group) for x, group in self.runs if x.param.grad is not None]
+        stepped = [(x, x.param.grad, group) for x, group in self.spans if x.param.grad is not None]
         scalars = HostScalars(self.grad_scale, self.found_inf)
         tiled = TiledStep([run for run, *_ in stepped], scalars, is_fused=True)
         for run, gradient, number in stepped:
@@ -168,12 +168,12 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
 
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
         """Start to step each shard in host memory, with the options that the groups have now."""
-        of_shard: dict[FlatShard, list[HostRun]] = defaultdict(list)
-        for run, number in self.runs:
+        of_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
+        for run, number in self.spans:
             if not run.shard.has_grad or (absent and run.names <= absent):
                 continue
             group = self.param_groups[number]
             if not (state := self.state[run.param]):
                 state.update(self._new_state(run, group))
-            of_shard[run.shard].append(HostRun(run, state, {x: group[x] for x in _OPTIONS}))
+            of_shard[run.shard].append(HostSpan(run, state, {x: group[x] for x in _OPTIONS}))
         host.start(partial(_update, dict(of_shard), self._dtype is not None), scalars)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.flat_shard import Sharded
+from fsdpctl.comm.flat_shard import ShardedModelProtocol
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.sharded import SteppedRun
+from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, is_muons
+from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, uses_muon
 
 # Of torch.optim.Muon.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -31,7 +31,7 @@ class ShardedMuon(ShardedAdamW):
 
     def __init__(
         self,
-        model: Sharded,
+        model: ShardedModelProtocol,
         *,
         lr: float = 3e-4,
         momentum: float = 0.95,
@@ -61,34 +61,35 @@ class ShardedMuon(ShardedAdamW):
                 "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "
                 "ShardedAdamW"
             )
-        for run, _ in self.runs:
-            if run.alone is not None and run.span.numel < run.alone.numel:
+        for run, _ in self.spans:
+            matrix = run.separate_param
+            if matrix is not None and run.span.numel < matrix.numel:
                 raise UsageError(
-                    f"ShardedMuon: {run.alone.name} is cut between ranks; shard the model with "
+                    f"ShardedMuon: {matrix.name} is cut between ranks; shard the model with "
                     f'strategy="shard_optimizer" and owner_map="{MATRICES}", or "no_shard"'
                 )
-        if not any(is_muons(p) for shard in model.flat_shards() for p in shard.layout.params):
+        if not any(uses_muon(p) for shard in model.flat_shards() for p in shard.layout.params):
             problem = "the model has no trainable matrix in a repeated block; use ShardedAdamW"
             raise UsageError(f"ShardedMuon: {problem}")
 
-    def _is_alone(self, param: ParamSpec) -> bool:
-        return is_muons(param)
+    def _is_separate(self, param: ParamSpec) -> bool:
+        return uses_muon(param)
 
-    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        if run.alone is None:
+    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        if run.separate_param is None:
             return super()._new_state(run, group)
         return {"momentum_buffer": torch.zeros_like(run.param)}
 
     def _before_step(self) -> None:
         """Step the matrices. AdamW leaves them alone, because they have no gradient after it."""
-        for run, number in self.runs:
-            if run.alone is None or run.param.grad is None:
+        for run, number in self.spans:
+            if run.separate_param is None or run.param.grad is None:
                 continue
             group, state = self.param_groups[number], self.state[run.param]
             if not state:
                 state.update(self._new_state(run, group))
             values = run.param.detach(), run.param.grad, state["momentum_buffer"]
-            self._step_matrices(run.alone, *values, group)
+            self._step_matrices(run.separate_param, *values, group)
             run.param.grad = None
 
     def _step_matrices(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdpctl.comm.collectives import AsyncHostCopy
 from fsdpctl.comm.flat_shard import (
-    Sharded,
+    ShardedModelProtocol,
     gradient_norms,
     require_sharded,
     scale_gradients,
@@ -37,7 +37,7 @@ class LocalStepStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SpikeLimits:
     """The values above which a step is skipped."""
 
     loss: float = math.inf
@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepStats:
     """The metrics of a step on the host."""
 
     loss: float  # mean over all target tokens of the step
@@ -64,13 +64,13 @@ class StepRecord:
 
     grad_scale: Tensor  # float scalar: divide gradients by it
     found_inf: Tensor  # float32 scalar: 1 if the step must be skipped
-    _figures: AsyncHostCopy  # loss, grad_norm, tokens, found_inf; flags; the ranks' own values
+    _stats: AsyncHostCopy  # loss, grad_norm, tokens, found_inf; flags; the ranks' own values
     _num_ranks: int
     _num_sources: int = 0
 
-    def figures(self) -> StepFigures:
+    def stats(self) -> StepStats:
         """Return the metrics. May wait for the device."""
-        loss, norm, tokens, found_inf, *rest = self._figures.tolist()
+        loss, norm, tokens, found_inf, *rest = self._stats.tolist()
         num_flags = len(rest) - 2 * (self._num_ranks + self._num_sources)
         flags, own = rest[:num_flags], rest[num_flags : num_flags + 2 * self._num_ranks]
         sources = rest[num_flags + 2 * self._num_ranks :]
@@ -78,14 +78,14 @@ class StepRecord:
         of_ranks = tuple(own[: self._num_ranks]), tuple(own[self._num_ranks :])
         by_source = tuple(a / b if b else None for a, b in zip(sums, counts, strict=True))
         asked = tuple(count > 0 for count in flags)
-        return StepFigures(loss, norm, int(tokens), found_inf == 0, asked, *of_ranks, by_source)
+        return StepStats(loss, norm, int(tokens), found_inf == 0, asked, *of_ranks, by_source)
 
 
-def sum_of_squares(model: Sharded) -> Tensor:
+def sum_of_squares(model: ShardedModelProtocol) -> Tensor:
     """Return this rank's share of the gradient's sum of squares, as a float64 scalar."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
-    left = [shard.grad_on_host.norm for shard in shards if shard.grad_on_host is not None]
+    left = [shard.offloaded_grad.norm for shard in shards if shard.offloaded_grad is not None]
     if not grads and not left:
         device = shards[0].device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -96,7 +96,7 @@ def sum_of_squares(model: Sharded) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: Sharded, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: ShardedModelProtocol, max_norm: float) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`. Collective.
 
     Returns:
@@ -112,14 +112,14 @@ def clip_grad_norm_(model: Sharded, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def record_step(
-    model: Sharded,
+    model: ShardedModelProtocol,
     *,
     loss_sum: Tensor,
     tokens: Tensor,
     nominal_tokens: int,
     max_grad_norm: float,
     own: LocalStepStats = LocalStepStats(),  # frozen
-    limits: Limits = Limits(),
+    limits: SpikeLimits = SpikeLimits(),
 ) -> StepRecord:
     """Sum the ranks' shares and derive what the optimizer needs. Collective.
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.flat_shard import Sharded
+from fsdpctl.comm.flat_shard import ShardedModelProtocol
 from fsdpctl.errors import UsageError
-from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
+from fsdpctl.optim.sharded import ShardedOptimizerMixin, SteppedSpan
 
 
-class ShardedSGD(ShardedSteps, torch.optim.SGD):
+class ShardedSGD(ShardedOptimizerMixin, torch.optim.SGD):
     """torch's SGD on this rank's shards, which works with any learning-rate scheduler.
 
     Weight decay is added to the gradient, as in torch. Vectors and scalars that are in no group of
@@ -20,7 +20,7 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
 
     def __init__(
         self,
-        model: Sharded,
+        model: ShardedModelProtocol,
         *,
         lr: float,
         momentum: float = 0.9,
@@ -40,8 +40,8 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
             UsageError: If a group names an unknown parameter, or masters have 24 bits, or 16 on a
                 CPU, where torch's fused kernel does not step all of their elements.
         """
-        groups = self._divided(model, param_groups)
-        for run, _ in self.runs:
+        groups = self._param_groups(model, param_groups)
+        for run, _ in self.spans:
             is_narrow = run.param.device.type == "cpu" and run.param.itemsize < 4
             if is_narrow or run.shard.remainder is not None:
                 bits = "16 bits on a CPU" if run.shard.remainder is None else "24 bits"
@@ -52,5 +52,5 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
     def _before_step(self) -> None:
         self.create_states()  # torch's stay uninitialized if the first step is skipped
 
-    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(run.param)} if group["momentum"] else {}

@@ -11,45 +11,47 @@ from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
     HostSteps,
-    Sharded,
+    ShardedModelProtocol,
     require_sharded,
     trainable_shards,
 )
 from fsdpctl.comm.quantized_states import SCALES
 from fsdpctl.errors import EngineError, UsageError, did_you_mean
-from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
-from fsdpctl.plan.optimizers import BLOCK, is_compressible, run_group
+from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_spans
+from fsdpctl.plan.optimizers import SCALE_BLOCK, is_compressible, span_group
 
 
 @dataclass(frozen=True, slots=True)
-class SteppedRun:
+class SteppedSpan:
     """A run of a shard that the optimizer steps as one parameter."""
 
     shard: FlatShard
     span: Span  # in the flat buffer
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
-    alone: ParamSpec | None = None  # the parameter that is stepped separately, if it is one
+    separate_param: ParamSpec | None = (
+        None  # the parameter that is stepped separately, if it is one
+    )
 
     @property
     def is_compressible(self) -> bool:
         """Whether a state dtype other than float32 applies to its parameters."""
-        return is_compressible(self.shard.layout.pieces(self.span)[0].param)
+        return is_compressible(self.shard.layout.param_slices(self.span)[0].param)
 
     def gradient(self) -> Tensor | None:
         gradient = self.shard.grad
         return None if gradient is None else self.shard.view(gradient, self.span)
 
 
-class ShardedSteps(torch.optim.Optimizer):
+class ShardedOptimizerMixin(torch.optim.Optimizer):
     """Steps this rank's shards. A base class to put before one of torch's optimizers."""
 
-    runs: tuple[tuple[SteppedRun, int], ...]  # each with the number of its group
+    spans: tuple[tuple[SteppedSpan, int], ...]  # each with the number of its group
     steps_on_host = False  # master weights that are there
-    cuts_runs = False  # between parameters whose states may be compressed and others
+    splits_compressible = False  # between parameters whose states may be compressed and others
 
-    def _divided(
-        self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
+    def _param_groups(
+        self, model: ShardedModelProtocol, param_groups: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the groups for torch's optimizer.
 
@@ -61,11 +63,18 @@ class ShardedSteps(torch.optim.Optimizer):
             raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
         self._model = model
         group_of = _group_numbers(model, param_groups)
-        keys = (lambda each: run_group(each, group_of(each))) if self.cuts_runs else group_of
-        self.runs = tuple(
-            (_stepped_run(shard, run.span, run.alone), run.group // (1 + self.cuts_runs))
+        keys = (
+            (lambda each: span_group(each, group_of(each)))
+            if self.splits_compressible
+            else group_of
+        )
+        self.spans = tuple(
+            (
+                _stepped_run(shard, run.span, run.separate_param),
+                run.group // (1 + self.splits_compressible),
+            )
             for shard in trainable_shards(model)
-            for run in optimizer_runs(shard.layout, shard.held, keys, self._is_alone)
+            for run in optimizer_spans(shard.layout, shard.span, keys, self._is_separate)
         )
         options = [
             {},
@@ -73,25 +82,25 @@ class ShardedSteps(torch.optim.Optimizer):
             *({key: value for key, value in g.items() if key != "names"} for g in param_groups),
         ]
         groups: list[dict[str, Any]] = [{"params": [], **each} for each in options]
-        for run, group in self.runs:
+        for run, group in self.spans:
             groups[group]["params"].append(run.param)
         return groups
 
-    def _is_alone(self, param: ParamSpec) -> bool:
+    def _is_separate(self, param: ParamSpec) -> bool:
         return False
 
-    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def create_states(self) -> None:
-        for run, group in self.runs:
+        for run, group in self.spans:
             if not (state := self.state[run.param]):
                 state.update(self._new_state(run, self.param_groups[group]))
 
     def _before_step(self) -> None:
         """Run before torch's step, when gradients are complete and `found_inf` is set."""
 
-    def _step_runs(self) -> None:
+    def _step_spans(self) -> None:
         super().step()  # of the optimizer behind it
 
     @torch.no_grad()
@@ -117,17 +126,17 @@ class ShardedSteps(torch.optim.Optimizer):
         self._model.sync_gradients()
         absent = self._model.absent_everywhere()
         if absent:
-            self.isolate(absent)
-        self._model.mesh.shard.meet()
+            self.separate_params(absent)
+        self._model.mesh.shard.wait_for_readers()
         host = self._model.host
         if host is not None:
             self._start_on_host(host, absent, HostScalars(grad_scale, found_inf))
             return loss
-        for run, _ in self.runs:
+        for run, _ in self.spans:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
-        self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
+        self.grad_scale, self.found_inf = _fused_scalars(self.spans, grad_scale, found_inf)
         self._before_step()
-        self._step_runs()
+        self._step_spans()
         del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
         return loss
@@ -135,56 +144,56 @@ class ShardedSteps(torch.optim.Optimizer):
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
         raise NotImplementedError
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._model.host is not None:
-            self._model.host.settle()
+            self._model.host.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        self._settle()
+        self._synchronize()
         return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.drop_gradients()
-        for run, _ in self.runs:
+        for run, _ in self.spans:
             run.param.grad = None
 
     def memory_bytes(self) -> int:
         values = (value for state in self.state.values() for value in state.values())
         return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
-    def isolate(self, names: Collection[str]) -> None:
+    def separate_params(self, names: Collection[str]) -> None:
         """Step each of the named parameters as a tensor of its own from now on.
 
         A parameter without gradients is not stepped and neither is its counter, so it cannot share
         a tensor with others. States are split accordingly.
         """
-        self._settle()
-        runs: list[tuple[SteppedRun, int]] = []
-        known = sorted(frozenset().union(*(run.names for run, _ in self.runs)))
+        self._synchronize()
+        runs: list[tuple[SteppedSpan, int]] = []
+        known = sorted(frozenset().union(*(run.names for run, _ in self.spans)))
         places = {name: place for place, name in enumerate(known)}
-        for run, group in self.runs:
+        for run, group in self.spans:
             if len(run.names) == 1 or run.names.isdisjoint(names):
                 runs.append((run, group))
                 continue
             state = self.state.pop(run.param, {})
-            for part in optimizer_runs(run.shard.layout, run.span, lambda p: places[p.name]):
+            for part in optimizer_spans(run.shard.layout, run.span, lambda p: places[p.name]):
                 piece = _stepped_run(run.shard, part.span)
                 runs.append((piece, group))
                 if state:
                     self.state[piece.param] = _state_within(state, run.span, part.span)
-        self.runs = tuple(runs)
+        self.spans = tuple(runs)
         for number, about in enumerate(self.param_groups):
             about["params"] = [run.param for run, group in runs if group == number]
 
-    def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[SteppedSpan, dict[str, Tensor]]]:
         """Yield each run and its states, by torch's names; empty before the first step."""
-        self._settle()
-        for run, _ in self.runs:
+        self._synchronize()
+        for run, _ in self.spans:
             yield run, self.state[run.param]
 
 
 def _fused_scalars(
-    runs: Sequence[tuple[SteppedRun, int]], grad_scale: Tensor | None, found_inf: Tensor | None
+    runs: Sequence[tuple[SteppedSpan, int]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the scalars for the fused kernel, in float32; divide float64 gradients here."""
     if grad_scale is None:
@@ -197,7 +206,7 @@ def _fused_scalars(
 
 
 def _group_numbers(
-    model: Sharded, param_groups: Sequence[Mapping[str, Any]]
+    model: ShardedModelProtocol, param_groups: Sequence[Mapping[str, Any]]
 ) -> Callable[[ParamSpec], int]:
     for group in param_groups:
         if "names" not in group:
@@ -216,16 +225,16 @@ def _group_numbers(
     return lambda param: group_of.get(param.name, decay_group(param))
 
 
-def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedRun:
-    names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
+def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedSpan:
+    names = frozenset(piece.param.name for piece in shard.layout.param_slices(span))
     param = nn.Parameter(shard.view(shard.master, span))
     param.grad_dtype = shard.grad_dtype
-    return SteppedRun(shard, span, names, param, alone)
+    return SteppedSpan(shard, span, names, param, alone)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:
     within = part.shift(-whole.start)
-    inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, BLOCK))
+    inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, SCALE_BLOCK))
     return {
         name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()
         for name, values in state.items()

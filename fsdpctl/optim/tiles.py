@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.flat_shard import HostScalars
-from fsdpctl.comm.quantized_states import Moment, moment_of, put, split, widen
+from fsdpctl.comm.quantized_states import (
+    Moment,
+    get_moment,
+    join_24_bits,
+    masked_copy_,
+    split_24_bits,
+)
 from fsdpctl.models.fused import fuses, run_fused
-from fsdpctl.optim.sharded import SteppedRun
+from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.optimizers import BLOCK, NUM_TILES, TILE
+from fsdpctl.plan.optimizers import NUM_TILES, SCALE_BLOCK, TILE
 
 Scalar = Any  # a number on the CPU; elsewhere a scalar tensor, which the host never waits for
 
@@ -74,7 +80,7 @@ class Factors:
 class TiledStep:
     """Steps runs one after another, with one set of tiles."""
 
-    def __init__(self, runs: list[SteppedRun], by: HostScalars, *, is_fused: bool = False) -> None:
+    def __init__(self, runs: list[SteppedSpan], by: HostScalars, *, is_fused: bool = False) -> None:
         """Prepare steps of `runs`, in fused kernels if they may be; divide by `grad_scale`."""
         grad_scale, found_inf = by
         largest = max((run.span.numel for run in runs), default=0)
@@ -93,7 +99,7 @@ class TiledStep:
 
     def step(
         self,
-        run: SteppedRun,
+        run: SteppedSpan,
         gradient: Tensor,
         group: Mapping[str, Any],
         state: dict[str, Tensor],
@@ -105,7 +111,7 @@ class TiledStep:
         factors = Factors.of(group, number, self._scale)
         if self._fuses:
             factors = factors.as_tensors(self._device)
-        first, second = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
+        first, second = get_moment(state, "exp_avg"), get_moment(state, "exp_avg_sq")
         for start in range(0, run.span.numel, self._size):
             span = Span(start, min(start + self._size, run.span.numel))
             part = gradient[span.start : span.stop]
@@ -114,12 +120,12 @@ class TiledStep:
             low = None if low is None else shard.view(low, inside)
             moments, weights = (first.window(span), second.window(span)), (master, low)
             tile = (part, moments, weights, factors, self._skip)
-            if self._fuses and span.numel > BLOCK:
+            if self._fuses and span.numel > SCALE_BLOCK:
                 run_fused(_step_tile, *tile)
             else:
                 _step_tile(*tile, self._tiles[:, : span.numel].unbind())
             written(inside)
-        put(state["step"], count, self._skip)
+        masked_copy_(state["step"], count, self._skip)
 
     @cached_property
     def _tiles(self) -> Tensor:
@@ -170,10 +176,10 @@ def _update(
 ) -> None:
     """Subtract an update from weights that have decayed to `kept`."""
     if remainder is not None:
-        weights = widen(master, remainder, work).mul_(kept).sub_(update)
-        split(weights, master, remainder, skip)
+        weights = join_24_bits(master, remainder, work).mul_(kept).sub_(update)
+        split_24_bits(weights, master, remainder, skip)
     elif skip is None and master.itemsize >= work.itemsize:
         master.mul_(kept).sub_(update)
     else:
         weights = master.clone() if master.itemsize > work.itemsize else work.copy_(master)
-        put(master, weights.mul_(kept).sub_(update), skip)
+        masked_copy_(master, weights.mul_(kept).sub_(update), skip)

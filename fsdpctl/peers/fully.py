@@ -19,7 +19,7 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.process_group import all_gather_single, reduce_scatter_single
 from fsdpctl.comm.waits import HostWaits, Seconds
 from fsdpctl.peers.setup import Local, PeerSetup, Values
-from fsdpctl.plan.layout import Span, share_of
+from fsdpctl.plan.layout import Span, aligned_chunk
 
 
 class FullyShard:
@@ -120,7 +120,7 @@ def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[in
     held = Span(start, stop)
     assert param.to_local().numel() == held.numel
     copy_index, num_replicas = copy
-    written = share_of(held, copy_index, num_replicas)
+    written = aligned_chunk(held, copy_index, num_replicas)
     return Local(name, tuple(param.shape), param, held, held, written, num_replicas)
 
 

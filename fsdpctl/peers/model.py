@@ -17,7 +17,7 @@ from fsdpctl.models.describe import dtype_name, parameter_roles
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
 from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values
-from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Role, Span
+from fsdpctl.plan.layout import FlatLayout, ParamSpan, ParamSpec, Role, Span
 from fsdpctl.plan.strategy import FSDP2
 
 
@@ -143,6 +143,6 @@ def _shard(local: Local, role: Role) -> FlatShard:
     dtype = dtype_name(own.dtype)
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
-    layout = FlatLayout((Placement(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
-    spans = {"held": local.held, "owned": local.owned, "written": local.written}
+    layout = FlatLayout((ParamSpan(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
+    spans = {"span": local.held, "owned_span": local.owned, "saved_span": local.written}
     return FlatShard(local.name, layout, own.view(-1), **spans, num_owners=local.num_owners)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 from fsdpctl.peers.setup import Local, PeerSetup, Values
-from fsdpctl.plan.layout import Span, share_of
+from fsdpctl.plan.layout import Span, aligned_chunk
 
 # The option to broadcast buffers in every forward, by its name in this version of torch.
 _SENDS_BUFFERS = next(
@@ -75,7 +75,7 @@ class Replicated:
 def _local(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> Local:
     """Return the whole parameter; each rank counts and saves a share of it."""
     everything = Span(0, param.numel())
-    share = share_of(everything, rank, num_ranks)
+    share = aligned_chunk(everything, rank, num_ranks)
     return Local(name, tuple(param.shape), param, everything, share, share, 1)
 
 

@@ -2,22 +2,25 @@
 
 FLASH, FLASH3, FLASH4 = "flash", "flash3", "flash4"
 CUDNN, EFFICIENT, MATH = "cudnn", "efficient", "math"
-THEIRS = "transformers"  # no kernel: the attention of a family of transformers
+TRANSFORMERS = "transformers"  # no kernel: the attention of a family of transformers
 KERNELS = (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT, MATH)
-OF_TORCH = (FLASH, CUDNN)  # those that `auto` selects from in two bytes
-FLASHES = (FLASH, FLASH3, FLASH4)  # they share torch's operator
-ON_CPU = (FLASH, MATH)
-TWO_BYTES = (*FLASHES, CUDNN)  # they take no float32; their heads may share keys and values
+AUTO_KERNELS = (FLASH, CUDNN)  # those that `auto` selects from in two bytes
+FLASH_KERNELS = (FLASH, FLASH3, FLASH4)  # they share torch's operator
+CPU_KERNELS = (FLASH, MATH)
+HALF_PRECISION_KERNELS = (
+    *FLASH_KERNELS,
+    CUDNN,
+)  # they take no float32; their heads may share keys and values
 # Torch excludes its cuDNN kernel under `use_deterministic_algorithms`, the others have a mode.
-NOT_DETERMINISTIC = (CUDNN,)
-PACKAGES = {FLASH3: "flash_attn_interface", FLASH4: "flash_attn.cute"}
+NONDETERMINISTIC_KERNELS = (CUDNN,)
+KERNEL_PACKAGES = {FLASH3: "flash_attn_interface", FLASH4: "flash_attn.cute"}
 
 # The share of a GPU's peak FLOP/s that long causal attention reaches, forward and backward,
 # by the architecture of `cluster.architecture`; docs/method/time-model.md has the sources.
-SHARES = {
+PEAK_FRACTIONS = {
     "ampere": {FLASH: 0.61, CUDNN: 0.50, EFFICIENT: 0.31},
     "ada": {FLASH: 0.61, CUDNN: 0.61, EFFICIENT: 0.31},
     "hopper": {FLASH: 0.34, FLASH3: 0.63, FLASH4: 0.63, CUDNN: 0.545, EFFICIENT: 0.17},
     "blackwell": {FLASH: 0.18, FLASH4: 0.53, CUDNN: 0.34, EFFICIENT: 0.09},
 }
-ARCHITECTURES = tuple(SHARES)
+ARCHITECTURES = tuple(PEAK_FRACTIONS)

@@ -34,7 +34,7 @@ class Span:
     def shift(self, offset: int) -> "Span":
         return Span(self.start + offset, self.stop + offset)
 
-    def cut(self, size: int) -> "Iterator[Span]":
+    def split(self, size: int) -> "Iterator[Span]":
         """Yield pieces of `size` elements, of which the last one may be shorter."""
         for start in range(self.start, self.stop, size):
             yield Span(start, min(start + size, self.stop))
@@ -45,7 +45,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def share_of(span: Span, index: int, count: int) -> Span:
+def aligned_chunk(span: Span, index: int, count: int) -> Span:
     """Return share `index` of `count` nearly equal shares, cut at multiples of ALIGNMENT."""
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
@@ -53,14 +53,14 @@ def share_of(span: Span, index: int, count: int) -> Span:
 
 
 @dataclass(frozen=True, slots=True)
-class EvenParts(Sequence[Span]):
+class EvenSpans(Sequence[Span]):
     """`num_parts` spans of `size` elements, end to end, computed on access."""
 
     size: int
-    num_parts: int
+    num_spans: int
 
     def __len__(self) -> int:
-        return self.num_parts
+        return self.num_spans
 
     @overload
     def __getitem__(self, index: int) -> Span: ...
@@ -68,14 +68,14 @@ class EvenParts(Sequence[Span]):
     def __getitem__(self, index: slice) -> Sequence[Span]: ...
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.num_parts))]
-        place = index if 0 <= index < self.num_parts else range(self.num_parts)[index]
+            return [self[each] for each in range(*index.indices(self.num_spans))]
+        place = index if 0 <= index < self.num_spans else range(self.num_spans)[index]
         return Span(place * self.size, (place + 1) * self.size)
 
 
 def are_even(parts: Sequence[Span]) -> bool:
     """Return whether all parts have one size and are in the order of their ranks."""
-    if isinstance(parts, EvenParts):
+    if isinstance(parts, EvenSpans):
         return True
     size = parts[0].numel
     return all(part == Span(i * size, (i + 1) * size) for i, part in enumerate(parts))
@@ -110,7 +110,7 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ParamSpan:
     """A parameter and the span of the flat buffer that it fills."""
 
     param: ParamSpec
@@ -118,7 +118,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamSlice:
     """The part of one parameter in some span of the flat buffer."""
 
     param: ParamSpec
@@ -130,69 +130,73 @@ class Piece:
 class FlatLayout:
     """One flat buffer: its parameters, its padded length and the part each rank owns."""
 
-    placements: tuple[Placement, ...]
+    param_spans: tuple[ParamSpan, ...]
     numel: int
-    parts: Sequence[Span]  # of the ranks that share a replica
-    shares: int = 1  # of each part: one per replica, if replicas share master weights
+    shard_spans: Sequence[Span]  # of the ranks that share a replica
+    shares_per_shard: int = 1  # of each part: one per replica, if replicas share master weights
 
     @property
-    def owned_parts(self) -> Sequence[Span]:
+    def owned_spans(self) -> Sequence[Span]:
         """The spans of master weights: the shares of rank 0's part, then of rank 1's, and on."""
-        if self.shares == 1:
-            return self.parts
-        count = len(self.parts) * self.shares
-        return EvenParts(self.numel // count, count)
+        if self.shares_per_shard == 1:
+            return self.shard_spans
+        count = len(self.shard_spans) * self.shares_per_shard
+        return EvenSpans(self.numel // count, count)
 
-    def owned(self, rank: int, replica: int) -> Span:
+    def owned_span(self, rank: int, replica: int) -> Span:
         """Return the span whose master weights rank `rank` of a replica has."""
-        return self.owned_parts[rank * self.shares + (replica if self.shares > 1 else 0)]
+        return self.owned_spans[
+            rank * self.shares_per_shard + (replica if self.shares_per_shard > 1 else 0)
+        ]
 
     @property
-    def shares_of_part(self) -> EvenParts:
+    def replica_spans(self) -> EvenSpans:
         """The shares of the replicas, relative to an even part."""
-        return EvenParts(self.parts[0].numel // self.shares, self.shares)
+        return EvenSpans(self.shard_spans[0].numel // self.shares_per_shard, self.shares_per_shard)
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        return tuple(placement.param for placement in self.placements)
+        return tuple(placement.param for placement in self.param_spans)
 
     @property
     def trainable(self) -> bool:
         """Whether the parameters are trained: all of them or none."""
-        return self.placements[0].param.trainable
+        return self.param_spans[0].param.trainable
 
     @property
     def is_bytes(self) -> bool:
         """Whether the elements are bytes, which are codes of frozen weights."""
-        return self.placements[0].param.dtype == "uint8"
+        return self.param_spans[0].param.dtype == "uint8"
 
     @property
     def is_even(self) -> bool:
         """Whether every rank owns the same number of elements."""
-        return are_even(self.parts)
+        return are_even(self.shard_spans)
 
     @property
     def padding(self) -> tuple[Span, ...]:
         """The elements that belong to no parameter; they are always zero."""
         gaps, end = [], 0
-        for placement in self.placements:
+        for placement in self.param_spans:
             if placement.span.start > end:
                 gaps.append(Span(end, placement.span.start))
             end = placement.span.stop
         return (*gaps, Span(end, self.numel)) if end < self.numel else tuple(gaps)
 
-    def pieces(self, within: Span) -> tuple[Piece, ...]:
+    def param_slices(self, within: Span) -> tuple[ParamSlice, ...]:
         """Return the non-empty parts of parameters within a span, in order."""
         found = []
-        for placement in self.placements:
+        for placement in self.param_spans:
             both = placement.span.intersect(within)
             if both is not None:
                 in_param = both.shift(-placement.span.start)
-                found.append(Piece(placement.param, in_param, both))
+                found.append(ParamSlice(placement.param, in_param, both))
         return tuple(found)
 
 
-def flat_layout(params: Sequence[ParamSpec], num_parts: int, shares: int = 1) -> FlatLayout:
+def flat_layout(
+    params: Sequence[ParamSpec], num_shards: int, shares_per_shard: int = 1
+) -> FlatLayout:
     """Lay out `params` and cut the buffer evenly into `num_parts` parts of `shares` each.
 
     Vectors come last: weight decay doesn't apply to them and scalars, and elements treated alike by
@@ -203,9 +207,11 @@ def flat_layout(params: Sequence[ParamSpec], num_parts: int, shares: int = 1) ->
     for param in ordered:
         start = round_up(end, ALIGNMENT)
         end = start + param.numel
-        placements.append(Placement(param, Span(start, end)))
-    numel = round_up(end, ALIGNMENT * num_parts * shares)
-    return FlatLayout(tuple(placements), numel, EvenParts(numel // num_parts, num_parts), shares)
+        placements.append(ParamSpan(param, Span(start, end)))
+    numel = round_up(end, ALIGNMENT * num_shards * shares_per_shard)
+    return FlatLayout(
+        tuple(placements), numel, EvenSpans(numel // num_shards, num_shards), shares_per_shard
+    )
 
 
 DECAY, NO_DECAY = 0, 1
@@ -217,32 +223,32 @@ def decay_group(param: ParamSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OptimizerSpan:
     """A maximal span of parameters of one group; begins and ends on a multiple of 64."""
 
     span: Span
     group: int
-    alone: ParamSpec | None = None  # the parameter that is a run of its own
+    separate_param: ParamSpec | None = None  # the parameter that is a run of its own
 
 
-def optimizer_runs(
+def optimizer_spans(
     layout: FlatLayout,
     within: Span,
     group_of: Callable[[ParamSpec], int],
-    is_alone: Callable[[ParamSpec], bool] = lambda param: False,
-) -> tuple[Run, ...]:
+    is_separate: Callable[[ParamSpec], bool] = lambda param: False,
+) -> tuple[OptimizerSpan, ...]:
     """Cut `within` wherever the group changes; padding belongs to the parameter before it.
 
     `within` must begin and end on a multiple of 64. A span without parameters has no run. A
     parameter that `is_alone` shares its run with no other.
     """
-    runs: list[Run] = []
-    for piece in layout.pieces(within):
-        group, alone = group_of(piece.param), piece.param if is_alone(piece.param) else None
-        if runs and runs[-1].group == group and runs[-1].alone is None is alone:
+    runs: list[OptimizerSpan] = []
+    for piece in layout.param_slices(within):
+        group, alone = group_of(piece.param), piece.param if is_separate(piece.param) else None
+        if runs and runs[-1].group == group and runs[-1].separate_param is None is alone:
             continue
         if runs:
             span = Span(runs[-1].span.start, piece.in_flat.start)
-            runs[-1] = Run(span, runs[-1].group, runs[-1].alone)
-        runs.append(Run(Span(piece.in_flat.start, within.stop), group, alone))
+            runs[-1] = OptimizerSpan(span, runs[-1].group, runs[-1].separate_param)
+        runs.append(OptimizerSpan(Span(piece.in_flat.start, within.stop), group, alone))
     return tuple(runs)

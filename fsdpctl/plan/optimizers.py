@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.layout import ALIGNMENT, FlatLayout, ParamSpec, Run, Span, decay_group
+from fsdpctl.plan.layout import ALIGNMENT, FlatLayout, OptimizerSpan, ParamSpec, Span, decay_group
 from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import SPLIT, Dtype
 
 ADAMW, MUON = "adamw", "muon"
 MATRICES = "matrices"  # the owner map that cuts no matrix of Muon
-CUTTING = ("even", "balanced")  # owner maps that cut flat buffers anywhere
+SPLITTING_MAPS = ("even", "balanced")  # owner maps that cut flat buffers anywhere
 NS_STEPS = 5
-BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
-SMALLEST = 4096  # elements of a parameter whose states may be compressed
+SCALE_BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
+MIN_COMPRESSED = 4096  # elements of a parameter whose states may be compressed
 TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
 NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, and one to work in
 STATE_DTYPES = ("float32", "int8")
@@ -33,13 +33,13 @@ class OptimizerRow:
     moments: int  # as large as the weights
     counter: int  # bytes of a parameter's number of steps
     needs_momentum: bool = False  # without it, it has no moments
-    has_usual_lr: bool = True
+    has_default_lr: bool = True
     steps_matrices: bool = False  # as a whole
 
 
 _TABLE = (
     OptimizerRow(ADAMW, (*_BETAS, "state_dtype"), 2, 4),
-    OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_usual_lr=False),
+    OptimizerRow("sgd", ("momentum",), 1, 0, needs_momentum=True, has_default_lr=False),
     OptimizerRow(MUON, (*_BETAS, "momentum", "nesterov", "ns_steps"), 2, 4, steps_matrices=True),
 )
 OPTIMIZERS = {row.name: row for row in _TABLE}
@@ -54,7 +54,7 @@ def get_optimizer(name: str) -> OptimizerRow:
 Shape = tuple[int, int, int]  # matrices, rows and columns
 
 
-def is_muons(param: ParamSpec) -> bool:
+def uses_muon(param: ParamSpec) -> bool:
     """Return whether Muon steps a parameter: a matrix of a block, or one for each expert.
 
     Embedding, head, vectors, routers and convolutions are left to AdamW.
@@ -63,14 +63,14 @@ def is_muons(param: ParamSpec) -> bool:
     return param.trainable and param.in_block and param.role == "matrix" and is_matrix
 
 
-def matrices_of(param: ParamSpec) -> Shape:
+def matrix_shape(param: ParamSpec) -> Shape:
     """Return the number and the shape of the matrices in a parameter."""
     count = param.shape[0] if len(param.shape) == 3 else 1
     return count, param.shape[-2], param.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Muon:
+class MuonSettings:
     """The settings that determine what Muon's updates cost."""
 
     ns_steps: int = NS_STEPS
@@ -102,7 +102,7 @@ class Muon:
 
 def muon_flops(param: ParamSpec) -> int:
     """Return the FLOPs of a parameter's update; 0 if AdamW steps it."""
-    products = Muon().products(matrices_of(param)) if is_muons(param) else ()
+    products = MuonSettings().products(matrix_shape(param)) if uses_muon(param) else ()
     return sum(2 * prod(each) for each in products)
 
 
@@ -111,16 +111,16 @@ def is_compressible(param: ParamSpec) -> bool:
 
     It depends on the whole parameter, not on a rank's part, so that every number of ranks agrees.
     """
-    return param.numel >= SMALLEST and param.role != "vector"
+    return param.numel >= MIN_COMPRESSED and param.role != "vector"
 
 
-def run_group(param: ParamSpec, group: int | None = None) -> int:
+def span_group(param: ParamSpec, group: int | None = None) -> int:
     """Return the key of a parameter by which runs are cut if states may be compressed."""
     return 2 * (decay_group(param) if group is None else group) + is_compressible(param)
 
 
-def blocks_of(span: Span) -> Span:
-    return Span(span.start // BLOCK, -(-span.stop // BLOCK))
+def scale_blocks(span: Span) -> Span:
+    return Span(span.start // SCALE_BLOCK, -(-span.stop // SCALE_BLOCK))
 
 
 def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
@@ -128,14 +128,14 @@ def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
     size = min(largest, TILE[device])
     # On a GPU, values that replace others unless a step is skipped; on CPUs, one in float64.
     whole = NUM_TILES + (2 if device == "cpu" else 1)
-    blocks = size // BLOCK * _BLOCK_WORK if dtype == "int8" else 0
+    blocks = size // SCALE_BLOCK * _BLOCK_WORK if dtype == "int8" else 0
     return size * whole * _FLOAT32 + blocks
 
 
 def moment_bytes(numel: int, dtype: str) -> list[int]:
     """Return the bytes of each tensor of a moment with `numel` elements."""
     if dtype == "int8":
-        return [numel, -(-numel // BLOCK) * _SCALE]
+        return [numel, -(-numel // SCALE_BLOCK) * _SCALE]
     return [numel * Dtype(dtype).itemsize]
 
 
@@ -151,12 +151,12 @@ def tiled_dtype(asked: str | None, masters: Iterable[str]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStates:
+class OptimizerStates:
     """The optimizer states of each tensor."""
 
     moments: int  # as large as the tensor
     counter: int  # bytes of the step counter
-    muon: Muon | None = None  # has one moment per matrix instead
+    muon: MuonSettings | None = None  # has one moment per matrix instead
     # Of the moments of large matrices, others have float32; None: that of the masters for all.
     dtype: str | None = None
 
@@ -165,14 +165,14 @@ class KeptStates:
         return self.dtype not in (None, "float32")
 
     def key(self, param: ParamSpec) -> int:
-        return run_group(param) if self._is_divided else decay_group(param)
+        return span_group(param) if self._is_divided else decay_group(param)
 
-    def is_alone(self, param: ParamSpec) -> bool:
-        return self.muon is not None and is_muons(param)
+    def is_separate(self, param: ParamSpec) -> bool:
+        return self.muon is not None and uses_muon(param)
 
-    def of_run(self, run: Run, master: int) -> list[int]:
+    def of_span(self, run: OptimizerSpan, master: int) -> list[int]:
         """Return the bytes of each state of a run whose weights have `master` bytes."""
-        if run.alone is not None:
+        if run.separate_param is not None:
             return [run.span.numel * master]
         if self.dtype is None:
             return self.of(run.span.numel * master)
@@ -183,7 +183,7 @@ class KeptStates:
     def saved(self, param: ParamSpec, master: int) -> int:
         """Return the bytes of a parameter's states in a checkpoint."""
         if self.dtype is None:
-            return param.numel * master * (1 if self.is_alone(param) else self.moments)
+            return param.numel * master * (1 if self.is_separate(param) else self.moments)
         dtype = self.dtype if self._is_divided and is_compressible(param) else "float32"
         return sum(moment_bytes(param.numel, dtype)) * self.moments
 
@@ -192,7 +192,7 @@ class KeptStates:
         return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
 
 
-OF_ADAMW = KeptStates(OPTIMIZERS[ADAMW].moments, OPTIMIZERS[ADAMW].counter)
+ADAMW_STATES = OptimizerStates(OPTIMIZERS[ADAMW].moments, OPTIMIZERS[ADAMW].counter)
 
 
 def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
@@ -205,13 +205,13 @@ def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
     even = OwnerMap.even(sizes, num_ranks)
     costs = [[muon_flops(param) for param in layout.params] for layout in layouts]
     total, before, parts = sum(map(sum, costs)), 0, []
-    for layout, of_layout, usual in zip(layouts, costs, even.parts, strict=True):
+    for layout, of_layout, usual in zip(layouts, costs, even.spans, strict=True):
         if not any(of_layout):
             parts.append(usual)
             continue
         cuts = [0] * num_ranks + [layout.numel]  # where each rank's part begins
         begun = 0
-        for placement, cost in zip(layout.placements, of_layout, strict=True):
+        for placement, cost in zip(layout.param_spans, of_layout, strict=True):
             owner = min((2 * before + cost) * num_ranks // (2 * total), num_ranks - 1)
             before += cost
             for rank in range(begun, owner):

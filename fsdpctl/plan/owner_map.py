@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.errors import UsageError, did_you_mean
-from fsdpctl.plan.layout import ALIGNMENT, Span, round_up, share_of
+from fsdpctl.plan.layout import ALIGNMENT, Span, aligned_chunk, round_up
 
 OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
 
@@ -24,7 +24,7 @@ class OwnerMap:
     """For each block, the span of its elements that each rank owns; spans cover it once."""
 
     sizes: tuple[int, ...]  # elements of each block
-    parts: tuple[tuple[Span, ...], ...]  # by block, then by rank; empty spans own nothing
+    spans: tuple[tuple[Span, ...], ...]  # by block, then by rank; empty spans own nothing
 
     @property
     def num_blocks(self) -> int:
@@ -32,14 +32,16 @@ class OwnerMap:
 
     @property
     def world_size(self) -> int:
-        return len(self.parts[0])
+        return len(self.spans[0])
 
     @staticmethod
     def even(sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Cut every block into equal parts, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
         ranks = range(world_size)
-        parts = [tuple(share_of(Span(0, x), rank, world_size) for rank in ranks) for x in sizes]
+        parts = [
+            tuple(aligned_chunk(Span(0, x), rank, world_size) for rank in ranks) for x in sizes
+        ]
         return OwnerMap(tuple(sizes), tuple(parts))
 
     @staticmethod
@@ -91,7 +93,7 @@ class OwnerMap:
     def spans_of(self, rank: int) -> dict[int, Span]:
         """Return the spans that a rank owns, by block."""
         self._check_rank(rank)
-        return {block: parts[rank] for block, parts in enumerate(self.parts) if parts[rank].numel}
+        return {block: parts[rank] for block, parts in enumerate(self.spans) if parts[rank].numel}
 
     def blocks_of(self, rank: int) -> list[int]:
         """Return the blocks of which a rank owns elements."""
@@ -101,7 +103,7 @@ class OwnerMap:
         """Return a rank's share of all elements, from 0 to 1."""
         return sum(span.numel for span in self.spans_of(rank).values()) / sum(self.sizes)
 
-    def fitted_to(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
+    def for_sizes(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Return this map for blocks of the given sizes; one that cuts blocks fits only its own."""
         if (self.num_blocks, self.world_size) != (len(sizes), world_size):
             raise UsageError(
@@ -117,7 +119,7 @@ class OwnerMap:
 
     def to_dict(self) -> dict[str, list[object]]:
         """Return plain lists, for JSON."""
-        parts = [[[span.start, span.stop] for span in block] for block in self.parts]
+        parts = [[[span.start, span.stop] for span in block] for block in self.spans]
         return {"sizes": list(self.sizes), "parts": list(parts)}
 
     @staticmethod
@@ -129,7 +131,7 @@ class OwnerMap:
     def _of_block(self, block: int) -> tuple[Span, ...]:
         if not 0 <= block < self.num_blocks:
             raise UsageError(f"block {block}: expected a block from 0 to {self.num_blocks - 1}")
-        return self.parts[block]
+        return self.spans[block]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

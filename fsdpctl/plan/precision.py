@@ -32,7 +32,7 @@ class BufferDtypes:
     has_remainder: bool  # masters have 8 more bits each
 
     @property
-    def drawn(self) -> Dtype:
+    def initial(self) -> Dtype:
         """The dtype of initial values, which has all bits of master weights."""
         return Dtype("float32") if self.has_remainder else self.master
 
@@ -71,7 +71,7 @@ class Precision:
                 f"{self.param_dtype} and {self.master_dtype}"
             )
 
-    def of(self, dtype: str, *, trainable: bool = True) -> BufferDtypes:
+    def buffer_dtypes(self, dtype: str, *, trainable: bool = True) -> BufferDtypes:
         """Return the dtypes of a flat buffer whose parameters had `dtype`."""
         return _dtypes_of(self, dtype, trainable)
 

@@ -16,19 +16,19 @@ LEVELS = (*MODES, OFFLOAD)
 BLOCKS = "activation_checkpointing.blocks"
 
 
-class Treatment(NamedTuple):
+class BlockCheckpointing(NamedTuple):
     """How a block keeps or recomputes its activations from its forward to its backward."""
 
     mode: str  # of `MODES`
-    sends: bool = False  # its input to the host
+    offloads_input: bool = False  # its input to the host
 
 
-def read_blocks(text: str) -> str:
+def normalize_blocks(text: str) -> str:
     """Return numbers of blocks by mode, such as `full:20,selective:8`, in one spelling.
 
     UsageError if a mode or a number is not allowed, or a mode follows one that recomputes less.
     """
-    counts = counts_of(text)
+    counts = parse_counts(text)
     for (one, _), (other, _) in pairwise(counts):
         if LEVELS.index(one) <= LEVELS.index(other):
             order = ", ".join(LEVELS[:0:-1])
@@ -36,7 +36,7 @@ def read_blocks(text: str) -> str:
     return ",".join(f"{mode}:{count}" for mode, count in counts)
 
 
-def counts_of(text: str) -> list[tuple[str, int]]:
+def parse_counts(text: str) -> list[tuple[str, int]]:
     """Return the numbers of blocks by mode, in the order of forward."""
     counts = []
     for word in text.strip("[] ").split(","):
@@ -51,24 +51,27 @@ def counts_of(text: str) -> list[tuple[str, int]]:
     return counts
 
 
-def treatments_of(
+def block_checkpointing(
     name: str, blocks: str | None, num_blocks: int, *, offload: bool
-) -> tuple[Treatment, ...]:
+) -> tuple[BlockCheckpointing, ...]:
     """Return the treatment of each block in the order of forward: `blocks`, then those of `name`.
 
     UsageError if there are fewer blocks.
     """
-    first = [mode for mode, count in counts_of(blocks) for _ in range(count)] if blocks else []
+    first = [mode for mode, count in parse_counts(blocks) for _ in range(count)] if blocks else []
     if len(first) > num_blocks:
         raise UsageError(f"{BLOCKS}={blocks}: {len(first)} blocks, but the model has {num_blocks}")
-    rest = Treatment(name, sends=offload)
-    own = (Treatment("full", sends=True) if x == OFFLOAD else Treatment(x) for x in first)
+    rest = BlockCheckpointing(name, offloads_input=offload)
+    own = (
+        BlockCheckpointing("full", offloads_input=True) if x == OFFLOAD else BlockCheckpointing(x)
+        for x in first
+    )
     return (*own, *[rest] * (num_blocks - len(first)))
 
 
 def one_of_each(blocks: str | None, num_blocks: int) -> str | None:
     """Return `blocks` with one block of each mode, for a model of which one is left at least."""
-    modes = [mode for mode, _ in counts_of(blocks)] if blocks else []
+    modes = [mode for mode, _ in parse_counts(blocks)] if blocks else []
     return ",".join(f"{mode}:1" for mode in modes[: num_blocks - 1]) or None
 
 
@@ -84,7 +87,7 @@ class Recomputation(NamedTuple):
         return self.name if self.blocks is None else f"{self.name} {BLOCKS}={self.blocks}"
 
 
-def chain(num_blocks: int, modes: Sequence[str]) -> tuple[Recomputation, ...]:
+def recomputation_steps(num_blocks: int, modes: Sequence[str]) -> tuple[Recomputation, ...]:
     """Return the steps between adjacent `modes` block by block, from the first mode to the last.
 
     Each step saves memory and takes time: one block more is recomputed in the next mode, which the

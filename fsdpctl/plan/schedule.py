@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fsdpctl.errors import ModuleError
-from fsdpctl.plan.step_plan import Prefetch, Reductions, SlotSpec, StepPlan
+from fsdpctl.plan.step_plan import Prefetch, Reductions, StepPlan, UnshardBufferSpec
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitOrder, all_following
+from fsdpctl.plan.units import UnitOrder, following_units
 
 
 class EventKind(StrEnum):
@@ -25,7 +25,7 @@ class EventKind(StrEnum):
     FORWARD = "forward"  # the unit computes; root: everything before the first unit
     LEAVE = "leave"  # forward ended, and everything around the units computes; root: the pass ended
     BACKWARD = "backward"  # its backward computes, then everything around the units
-    RELEASE = "release"
+    FREE = "free"
     HOLD = "hold"  # gradients stay unsharded on this rank until a later backward reduces them
     REDUCE = "reduce"
     REDUCED = "reduced"
@@ -33,20 +33,20 @@ class EventKind(StrEnum):
     COMBINED = "combined"
     SYNC = "sync"  # after the optimizer's step, ranks get what others have updated
     ALLOCATE = "allocate"
-    FREE = "free"
+    DEALLOCATE = "deallocate"
 
 
-class Buffer(StrEnum):
+class BufferKind(StrEnum):
     """The purpose of a buffer."""
 
     PARAMS = "params"  # the slot that a unit is gathered into
-    WHOLE_GRADS = "whole gradients"  # of a unit, held or in reduction
+    UNSHARDED_GRADS = "whole gradients"  # of a unit, held or in reduction
     WORKSPACE = "workspace"  # of a reduction
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
-    COMBINING = "workspace over replicas"  # of the second collective
+    REPLICA_WORKSPACE = "workspace over replicas"  # of the second collective
     GRADS = "gradients"  # reduced
     OUTBOX = "outbox"  # gradients in shared memory, where other ranks read them
-    LEAVING = "leaving gradients"  # reduced, until the host has stepped with them
+    OFFLOADING = "leaving gradients"  # reduced, until the host has stepped with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Event:
     kind: EventKind
     unit: str
     nbytes: int = 0  # of a collective or a buffer; 0: only the order is planned
-    buffer: Buffer | None = None  # of ALLOCATE and FREE
+    buffer: BufferKind | None = None  # of ALLOCATE and DEALLOCATE
     # What the plan knows besides: the number of the buffer, what it becomes instead of being freed,
     # and whether no other piece of the unit's gradients follows.
     index: int = field(default=0, compare=False)
-    into: "tuple[Buffer, int] | None" = field(default=None, compare=False)
+    into: "tuple[BufferKind, int] | None" = field(default=None, compare=False)
     is_last: bool = field(default=True, compare=False)
 
 
@@ -125,44 +125,44 @@ class Schedule:
         strategy: Strategy,
         prefetch: Prefetch,
         reductions: Reductions,
-        slots: Sequence[SlotSpec] = (),
+        slots: Sequence[UnshardBufferSpec] = (),
     ) -> None:
         """Begin with sharded units; `slots` whose memory is never freed keep what was in them."""
         self.strategy, self.prefetch = strategy, prefetch
         self.is_prefetched = False  # the next forward's first units were gathered before it
         self._reductions = reductions
-        shared = [each.units for each in slots if each.resident]
-        self._slot_of = {unit: units[0] for units in shared for unit in units}
-        self._owners: dict[str, str] = {}  # by slot, the unit that is gathered or being gathered
+        shared = [each.units for each in slots if each.is_permanent]
+        self._buffer_of = {unit: units[0] for units in shared for unit in units}
+        self._occupants: dict[str, str] = {}  # by slot, the unit that is gathered or being gathered
         self._contents: dict[str, str] = {}  # by shared slot, the unit whose values are in it
-        self._arriving: set[str] = set()
-        self._whole: set[str] = set()
-        self._learns = strategy.shards_params  # others reduce as planned
-        self.follow(order)
-        self.forget()
+        self._gathering: set[str] = set()
+        self._unsharded: set[str] = set()
+        self._learns_order = strategy.shards_params  # others reduce as planned
+        self.use_order(order)
+        self.reset()
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Schedule":
-        return cls(plan.order, plan.strategy, plan.prefetch, plan.reductions, plan.slots)
+        return cls(plan.order, plan.strategy, plan.prefetch, plan.reductions, plan.unshard_buffers)
 
-    def follow(self, order: UnitOrder) -> None:
+    def use_order(self, order: UnitOrder) -> None:
         """Plan with `order` from now on."""
         self.order = order
-        self._reduction = order.reduction
+        self._reduction = order.reduction_order
         self._first = order.forward[: self.prefetch.forward + 1]
-        self._forward_ahead = all_following(order.forward, self.prefetch.forward)
-        self._backward_ahead = all_following(order.backward, self.prefetch.backward)
+        self._forward_ahead = following_units(order.forward, self.prefetch.forward)
+        self._backward_ahead = following_units(order.backward_gathers, self.prefetch.backward)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget gradients, and a backward that failed."""
         self._flow = ReductionFlow(self._reductions)
         self._ran: dict[str, None] = {}  # units in the order of the last forward with a graph
         self._running: set[str] = set()  # units whose forward has begun and not ended
         self._used: set[str] = set()  # units that the running backward has gathered
-        self._num_closed = 0  # units whose backward is over, in the order of reduction
-        self.gradients_dropped()
+        self._num_completed = 0  # units whose backward is over, in the order of reduction
+        self.forget_gradients()
 
-    def gradients_dropped(self) -> None:
+    def forget_gradients(self) -> None:
         """Expect no gradients of earlier backwards."""
         self._held: set[str] = set()  # units whose gradients wait for a later backward
         self._reduced: set[str] = set()
@@ -178,12 +178,12 @@ class Schedule:
         self._ran, self._trains = {}, trains
         if not self.is_prefetched:
             self._contents.clear()
-        yield from self._use(self.order.root, self._first if self.prefetch.forward else ())
+        yield from self._unshard(self.order.root, self._first if self.prefetch.forward else ())
         self.is_prefetched = False
         yield Event(EventKind.FORWARD, self.order.root)
 
     def begin_unit(self, unit: str) -> Iterator[Event]:
-        yield from self._use(unit, self._forward_ahead[unit])
+        yield from self._unshard(unit, self._forward_ahead[unit])
         self._running.add(unit)
         if self._trains:
             self._ran[unit] = None
@@ -192,50 +192,50 @@ class Schedule:
     def end_unit(self, unit: str, *, trains: bool = True) -> Iterator[Event]:
         """End a unit's forward, which a backward follows if it `trains`."""
         self._running.discard(unit)
-        if not (trains and self.order.keeps_after_forward(unit, self.strategy)):
-            yield from self._release(unit)
+        if not (trains and self.order.stays_unsharded(unit, self.strategy)):
+            yield from self._free(unit)
         yield Event(EventKind.LEAVE, unit)
 
     def end_evaluation(self) -> Iterator[Event]:
-        yield from self._release(self.order.root)
+        yield from self._free(self.order.root)
 
     def begin_backward(self) -> Iterator[Event]:
         """Begin a backward, or continue it after the forward of another one."""
-        yield from self._use(self.order.root)
+        yield from self._unshard(self.order.root)
 
     def recompute_unit(self, unit: str) -> Iterator[Event]:
-        yield from self._use(unit)
+        yield from self._unshard(unit)
         self._used.add(unit)
 
-    def open_units(self) -> Iterator[str]:
+    def pending_units(self) -> Iterator[str]:
         """Yield the units whose backward is not over, in the order of reduction."""
-        return iter(self._reduction[self._num_closed :])
+        return iter(self._reduction[self._num_completed :])
 
     def begin_unit_backward(
-        self, unit: str, over: Sequence[str], *, reduces: bool
+        self, unit: str, completed: Sequence[str], *, reduces: bool
     ) -> Iterator[Event]:
         """Begin a unit's backward, when that of the units `over` has ended.
 
         The last unit's gradients are sent after it was released and the next gathers have begun.
         Those of earlier units are sent at once: other ranks may wait for them before they gather.
         """
-        for each in over:
-            yield from self._close(each)
-            if each != over[-1]:
+        for each in completed:
+            yield from self._end_unit_backward(each)
+            if each != completed[-1]:
                 yield from self._reduce(each, reduces=reduces)
         if unit not in self.order.needs_no_backward_gather:
-            yield from self._use(unit, self._backward_ahead.get(unit, ()))
+            yield from self._unshard(unit, self._backward_ahead.get(unit, ()))
             self._used.add(unit)
-        if over:
-            yield from self._reduce(over[-1], reduces=reduces)
+        if completed:
+            yield from self._reduce(completed[-1], reduces=reduces)
         yield Event(EventKind.BACKWARD, unit)
 
     def end_units(self, *, reduces: bool) -> Iterator[Event]:
-        for unit in self.open_units():
-            yield from self._close(unit)
+        for unit in self.pending_units():
+            yield from self._end_unit_backward(unit)
             yield from self._reduce(unit, reduces=reduces)
-        yield from self.release_all()
-        self._num_closed = 0
+        yield from self.free_all()
+        self._num_completed = 0
 
     def reduce_held(self) -> Iterator[Event]:
         for unit in self._reduction:
@@ -244,85 +244,85 @@ class Schedule:
     def finish(self) -> Iterator[Event]:
         yield from self._flow.finish()
 
-    def release_all(self) -> Iterator[Event]:
+    def free_all(self) -> Iterator[Event]:
         """Release all units, and invalidate the slots."""
         for unit in (self.order.root, *self.order.forward):
-            yield from self._release(unit)
+            yield from self._free(unit)
         self._contents.clear()
 
     def learn_order(self) -> bool:
         """Plan with the actual order of the units; return whether it is another than expected."""
         seen = tuple(self._ran)
-        if not self._learns or set(seen) != set(self.order.forward):
+        if not self._learns_order or set(seen) != set(self.order.forward):
             return False
-        self._learns = False
+        self._learns_order = False
         if seen == self.order.forward:
             return False
-        self.follow(replace(self.order, forward=seen))
+        self.use_order(replace(self.order, forward=seen))
         return True
 
-    def _use(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
+    def _unshard(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
         """Gather a unit, whatever must be released; before waiting for it, the units `ahead`."""
         if not self.strategy.shards_params:
             return
-        if unit not in self._whole and unit not in self._arriving:
-            owner = self._owners.get(self._slot_of.get(unit, unit))
+        if unit not in self._unsharded and unit not in self._gathering:
+            owner = self._occupants.get(self._buffer_of.get(unit, unit))
             if owner in self._running:
                 raise ModuleError(
                     f"{unit} is called inside {owner}, with which it shares memory; pass units= so "
                     "that neither is part of the other's forward"
                 )
             if owner is not None:
-                yield from self._release(owner)
+                yield from self._free(owner)
             yield from self._gather(unit)
         yield from self._prefetch(ahead)
-        if unit in self._arriving:
-            self._arrive(unit)
+        if unit in self._gathering:
+            self._mark_unsharded(unit)
             yield Event(EventKind.READY, unit)
 
     def _prefetch(self, units: Sequence[str]) -> Iterator[Event]:
         """Gather units that will be used soon, up to the first whose slot is in use."""
         for unit in units:
-            if unit not in self._whole and unit not in self._arriving:
-                if self._slot_of.get(unit, unit) in self._owners:
+            if unit not in self._unsharded and unit not in self._gathering:
+                if self._buffer_of.get(unit, unit) in self._occupants:
                     return  # to skip it would gather in another order than other ranks
                 yield from self._gather(unit)
 
     def _gather(self, unit: str) -> Iterator[Event]:
-        slot = self._slot_of.get(unit, unit)
-        self._owners[slot] = unit
+        slot = self._buffer_of.get(unit, unit)
+        self._occupants[slot] = unit
         if self._contents.get(slot) == unit:
-            self._whole.add(unit)
+            self._unsharded.add(unit)
             yield Event(EventKind.READY, unit)
         else:
             self._contents.pop(slot, None)
-            self._arriving.add(unit)
+            self._gathering.add(unit)
             yield Event(EventKind.GATHER, unit)
 
-    def _release(self, unit: str) -> Iterator[Event]:
-        if unit in self._arriving or unit in self._whole:
-            self._arrive(unit)
-            self._whole.discard(unit)
-            del self._owners[self._slot_of.get(unit, unit)]
-            yield Event(EventKind.RELEASE, unit)
+    def _free(self, unit: str) -> Iterator[Event]:
+        if unit in self._gathering or unit in self._unsharded:
+            self._mark_unsharded(unit)
+            self._unsharded.discard(unit)
+            del self._occupants[self._buffer_of.get(unit, unit)]
+            yield Event(EventKind.FREE, unit)
 
-    def _arrive(self, unit: str) -> None:
-        self._arriving.discard(unit)
-        self._whole.add(unit)
-        if unit in self._slot_of:  # whose memory is not freed
-            self._contents[self._slot_of[unit]] = unit
+    def _mark_unsharded(self, unit: str) -> None:
+        self._gathering.discard(unit)
+        self._unsharded.add(unit)
+        if unit in self._buffer_of:  # whose memory is not freed
+            self._contents[self._buffer_of[unit]] = unit
 
-    def _close(self, unit: str) -> Iterator[Event]:
+    def _end_unit_backward(self, unit: str) -> Iterator[Event]:
         """Release a unit whose backward is over.
 
         If it ran here and had no backward, it takes part in the gather that other ranks may need.
         """
-        self._num_closed += 1
+        self._num_completed += 1
         is_unused = unit in self._ran and unit not in self._used and self.order.trains(unit)
         if is_unused and self.order.is_gathered_again(unit, self.strategy):
-            yield from self._use(unit)
+            yield from self._unshard(unit)
         self._used.discard(unit)
-        yield from self._release(unit)
+        yield from self._free(unit)
 
     def _reduce(self, unit: str, *, reduces: bool) -> Iterator[Event]:
         """Reduce a unit's gradients, which are complete, or hold them back."""
@@ -351,7 +351,7 @@ def step_events(schedule: Schedule, reduces: Sequence[bool] = (True,)) -> tuple[
             events += schedule.begin_unit(unit)
             events += schedule.end_unit(unit)
         over: tuple[str, ...] = ()
-        for unit in order.gone_back_through:
+        for unit in order.backward_units:
             events += schedule.begin_unit_backward(unit, over, reduces=reduce)
             over = (unit,)
         events += schedule.end_units(reduces=reduce)
@@ -362,7 +362,7 @@ def step_events(schedule: Schedule, reduces: Sequence[bool] = (True,)) -> tuple[
 
 def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
     """Plan the events that follow the optimizer's step."""
-    if not strategy.renews_params:
+    if not strategy.syncs_params:
         return ()
     units = filter(order.trains, (order.root, *order.forward))
     return tuple(Event(EventKind.SYNC, unit) for unit in units)

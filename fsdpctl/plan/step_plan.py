@@ -10,12 +10,12 @@ from functools import cached_property
 from statistics import median
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.layout import FlatLayout, Span, share_of
+from fsdpctl.plan.layout import FlatLayout, Span, aligned_chunk
 from fsdpctl.plan.precision import BufferDtypes, Dtype, Precision
 from fsdpctl.plan.strategy import Offload, Strategy
-from fsdpctl.plan.units import Division, UnitOrder
+from fsdpctl.plan.units import ModelLayout, UnitOrder
 
-ADDED_AT_A_TIME = 1 << 17  # elements, scaled while they are in the cache
+SUM_CHUNK = 1 << 17  # elements, scaled while they are in the cache
 HOST_BUFFERS = 2  # pinned ones for each direction
 HOST_SCALARS = 8  # bytes
 _OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
@@ -30,7 +30,7 @@ class Transport(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class MeshPosition:
     """The position of a rank."""
 
     rank: int  # among those that share a replica
@@ -39,7 +39,7 @@ class RankPlace:
     transport: Transport
     replica: int = 0  # the one that it belongs to
 
-    def share_of(self, nbytes: int) -> int:
+    def local_share(self, nbytes: int) -> int:
         """Return this rank's share of memory that exists once for all ranks, else all of it."""
         return -(-nbytes // self.size) if self.transport is Transport.SHARED else nbytes
 
@@ -57,25 +57,28 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotSpec:
+class UnshardBufferSpec:
     """One slot: its size and the units that use it."""
 
     nbytes: int
     units: tuple[str, ...]
-    resident: bool  # always allocated; otherwise only while its unit is unsharded
+    is_permanent: bool  # always allocated; otherwise only while its unit is unsharded
 
 
-def assign_slots(
+def assign_unshard_buffers(
     nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
-) -> tuple[SlotSpec, ...]:
+) -> tuple[UnshardBufferSpec, ...]:
     """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time."""
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
     alone = [unit for unit in forward if nbytes[unit] > limit]
     shared = [unit for unit in forward if nbytes[unit] <= limit]
-    own = [SlotSpec(nbytes[unit], (unit,), resident=False) for unit in (root, *alone)]
+    own = [UnshardBufferSpec(nbytes[unit], (unit,), is_permanent=False) for unit in (root, *alone)]
     count = min(depth + 1, len(shared))
     members = [tuple(shared[index::count]) for index in range(count)]
-    common = [SlotSpec(max(nbytes[u] for u in units), units, resident=True) for units in members]
+    common = [
+        UnshardBufferSpec(max(nbytes[u] for u in units), units, is_permanent=True)
+        for units in members
+    ]
     return (*own, *common)
 
 
@@ -85,7 +88,7 @@ class Reductions:
 
     nbytes: Mapping[str, int]  # of every unit's gradients, in the reduced dtype
     budget: int  # bytes that may be in flight before a reduction is waited for
-    stays: bool = False  # whether a first sum stays in the buffer of its reduction
+    accumulates_in_place: bool = False  # whether a first sum stays in the buffer of its reduction
     # For units larger than every block: the number of pieces in which the gradients of one backward
     # are collected and reduced. Held gradients are collected already.
     pieces: Mapping[str, int] = field(default_factory=dict)
@@ -104,51 +107,55 @@ class Reductions:
 
         `is_first`: no earlier gradient exists to add to, so a sum that stays costs nothing.
         """
-        if self.stays and is_first:
+        if self.accumulates_in_place and is_first:
             return True
         sizes = list(others)
         return not sizes or sum(sizes, nbytes) <= self.budget
 
 
-def share_of_parts(layout: FlatLayout, piece: int, pieces: int) -> Span:
+def piece_span(layout: FlatLayout, piece: int, pieces: int) -> Span:
     """Return the elements of each rank's part that piece `piece` reduces; may be empty."""
-    return share_of(Span(0, layout.owned_parts[0].numel), piece, pieces)
+    return aligned_chunk(Span(0, layout.owned_spans[0].numel), piece, pieces)
 
 
 def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
     """Return how many of `asked` pieces are not empty."""
     pieces = range(asked)
-    return max(sum(share_of_parts(x, i, asked).numel > 0 for i in pieces) for x in layouts)
+    return max(sum(piece_span(x, i, asked).numel > 0 for i in pieces) for x in layouts)
 
 
-class Memory(Enum):
+class StorageLocation(Enum):
     """The place of what rests between steps."""
 
     DEVICE = auto()
     HOST = auto()
-    SLOT = auto()  # of a unit that stays unsharded
-    PART = auto()  # of masters: a window of the parameters that rest
+    UNSHARD_BUFFER = auto()  # of a unit that stays unsharded
+    PARAMS = auto()  # of masters: a window of the parameters that rest
     MASTERS = auto()  # of parameters: they are the masters
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class ShardPlacement:
     """A rank's part of a flat buffer between steps."""
 
-    held: Span  # the elements whose masters it has
-    masters_in: Memory
-    part: Span  # the elements whose parameters it has in the compute dtype
-    part_in: Memory
+    master_span: Span  # the elements whose masters it has
+    master_location: StorageLocation
+    param_span: Span  # the elements whose parameters it has in the compute dtype
+    param_location: StorageLocation
     dtypes: BufferDtypes
 
     @property
     def is_gathered_from_host(self) -> bool:
         """Whether parameters rest in host memory."""
-        return (self.masters_in if self.part_in is Memory.MASTERS else self.part_in) is Memory.HOST
+        return (
+            self.master_location
+            if self.param_location is StorageLocation.MASTERS
+            else self.param_location
+        ) is StorageLocation.HOST
 
     @property
     def remainder_bytes(self) -> int:
-        return self.held.numel * self.dtypes.has_remainder
+        return self.master_span.numel * self.dtypes.has_remainder
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,46 +180,31 @@ class HostMemory:
         return masters + self.remainders + kept + buffers + params
 
 
-def pinned_groups(count: int, nbytes: int) -> Iterator[int]:
-    """Yield how many of `count` pieces of pinned memory, `nbytes` each, to allocate together.
-
-    Torch rounds pinned memory up to a power of two: the number that fills most of it.
-    """
-
-    def filled(together: int) -> float:
-        return together * nbytes / (1 << (together * nbytes - 1).bit_length())
-
-    while count and nbytes:
-        together = max(range(1, count + 1), key=lambda number: (filled(number), number))
-        yield together
-        count -= together
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """All that determines what a rank of fsdpctl's engine allocates, gathers and reduces."""
 
-    division: Division
-    place: RankPlace
-    dtypes: Precision = Precision()
+    model_layout: ModelLayout
+    position: MeshPosition
+    precision: Precision = Precision()
     prefetch: Prefetch = Prefetch()
     offload: Offload = Offload.NONE
 
     def at(self, rank: int, replica: int = 0) -> "StepPlan":
         """Return the plan of another rank."""
-        return replace(self, place=replace(self.place, rank=rank, replica=replica))
+        return replace(self, position=replace(self.position, rank=rank, replica=replica))
 
     @cached_property
     def order(self) -> UnitOrder:
-        return self.division.order
+        return self.model_layout.order
 
     @property
     def layouts(self) -> Mapping[str, tuple[FlatLayout, ...]]:
-        return self.division.layouts
+        return self.model_layout.layouts
 
     @property
     def strategy(self) -> Strategy:
-        return self.division.strategy
+        return self.model_layout.strategy
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[FlatLayout, ...]]:
@@ -221,21 +213,25 @@ class StepPlan:
 
     def check_offload(self) -> None:
         """Check that these states can be in host memory; UsageError says why not."""
-        ranks = self.place.size * self.place.num_replicas
-        if refusal := self.offload.refusal(self.strategy, self.strategy, ranks):
+        ranks = self.position.size * self.position.num_replicas
+        if refusal := self.offload.conflict(self.strategy, self.strategy, ranks):
             raise UsageError(f"strategy.offload={self.offload}: {refusal}")
-        self.offload.check_rests(trains_all=self.trained == self.layouts)
+        self.offload.check_frozen_params(trains_all=self.trained == self.layouts)
 
     def all_trained(self) -> Iterator[FlatLayout]:
         return (each for of_unit in self.trained.values() for each in of_unit)
 
     def dtypes_of(self, layout: FlatLayout) -> BufferDtypes:
-        return self.dtypes.of(layout.placements[0].param.dtype, trainable=layout.trainable)
+        return self.precision.buffer_dtypes(
+            layout.param_spans[0].param.dtype, trainable=layout.trainable
+        )
 
     @cached_property
-    def usual(self) -> BufferDtypes:
+    def typical_dtypes(self) -> BufferDtypes:
         """The dtypes of the first trained flat buffer, which most have."""
-        return next(map(self.dtypes_of, self.all_trained()), self.dtypes.of("float32"))
+        return next(
+            map(self.dtypes_of, self.all_trained()), self.precision.buffer_dtypes("float32")
+        )
 
     # ---- at rest -------------------------------------------------------------------------
 
@@ -248,32 +244,32 @@ class StepPlan:
         """Whether the host fetches gradients for its step, which stay on the device until then."""
         return self.steps_on_host and Offload.GRADIENTS not in self.offload
 
-    def held(self, layout: FlatLayout) -> Span:
+    def master_span(self, layout: FlatLayout) -> Span:
         """Return the elements of a flat buffer whose master weights this rank has."""
         if not self.strategy.shards_optimizer:
             return Span(0, layout.numel)
-        return layout.owned(self.place.rank, self.place.replica)
+        return layout.owned_span(self.position.rank, self.position.replica)
 
-    def rest(self, layout: FlatLayout) -> Rest:
-        dtypes, held = self.dtypes_of(layout), self.held(layout)
-        part, is_one = layout.parts[self.place.rank], dtypes.compute == dtypes.master
+    def placement(self, layout: FlatLayout) -> ShardPlacement:
+        dtypes, held = self.dtypes_of(layout), self.master_span(layout)
+        part, is_one = layout.shard_spans[self.position.rank], dtypes.compute == dtypes.master
         is_stepped = self.steps_on_host and layout.trainable
         on_host = Offload.PARAMS in self.offload
         if not self.strategy.shards_params:
-            part, part_in = Span(0, layout.numel), Memory.SLOT
-        elif (layout.shares == 1 and not is_stepped) or (on_host and is_one):
-            part_in = Memory.MASTERS
+            part, part_in = Span(0, layout.numel), StorageLocation.UNSHARD_BUFFER
+        elif (layout.shares_per_shard == 1 and not is_stepped) or (on_host and is_one):
+            part_in = StorageLocation.MASTERS
         else:
-            part_in = Memory.HOST if on_host else Memory.DEVICE
-        masters_in = Memory.DEVICE
+            part_in = StorageLocation.HOST if on_host else StorageLocation.DEVICE
+        masters_in = StorageLocation.DEVICE
         if is_stepped or (on_host and not layout.trainable):
-            masters_in = Memory.HOST
-        elif part_in is not Memory.MASTERS and is_one:
-            masters_in = Memory.PART
-        return Rest(held, masters_in, part, part_in, dtypes)
+            masters_in = StorageLocation.HOST
+        elif part_in is not StorageLocation.MASTERS and is_one:
+            masters_in = StorageLocation.PARAMS
+        return ShardPlacement(held, masters_in, part, part_in, dtypes)
 
     @cached_property
-    def host(self) -> HostMemory:
+    def host_memory(self) -> HostMemory:
         """The memory of the host that this rank uses."""
         masters: dict[Dtype, int] = {}
         gradients: dict[Dtype, Dtype] = {}
@@ -281,11 +277,11 @@ class StepPlan:
         params: list[tuple[int, Dtype]] = []
         remainders = largest = largest_cast = 0
         for layout in (each for of_unit in self.layouts.values() for each in of_unit):
-            rest = self.rest(layout)
-            dtypes, numel = rest.dtypes, rest.held.numel
-            if rest.part_in is Memory.HOST:
-                params.append((rest.part.numel, dtypes.compute))
-            if rest.masters_in is not Memory.HOST:
+            rest = self.placement(layout)
+            dtypes, numel = rest.dtypes, rest.master_span.numel
+            if rest.param_location is StorageLocation.HOST:
+                params.append((rest.param_span.numel, dtypes.compute))
+            if rest.master_location is not StorageLocation.HOST:
                 continue
             if not layout.trainable:
                 params.append((numel, dtypes.compute))
@@ -309,7 +305,7 @@ class StepPlan:
     # ---- gathers and reductions ----------------------------------------------------------
 
     @cached_property
-    def slots(self) -> tuple[SlotSpec, ...]:
+    def unshard_buffers(self) -> tuple[UnshardBufferSpec, ...]:
         """The slots that units are gathered into; shared only if they are freed after forward."""
         nbytes = {
             name: sum(each.numel * self.dtypes_of(each).compute.itemsize for each in of_unit)
@@ -317,28 +313,31 @@ class StepPlan:
         }
         root, *forward = nbytes
         if self.strategy.reshard_after_forward:
-            return assign_slots(nbytes, root, forward, self.prefetch.depth)
-        return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))
+            return assign_unshard_buffers(nbytes, root, forward, self.prefetch.depth)
+        return tuple(
+            UnshardBufferSpec(nbytes[name], (name,), is_permanent=False)
+            for name in (root, *forward)
+        )
 
     @property
-    def adds_whole(self) -> bool:
+    def uses_all_reduce(self) -> bool:
         """Whether one all-reduce gives every rank the full sum.
 
         Over gloo, the parts are added in rank order, as everywhere else, and then gathered.
         """
-        keeps = self.place.size > 1 and not self.strategy.shards_grads
-        return keeps and self.place.transport is Transport.NCCL
+        keeps = self.position.size > 1 and not self.strategy.shards_grads
+        return keeps and self.position.transport is Transport.NCCL
 
     @property
     def combines(self) -> bool:
         """Whether a second collective follows each reduction."""
-        puts_together = not self.strategy.shards_grads and not self.adds_whole
-        return self.place.num_replicas > 1 or (self.place.size > 1 and puts_together)
+        puts_together = not self.strategy.shards_grads and not self.uses_all_reduce
+        return self.position.num_replicas > 1 or (self.position.size > 1 and puts_together)
 
-    def becomes_gradient(self, layout: FlatLayout) -> bool:
+    def reduces_in_place(self, layout: FlatLayout) -> bool:
         """Return whether the buffer of a reduction becomes the gradient, if there is none yet."""
         dtypes = self.dtypes_of(layout)
-        keeps_all = self.place.size == 1 or not self.strategy.shards_grads
+        keeps_all = self.position.size == 1 or not self.strategy.shards_grads
         return keeps_all and dtypes.reduce == dtypes.gradient
 
     @cached_property
@@ -350,7 +349,7 @@ class StepPlan:
         sharded, the largest block sets the budget, and larger units, usually embedding and head,
         are reduced in pieces of its size.
         """
-        place, strategy = self.place, self.strategy
+        place, strategy = self.position, self.strategy
         trained = [self.dtypes_of(each) for each in self.all_trained()]
         nbytes = {
             name: sum(layout.numel * self.dtypes_of(layout).reduce.itemsize for layout in of_unit)
@@ -366,17 +365,22 @@ class StepPlan:
         # Over NCCL, replicas are summed on streams of their own.
         follows = strategy.replicates and place.num_replicas > 1
         chained = place.size if follows and place.transport is Transport.NCCL else 0
-        return Reductions(nbytes, budget, self.adds_whole and same, pieces, chained, self.combines)
+        return Reductions(
+            nbytes, budget, self.uses_all_reduce and same, pieces, chained, self.combines
+        )
 
     @property
     def outbox_bytes(self) -> int:
         """The bytes of this rank's gradients in shared memory, where other ranks read them."""
-        shares = self.place.transport is Transport.SHARED
+        shares = self.position.transport is Transport.SHARED
         return self.reductions.most_in_flight if shares else 0
 
     @property
     def shared_bytes(self) -> int:
         """The bytes that all ranks share: parameters, and gradients to be read."""
-        if self.place.transport is not Transport.SHARED:
+        if self.position.transport is not Transport.SHARED:
             return 0
-        return sum(slot.nbytes for slot in self.slots) + self.place.size * self.outbox_bytes
+        return (
+            sum(slot.nbytes for slot in self.unshard_buffers)
+            + self.position.size * self.outbox_bytes
+        )

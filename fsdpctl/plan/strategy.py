@@ -40,7 +40,7 @@ class Strategy:
         return self.shards_optimizer and not self.shards_params
 
     @property
-    def renews_params(self) -> bool:
+    def syncs_params(self) -> bool:
         """Whether ranks need parameters after a step that others have updated."""
         return self.shards_optimizer and (not self.shards_params or self.shards_over_replicas)
 
@@ -49,7 +49,7 @@ class Strategy:
         """Whether a rank's part of the parameters can rest in host memory."""
         return self.shards_params and not self.shards_over_replicas
 
-    def shares(self, num_replicas: int) -> int:
+    def shares_per_shard(self, num_replicas: int) -> int:
         """Return the shares of a rank's part, one for the master weights of each replica."""
         return num_replicas if self.shards_over_replicas else 1
 
@@ -69,7 +69,7 @@ STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
 
 
 # Names in other tools -> names here.
-STRATEGIES_ELSEWHERE = {
+STRATEGY_ALIASES = {
     "ddp": "no_shard", "zero1": "shard_optimizer", "zero2": "shard_grad_op", "zero3": "full_shard",
     "fsdp": "full_shard", "hsdp": "hybrid_shard", "hpz": "hybrid_shard_optimizer",
     "zero++": "hybrid_shard_optimizer",
@@ -77,7 +77,7 @@ STRATEGIES_ELSEWHERE = {
 
 
 def get_strategy(name: str) -> Strategy:
-    name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
+    name = STRATEGY_ALIASES.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise UsageError(
@@ -183,7 +183,7 @@ class Offload(Flag):
     def __str__(self) -> str:
         return str(self.name).lower().replace("|", ",")
 
-    def refusal(self, asked: Strategy, runs: Strategy, num_ranks: int) -> str:
+    def conflict(self, asked: Strategy, runs: Strategy, num_ranks: int) -> str:
         """Return why this is impossible under a strategy that runs as another; empty if it isn't.
 
         A rank gathers units from its part of the parameters, and should step what others don't.
@@ -200,7 +200,7 @@ class Offload(Flag):
             )
         return ""
 
-    def check_rests(self, *, trains_all: bool) -> None:
+    def check_frozen_params(self, *, trains_all: bool) -> None:
         """Check that some parameters rest on the host if they may."""
         if self is Offload.PARAMS and trains_all:
             raise UsageError(

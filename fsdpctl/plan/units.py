@@ -25,27 +25,27 @@ class UnitOrder:
     needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
     blocks: frozenset[str] = frozenset()  # the repeated units
-    before_all_trained: frozenset[str] = frozenset()  # units without a backward
+    without_backward: frozenset[str] = frozenset()  # units without a backward
 
     @property
-    def gone_back_through(self) -> tuple[str, ...]:
+    def backward_units(self) -> tuple[str, ...]:
         """The units that have a backward, in backward order."""
-        return tuple(u for u in reversed(self.forward) if u not in self.before_all_trained)
+        return tuple(u for u in reversed(self.forward) if u not in self.without_backward)
 
     @property
-    def backward(self) -> tuple[str, ...]:
+    def backward_gathers(self) -> tuple[str, ...]:
         """The units gathered for backward, in that order."""
         return tuple(unit for unit in reversed(self.forward) if self._reads_weights(unit))
 
     @property
-    def reduction(self) -> tuple[str, ...]:
+    def reduction_order(self) -> tuple[str, ...]:
         """The order in which all ranks start the reductions."""
         return (*reversed(self.forward), self.root)
 
     def trains(self, unit: str) -> bool:
         return unit not in self.frozen
 
-    def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
+    def stays_unsharded(self, unit: str, strategy: Strategy) -> bool:
         """Return whether a unit stays unsharded from its forward to its backward."""
         if not self._reads_weights(unit):
             return False
@@ -53,14 +53,14 @@ class UnitOrder:
 
     def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
         """Return whether backward gathers a unit, if parameters are sharded."""
-        keeps = self.keeps_after_forward(unit, strategy)
+        keeps = self.stays_unsharded(unit, strategy)
         return self._reads_weights(unit) and not keeps
 
     def _reads_weights(self, unit: str) -> bool:
-        return unit not in self.before_all_trained and unit not in self.needs_no_backward_gather
+        return unit not in self.without_backward and unit not in self.needs_no_backward_gather
 
 
-def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
+def following_units(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
     """Map each unit to the `depth` units that follow it in `order`."""
     return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
 
@@ -125,7 +125,7 @@ def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ModelLayout:
     """The units of a model, the parts of their flat buffers, and the strategy that runs."""
 
     units: tuple[UnitSpec, ...]
@@ -138,7 +138,7 @@ class Division:
         return unit_order(self.units)
 
 
-def divide(
+def lay_out(
     units: tuple[UnitSpec, ...],
     strategy: Strategy,
     num_ranks: int,
@@ -147,7 +147,7 @@ def divide(
     *,
     shares_memory: bool = False,
     offloads_params: bool = False,
-) -> Division:
+) -> ModelLayout:
     """Divide the units over the ranks, of which `replica_size` share a replica if any do.
 
     All ranks may share the memory of one machine, and parameters may rest on the host.
@@ -155,16 +155,18 @@ def divide(
     about = {"shares_memory": shares_memory, "offloads_params": offloads_params}
     effective, parts = effective_strategy(strategy, replica_size, num_ranks, **about)
     owner_map = owner_map if effective.has_owner_map else "even"
-    layouts = lay_out(units, parts, owner_map, shares=effective.shares(num_ranks // parts))
-    return Division(units, layouts, effective, parts)
+    layouts = unit_layouts(
+        units, parts, owner_map, shares_per_shard=effective.shares_per_shard(num_ranks // parts)
+    )
+    return ModelLayout(units, layouts, effective, parts)
 
 
-def lay_out(
+def unit_layouts(
     units: Sequence[UnitSpec],
-    num_parts: int,
+    num_shards: int,
     owner_map: str | OwnerMap = "even",
     *,
-    shares: int = 1,
+    shares_per_shard: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
     """Return the flat buffers of every unit, cut into `num_parts` parts of `shares` each.
 
@@ -172,18 +174,23 @@ def lay_out(
     """
     if owner_map == "even":
         groups = {unit.name: unit.param_groups() for unit in units}
-        return {x: tuple(flat_layout(y, num_parts, shares) for y in groups[x]) for x in groups}
+        return {
+            x: tuple(flat_layout(y, num_shards, shares_per_shard) for y in groups[x])
+            for x in groups
+        }
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
     sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
     if owner_map == MATRICES:
-        owners = matrix_owners([each for of_unit in uncut.values() for each in of_unit], num_parts)
+        owners = matrix_owners([each for of_unit in uncut.values() for each in of_unit], num_shards)
     elif isinstance(owner_map, str):
-        owners = make_owner_map(owner_map, sizes, num_parts)
+        owners = make_owner_map(owner_map, sizes, num_shards)
     else:
-        owners = owner_map.fitted_to(sizes, num_parts)
-    parts = iter(owners.parts)
+        owners = owner_map.for_sizes(sizes, num_shards)
+    parts = iter(owners.spans)
     return {
-        name: tuple(FlatLayout(x.placements, x.numel, next(parts), x.shares) for x in layouts)
+        name: tuple(
+            FlatLayout(x.param_spans, x.numel, next(parts), x.shares_per_shard) for x in layouts
+        )
         for name, layouts in uncut.items()
     }
 

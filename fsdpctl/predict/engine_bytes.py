@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.optimizers import KeptStates, is_compressible
+from fsdpctl.plan.optimizers import OptimizerStates, is_compressible
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
@@ -73,7 +73,7 @@ def engine_peak(plan: TrainingPlan) -> EnginePeak:
 
 
 def _peak_of_rank(plan: TrainingPlan) -> EnginePeak:
-    moments, place = timeline(plan), plan.step.place
+    moments, place = timeline(plan), plan.step.position
     peak = max(moments, key=lambda held: sum(held.values()))
     largest = {each: max(held[each] for held in moments) for each in CATEGORIES}
     return EnginePeak(place.rank, place.replica, peak, largest)
@@ -94,10 +94,12 @@ def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
     """Return the plans of the ranks that may need the most memory."""
     flats = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     if not all(layout.is_even for layout in flats):
-        return [plan.at(rank) for rank in range(len(flats[0].parts))]
+        return [plan.at(rank) for rank in range(len(flats[0].shard_spans))]
     # They differ only by the optimizer states of unlike parameters: some have more states.
     numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
-    candidates = [plan.at(*divmod(rank, flats[0].shares)) for rank in sorted({0, *numbers})]
+    candidates = [
+        plan.at(*divmod(rank, flats[0].shares_per_shard)) for rank in sorted({0, *numbers})
+    ]
     if plan.states.dtype is None:
         return candidates  # one more counter
     unlike = list(_unlike_layouts(plan))
@@ -109,21 +111,23 @@ def _unlike_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
     alike: dict[object, list[FlatLayout]] = {}
     for layout in plan.step.all_trained():
         states = plan.states
-        cut = [(x.span, states.key(x.param), states.is_alone(x.param)) for x in layout.placements]
+        cut = [
+            (x.span, states.key(x.param), states.is_separate(x.param)) for x in layout.param_spans
+        ]
         alike.setdefault((layout.numel, *cut), []).append(layout)
     yield from ((layouts[0], len(layouts)) for layouts in alike.values())
 
 
-def _unlike_ranks(layout: FlatLayout, states: KeptStates) -> Iterator[int]:
+def _unlike_ranks(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
     """Yield the parts of an even buffer where parameters meet whose states are kept apart.
 
     Also those in the middle of a parameter whose states have more bytes than those of others.
     """
-    size = layout.owned_parts[0].numel
-    for before, after in pairwise(layout.placements):
+    size = layout.owned_spans[0].numel
+    for before, after in pairwise(layout.param_spans):
         if states.key(before.param) != states.key(after.param):
             yield after.span.start // size
     if states.dtype is not None:
-        for each in layout.placements:
+        for each in layout.param_spans:
             if not is_compressible(each.param) and each.span.numel:
                 yield from range(each.span.start // size, (each.span.stop - 1) // size + 1)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.step_plan import ADDED_AT_A_TIME, Memory, Rest, StepPlan, Transport
+from fsdpctl.plan.schedule import BufferKind, Event, EventKind
+from fsdpctl.plan.step_plan import SUM_CHUNK, ShardPlacement, StepPlan, StorageLocation, Transport
 from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
@@ -24,7 +24,10 @@ from fsdpctl.predict.training_plan import TrainingPlan
 
 K = EventKind
 C = CollectiveKind
-_ACTIVITIES = {Buffer.PARAMS: "gathering", Buffer.WHOLE_GRADS: "collecting the gradients of"}
+_ACTIVITIES = {
+    BufferKind.PARAMS: "gathering",
+    BufferKind.UNSHARDED_GRADS: "collecting the gradients of",
+}
 
 
 class _EngineBuffers:
@@ -36,7 +39,7 @@ class _EngineBuffers:
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
         self._plan, self._recorder = plan, recorder
-        self._keys: dict[tuple[Buffer, str, int], int] = {}
+        self._keys: dict[tuple[BufferKind, str, int], int] = {}
         self._offloaded: set[str] = set()  # units whose gradients went there
         self._gradient_bytes: dict[str, int] = {}  # bytes of new gradients, by unit
         self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
@@ -51,7 +54,7 @@ class _EngineBuffers:
         if event.kind is K.ALLOCATE:
             self._allocate(event.buffer, event)
             return
-        if event.buffer is Buffer.COMBINING:
+        if event.buffer is BufferKind.REPLICA_WORKSPACE:
             self._add_up_replicas(event.nbytes)
         key = self._keys.pop(own)
         if event.into is None:
@@ -76,47 +79,52 @@ class _EngineBuffers:
     def take_gradients(self) -> dict[str, list[int]]:
         """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
         taken: dict[str, list[int]] = {}
-        for buffer, unit, index in [each for each in self._keys if each[0] is Buffer.GRADS]:
+        for buffer, unit, index in [each for each in self._keys if each[0] is BufferKind.GRADS]:
             taken.setdefault(unit, []).append(self._keys.pop((buffer, unit, index)))
         return taken
 
     def end_step(self) -> None:
         self._offloaded.clear()
-        left = [each for each in self._keys if each[0] in (Buffer.GRADS, Buffer.WHOLE_GRADS)]
+        left = [
+            each for each in self._keys if each[0] in (BufferKind.GRADS, BufferKind.UNSHARDED_GRADS)
+        ]
         self._recorder.free(*map(self._keys.pop, left))
 
-    def _allocate(self, buffer: Buffer, event: Event) -> None:
+    def _allocate(self, buffer: BufferKind, event: Event) -> None:
         unit, recorder = event.unit, self._recorder
         number, piece = event.index, 0
-        if buffer is not Buffer.PARAMS:
+        if buffer is not BufferKind.PARAMS:
             piece, number = divmod(event.index, len(self._plan.step.trained[unit]))
         collected = event.is_last and not piece  # at once: autograd's gradients are not needed
         recorder.begin_phase(_ACTIVITIES.get(buffer, "reducing"), unit)
-        if buffer is Buffer.GRADS and Offload.GRADIENTS in self._plan.step.offload:
+        if buffer is BufferKind.GRADS and Offload.GRADIENTS in self._plan.step.offload:
             self._gradient_bytes[unit] = event.nbytes
-        if buffer is Buffer.WORKSPACE and collected:
+        if buffer is BufferKind.WORKSPACE and collected:
             self._drop(self._plan.step.trained[unit][number])  # held gradients include them
         own, of = (buffer, unit, event.index), CATEGORY_OF[buffer]
         if own not in self._keys:  # it has not become this one
             self._keys[own] = recorder.allocate(of, unit, buffer.value, event.nbytes)
-        if buffer is Buffer.WHOLE_GRADS and collected:
+        if buffer is BufferKind.UNSHARDED_GRADS and collected:
             self._drop(self._plan.step.trained[unit][number])
-        if buffer is Buffer.SUM:
+        if buffer is BufferKind.SUM:
             self._add_up(self._plan.step.trained[unit][number])
 
     def _add_up(self, layout: FlatLayout) -> None:
         """Allocate what a rank that adds gradients itself takes: one chunk at a time."""
-        place, dtypes = self._plan.step.place, self._plan.step.dtypes_of(layout)
+        place, dtypes = self._plan.step.position, self._plan.step.dtypes_of(layout)
         if place.size > 1 and place.transport is not Transport.NCCL:  # one kernel adds its sums
-            own = layout.parts[place.rank].numel
+            own = layout.shard_spans[place.rank].numel
             itemsize = max(dtypes.reduce.itemsize, dtypes.gradient.itemsize)
-            self._recorder.allocate_temporary(min(own, ADDED_AT_A_TIME) * itemsize)
+            self._recorder.allocate_temporary(min(own, SUM_CHUNK) * itemsize)
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the same for the sums over replicas, which are in a workspace."""
-        replicas, itemsize = self._plan.step.place.num_replicas, self._plan.dtypes.gradient.itemsize
+        replicas, itemsize = (
+            self._plan.step.position.num_replicas,
+            self._plan.dtypes.gradient.itemsize,
+        )
         own = workspace // (replicas - 1)
-        self._recorder.allocate_temporary(min(own, ADDED_AT_A_TIME * itemsize))
+        self._recorder.allocate_temporary(min(own, SUM_CHUNK * itemsize))
 
     def _drop(self, layout: FlatLayout) -> None:
         for param in layout.params:
@@ -130,7 +138,7 @@ class FsdpctlSteps:
     """The steps of one rank; the optimizer's gathers are waited for in the next step."""
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
-        self._plan, self._step, self._place = plan, plan.step, plan.step.place
+        self._plan, self._step, self._place = plan, plan.step, plan.step.position
         self._recorder = recorder
         self._events = planned_step(plan.step, plan.reduces_gradients)
         self._update = planned_update(plan.step)
@@ -152,7 +160,7 @@ class FsdpctlSteps:
         recorder.compute(PassPart.BEFORE)
         passes = len(self._plan.reduces_gradients)
         for event in self._events:
-            if event.buffer is Buffer.LEAVING:
+            if event.buffer is BufferKind.OFFLOADING:
                 recorder.free(*self._gradient_bytes.pop(event.unit, ()))
             elif event.buffer is not None:
                 self._buffers.change(event)
@@ -225,8 +233,8 @@ class FsdpctlSteps:
         self._host.wait(unit)
         recorder.wait(self._updated_gathers.pop(unit, None))
         from_host = sum(
-            rest.part.numel * rest.dtypes.compute.itemsize
-            for rest in map(self._step.rest, self._step.layouts[unit])
+            rest.param_span.numel * rest.dtypes.compute.itemsize
+            for rest in map(self._step.placement, self._step.layouts[unit])
             if rest.is_gathered_from_host
         )
         if not self._step.steps_on_host:  # which casts, too
@@ -255,7 +263,7 @@ class FsdpctlSteps:
         self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
-        return C.ALL_REDUCE if self._step.adds_whole else C.REDUCE_SCATTER
+        return C.ALL_REDUCE if self._step.uses_all_reduce else C.REDUCE_SCATTER
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Let the rank add the gradients of all ranks, or only scale the sum."""
@@ -292,7 +300,7 @@ class FsdpctlSteps:
         if step.steps_on_host:
             self._host.step()
         else:
-            held = sum(step.held(layout).numel for layout in step.all_trained())
+            held = sum(step.master_span(layout).numel for layout in step.all_trained())
             numel, moments = held - by_muon, plan.states.moments
             stored = fsdpctl_update.tiled_traffic(plan, numel)
             recorder.optimizer_step(numel, plan.dtypes.master.itemsize, moments, stored)
@@ -313,25 +321,25 @@ class FsdpctlSteps:
 def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> None:
     recorder.begin_phase("building the model")
     scratch: dict[str, int] = {}  # by dtype
-    slots = {name: slot for slot in step.slots for name in slot.units}
+    slots = {name: slot for slot in step.unshard_buffers for name in slot.units}
     made: set[str] = set()
     for unit, layouts in step.layouts.items():
         slot = slots[unit]
         is_new = slot.units[0] not in made
         if is_new:
             made.add(slot.units[0])
-            nbytes = step.place.share_of(slot.nbytes)
+            nbytes = step.position.local_share(slot.nbytes)
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", nbytes)
         for layout in layouts:
-            rest, drawn = step.rest(layout), step.dtypes_of(layout).drawn
+            rest, drawn = step.placement(layout), step.dtypes_of(layout).initial
             for what, nbytes in _on_device(rest, trainable=layout.trainable):
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
             if draws and drawn not in scratch:
                 alike = (each for of in step.layouts.values() for each in of)
-                largest = max(e.numel for e in alike if step.dtypes_of(e).drawn == drawn)
+                largest = max(e.numel for e in alike if step.dtypes_of(e).initial == drawn)
                 what, nbytes = "values being drawn", largest * drawn.itemsize
                 scratch[drawn] = recorder.allocate(Category.PARAMETERS, "", what, nbytes)
-        if is_new and step.strategy.shards_params and not slot.resident:
+        if is_new and step.strategy.shards_params and not slot.is_permanent:
             recorder.free(key)
     recorder.free(*scratch.values())
     if outbox := step.outbox_bytes:
@@ -339,12 +347,12 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
         recorder.allocate(Category.REDUCE_BUFFERS, step.order.root, what, outbox)
 
 
-def _on_device(rest: Rest, *, trainable: bool) -> Iterator[tuple[str, int]]:
+def _on_device(rest: ShardPlacement, *, trainable: bool) -> Iterator[tuple[str, int]]:
     """Yield what rests of a flat buffer in memory of its own on the device, with its bytes."""
-    if rest.part_in is Memory.DEVICE:
-        yield "parts to be gathered", rest.part.numel * rest.dtypes.compute.itemsize
-    if rest.masters_in is Memory.DEVICE:
-        nbytes = rest.held.numel * rest.dtypes.master.itemsize
+    if rest.param_location is StorageLocation.DEVICE:
+        yield "parts to be gathered", rest.param_span.numel * rest.dtypes.compute.itemsize
+    if rest.master_location is StorageLocation.DEVICE:
+        nbytes = rest.master_span.numel * rest.dtypes.master.itemsize
         yield "master weights" if trainable else "frozen weights", nbytes
-    if rest.masters_in is not Memory.HOST and rest.remainder_bytes:
+    if rest.master_location is not StorageLocation.HOST and rest.remainder_bytes:
         yield "remainders of master weights", rest.remainder_bytes

@@ -4,8 +4,15 @@ import functools
 from collections.abc import Iterator
 from math import prod
 
-from fsdpctl.plan.layout import ParamSpec, optimizer_runs
-from fsdpctl.plan.optimizers import Muon, Shape, is_muons, matrices_of, muon_flops, tile_bytes
+from fsdpctl.plan.layout import ParamSpec, optimizer_spans
+from fsdpctl.plan.optimizers import (
+    MuonSettings,
+    Shape,
+    matrix_shape,
+    muon_flops,
+    tile_bytes,
+    uses_muon,
+)
 from fsdpctl.plan.step_plan import StepPlan, Transport
 from fsdpctl.plan.strategy import Offload
 from fsdpctl.predict.hardware import HostQueue
@@ -32,7 +39,8 @@ class HostSchedule:
         self._plan, self._recorder = plan, recorder
         step = plan.step
         owned = {
-            unit: sum(step.held(each).numel for each in step.trained[unit]) * step.steps_on_host
+            unit: sum(step.master_span(each).numel for each in step.trained[unit])
+            * step.steps_on_host
             for unit in (step.order.root, *step.order.forward)
         }
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
@@ -121,11 +129,11 @@ def allocate_states(plan: TrainingPlan, recorder: StepRecorder) -> None:
         (run, unit)
         for unit, layouts in step.trained.items()
         for layout in layouts
-        for run in optimizer_runs(layout, step.held(layout), group_of, kept.is_alone)
+        for run in optimizer_spans(layout, step.master_span(layout), group_of, kept.is_separate)
         if run.group != _NO_GROUP
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
-        for size in kept.of_run(run, plan.dtypes.master.itemsize):
+        for size in kept.of_span(run, plan.dtypes.master.itemsize):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
 
 
@@ -135,8 +143,8 @@ def step_in_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
     if plan.states.dtype is None or step.steps_on_host:
         return
     key, layouts = plan.states.key, step.all_trained()
-    runs = (run.span.numel for x in layouts for run in optimizer_runs(x, step.held(x), key))
-    device = "cuda" if step.place.transport is Transport.NCCL else "cpu"
+    runs = (run.span.numel for x in layouts for run in optimizer_spans(x, step.master_span(x), key))
+    device = "cuda" if step.position.transport is Transport.NCCL else "cpu"
     recorder.allocate_temporary(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 
 
@@ -159,34 +167,34 @@ def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
         return 0
     recorder.begin_phase("the optimizer's step")
     owned = list(_matrices(plan.step))
-    for shape in sorted(set(map(matrices_of, owned))):
+    for shape in sorted(set(map(matrix_shape, owned))):
         keys: dict[str, int] = {}
         for what, nbytes in muon.tensors(shape, itemsize):
             if nbytes:
                 keys[what] = recorder.allocate(Category.WORKSPACES, "", f"Muon: {what}", nbytes)
             else:
                 recorder.free(keys.pop(what))
-    works = [_works(muon, matrices_of(param), itemsize) for param in _most_matrices(plan.step)]
+    works = [_works(muon, matrix_shape(param), itemsize) for param in _most_matrices(plan.step)]
     recorder.optimizer_operators([work for of_shape in works for work in of_shape], "Muon")
     return sum(param.numel for param in owned)
 
 
 def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
     for layout in (each for of_unit in step.layouts.values() for each in of_unit):
-        for piece in layout.pieces(step.held(layout)):
-            if is_muons(piece.param):
+        for piece in layout.param_slices(step.master_span(layout)):
+            if uses_muon(piece.param):
                 yield piece.param
 
 
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    place = step.place
+    place = step.position
     ranks = range(place.size) if step.strategy.shards_optimizer else [place.rank]
     steps = (step.at(rank, place.replica) for rank in ranks)
     return _matrices(max(steps, key=lambda each: sum(map(muon_flops, _matrices(each)))))
 
 
 @functools.cache
-def _works(muon: Muon, shape: Shape, itemsize: int) -> tuple[Work, ...]:
+def _works(muon: MuonSettings, shape: Shape, itemsize: int) -> tuple[Work, ...]:
     """Return the operators of a matrix's update: its products, and passes over its elements."""
     passes = prod(shape) * (_MASTER_PASSES * itemsize + _BYTES)
     products = []

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.schedule import Buffer
+from fsdpctl.plan.schedule import BufferKind
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
 from fsdpctl.predict.model_pass import PassPart, Work
 
@@ -27,10 +27,10 @@ class Category(StrEnum):
     WORKSPACES = "workspaces"  # of kernels
 
 
-CATEGORY_OF = dict.fromkeys(Buffer, Category.REDUCE_BUFFERS) | {
-    Buffer.PARAMS: Category.GATHERED_UNITS,
-    Buffer.GRADS: Category.GRADIENTS,
-    Buffer.LEAVING: Category.GRADIENTS,
+CATEGORY_OF = dict.fromkeys(BufferKind, Category.REDUCE_BUFFERS) | {
+    BufferKind.PARAMS: Category.GATHERED_UNITS,
+    BufferKind.GRADS: Category.GRADIENTS,
+    BufferKind.OFFLOADING: Category.GRADIENTS,
 }
 
 

@@ -46,7 +46,7 @@ class Fsdp2Steps:
         """
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
-        place, prefetch = plan.step.place, plan.step.prefetch
+        place, prefetch = plan.step.position, plan.step.prefetch
         self._num_parts = place.size if plan.step.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # the last block and the root never
         self._regathers = regathers and self._reshards and self._num_parts > 1

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdpctl.plan.layout import FlatLayout, optimizer_runs
-from fsdpctl.plan.optimizers import OF_ADAMW, KeptStates
+from fsdpctl.plan.layout import FlatLayout, optimizer_spans
+from fsdpctl.plan.optimizers import ADAMW_STATES, OptimizerStates
 from fsdpctl.plan.precision import BufferDtypes
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.predict.step_recorder import Category, StepRecorder
@@ -16,20 +16,20 @@ class TrainingPlan:
 
     step: StepPlan
     reduces_gradients: tuple[bool, ...]  # per micro-step, whether its backward reduces
-    states: KeptStates = OF_ADAMW
+    states: OptimizerStates = ADAMW_STATES
 
     @property
     def dtypes(self) -> BufferDtypes:
-        return self.step.usual
+        return self.step.typical_dtypes
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
         return TrainingPlan(self.step.at(rank, replica), self.reduces_gradients, self.states)
 
     def states_of(self, layout: FlatLayout) -> int:
-        kept, held = self.states, self.step.held(layout)
-        runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
+        kept, held = self.states, self.step.master_span(layout)
+        runs = optimizer_spans(layout, held, kept.key, kept.is_separate)
         master = self.step.dtypes_of(layout).master.itemsize
-        return sum(sum(kept.of_run(run, master)) for run in runs)
+        return sum(sum(kept.of_span(run, master)) for run in runs)
 
     @property
     def states_bytes(self) -> int:
@@ -38,7 +38,7 @@ class TrainingPlan:
     @property
     def host_states_bytes(self) -> int:
         """The bytes of a rank's states, parameters and pinned buffers in host memory."""
-        return self.step.host.nbytes + (self.states_bytes if self.step.steps_on_host else 0)
+        return self.step.host_memory.nbytes + (self.states_bytes if self.step.steps_on_host else 0)
 
 
 class TorchOptimizer:

@@ -7,17 +7,17 @@ import torch
 from fsdpctl.config.schema import Config, WithRanks
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import (
+    AUTO_KERNELS,
+    CPU_KERNELS,
     CUDNN,
     EFFICIENT,
+    HALF_PRECISION_KERNELS,
+    KERNEL_PACKAGES,
     KERNELS,
     MATH,
-    NOT_DETERMINISTIC,
-    OF_TORCH,
-    ON_CPU,
-    PACKAGES,
-    SHARES,
-    THEIRS,
-    TWO_BYTES,
+    NONDETERMINISTIC_KERNELS,
+    PEAK_FRACTIONS,
+    TRANSFORMERS,
 )
 
 # By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
@@ -35,12 +35,12 @@ def kernel_of(config: Config, *, here: bool = False) -> str | None:
     If it cannot run, such as on packed samples or with a mask, torch's other kernels serve.
     """
     kernel = config.model.attention
-    if kernel not in (None, THEIRS) or config.launch.device == "cpu":
-        return None if kernel == THEIRS else kernel
-    can = [name for name in OF_TORCH if not _problem(config, name, here=here)]
+    if kernel not in (None, TRANSFORMERS) or config.launch.device == "cpu":
+        return None if kernel == TRANSFORMERS else kernel
+    can = [name for name in AUTO_KERNELS if not _problem(config, name, here=here)]
     if CUDNN in can and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
         can.remove(CUDNN)
-    shares = SHARES.get(_architecture(config, here=here) or "", {})
+    shares = PEAK_FRACTIONS.get(_architecture(config, here=here) or "", {})
     return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
 
 
@@ -52,9 +52,11 @@ def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
     """Return a line if `auto` leaves out an installed kernel, for a configuration placed here."""
     if config.model.attention is not None or config.launch.device == "cpu":
         return ()
-    for name in PACKAGES if architecture_here() else ():
+    for name in KERNEL_PACKAGES if architecture_here() else ():
         if not _problem(config, name, here=True):
-            line = f"package {PACKAGES[name]} is not used; set model.attention={name} to use it"
+            line = (
+                f"package {KERNEL_PACKAGES[name]} is not used; set model.attention={name} to use it"
+            )
             return (f"model.attention=auto: {line}",)
     return ()
 
@@ -79,19 +81,19 @@ def _architecture(config: Config, *, here: bool) -> str | None:
 
 
 def _problem(config: Config, kernel: str | None, *, here: bool) -> str:
-    if kernel in (None, THEIRS):
+    if kernel in (None, TRANSFORMERS):
         return ""
     if config.launch.device == "cpu":
-        return "" if kernel in ON_CPU else "not supported on launch.device=cpu"
+        return "" if kernel in CPU_KERNELS else "not supported on launch.device=cpu"
     architecture = _architecture(config, here=here)
-    if kernel in TWO_BYTES and config.precision.param_dtype == "float32":
+    if kernel in HALF_PRECISION_KERNELS and config.precision.param_dtype == "float32":
         return "not supported in precision.param_dtype=float32"
-    if kernel in NOT_DETERMINISTIC and config.train.deterministic:
+    if kernel in NONDETERMINISTIC_KERNELS and config.train.deterministic:
         return "not supported with train.deterministic=true"
-    if kernel != MATH and architecture is not None and kernel not in SHARES[architecture]:
+    if kernel != MATH and architecture is not None and kernel not in PEAK_FRACTIONS[architecture]:
         return f"not supported on {architecture.capitalize()} GPUs"
-    if here and kernel in PACKAGES and not _is_installed(PACKAGES[kernel]):
-        return f"package {PACKAGES[kernel]} not found"
+    if here and kernel in KERNEL_PACKAGES and not _is_installed(KERNEL_PACKAGES[kernel]):
+        return f"package {KERNEL_PACKAGES[kernel]} not found"
     return ""
 
 

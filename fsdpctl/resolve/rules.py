@@ -20,12 +20,12 @@ from fsdpctl.io.stores import is_remote
 from fsdpctl.models.decoder_check import check_shared_rows
 from fsdpctl.plan.optimizers import (
     ADAMW,
-    CUTTING,
     MUON,
     OPTIMIZERS,
+    SPLITTING_MAPS,
     OptimizerRow,
     get_optimizer,
-    is_muons,
+    uses_muon,
 )
 from fsdpctl.plan.precision import SPLIT, TF32
 from fsdpctl.plan.recomputation import LEVELS
@@ -132,7 +132,7 @@ def _cannot_offload(config: Config) -> str:
         return ""
     row = get_strategy(given.name)
     runs, _ = executed_strategy(config, row, given.dp_shard_size)
-    return given.on_host.refusal(row, runs, config.num_ranks)
+    return given.on_host.conflict(row, runs, config.num_ranks)
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -210,7 +210,7 @@ RULES = (
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
-        lambda c: not _row(c).has_usual_lr and c.optimizer.lr is None,
+        lambda c: not _row(c).has_default_lr and c.optimizer.lr is None,
     ),
     Rule(
         "engine=ddp: reduces gradients in the dtype of the master weights; expected "
@@ -278,7 +278,7 @@ RULES = (
             _row(c).steps_matrices
             and _divides(c)
             and get_strategy(c.strategy.name).has_owner_map
-            and c.strategy.owner_map in CUTTING
+            and c.strategy.owner_map in SPLITTING_MAPS
         ),
     ),
     Rule(
@@ -312,7 +312,7 @@ def _is_installed(package: str) -> bool:
 
 def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:
     params = [param for unit in units for param in unit.params]
-    config.strategy.on_host.check_rests(trains_all=all(param.trainable for param in params))
-    if config.optimizer.name == MUON and not any(map(is_muons, params)):
+    config.strategy.on_host.check_frozen_params(trains_all=all(param.trainable for param in params))
+    if config.optimizer.name == MUON and not any(map(uses_muon, params)):
         problem = "the model has no trained matrix in a block; use optimizer=adamw"
         raise UsageError(f"optimizer=muon: {problem}")

@@ -18,7 +18,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active
-from fsdpctl.optim.record import StepFigures
+from fsdpctl.optim.record import StepStats
 
 Phase = Literal["data", "compute", "optimizer"]
 # Names in lines of metrics.jsonl and of experiment loggers.
@@ -135,7 +135,7 @@ class StepMetrics:
     step: int  # steps completed, including this one
     samples: int  # samples consumed, including this step
     tokens: int  # in the samples of all ranks, without padding
-    figures: StepFigures
+    figures: StepStats
     lr: float
     times: StepTimes
     memory: "PeakMemory"

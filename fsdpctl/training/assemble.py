@@ -23,7 +23,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.open_data import open_data
 from fsdpctl.engine.blocks import prepare_blocks
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
@@ -87,7 +87,7 @@ def make_model(
     else:
         module = make_module(config)
         initialize = None if empty else _initializer(config, module)
-    return shard_from(Source(device, initialize, is_empty=empty), module, sharding)
+    return shard_from(WeightInit(device, initialize, is_empty=empty), module, sharding)
 
 
 def single_rank_strategy(config: Resolved) -> str:
@@ -211,12 +211,12 @@ def make_trainer(
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
-    devices = ranks.gather_objects(device_name(world.device))
+    devices = ranks.all_gather_object(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
     parts, done, bases = _load(plan, run_dir, world, ranks, task)
     journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
-    if reason := parts.model.collectives.not_shared:
+    if reason := parts.model.collectives.not_shared_reason:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
         reports = [RunReporter(journal, None), EstimateReport(run_dir, done.step)]
@@ -242,7 +242,7 @@ def _load(
 ) -> tuple[TrainingParts, Progress, list[Base]]:
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
-    if len(set(ranks.gather_objects(data.fingerprint))) > 1:
+    if len(set(ranks.all_gather_object(data.fingerprint))) > 1:
         what = "data" if task is not None else f"data.path={config.data.path}"
         raise UsageError(f"{what}: the ranks see different data; did it change?")
     check_same_data(run_dir, data, recorded_fingerprint(run_dir))  # a restart may be days later
@@ -254,7 +254,7 @@ def _load(
     optimizer = make_optimizer(config, model)
     done, bases = _fill(config, model, optimizer, newest)
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
-    ranks.gather_objects(None)
+    ranks.all_gather_object(None)
     RANK_STATUS.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
     trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
@@ -267,7 +267,7 @@ def _data(config: Resolved) -> DataSet:
     """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
-    ranks.gather_objects(None)
+    ranks.all_gather_object(None)
     return data or open_data(config.data, config.train.seed)
 
 
@@ -279,7 +279,7 @@ def _fill(
     if not config.model.is_pretrained:
         return Progress(), []
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
-    (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
+    (found, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
     folder = Path(found)
     weights, below = pretrained_weights(config.model, folder, model.collectives)
     bases = [Base(below.info, below.weights, below.source, is_named=False)] if below else []

@@ -19,7 +19,7 @@ from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import NonFiniteError
-from fsdpctl.optim.record import Limits, StepFigures
+from fsdpctl.optim.record import SpikeLimits, StepStats
 
 Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip"]
@@ -81,17 +81,17 @@ class RejectionRule:
         self.num_rejected = done.num_skips
         self.accepted = tuple(done.accepted)
 
-    def limits(self, step: int) -> Limits:
+    def limits(self, step: int) -> SpikeLimits:
         """Return the limits above which `step`, counted from 1, is not applied."""
         factor = self._config.spike_factor
         known = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
         if factor is None or len(known) < MIN_ACCEPTED:
-            return Limits()
+            return SpikeLimits()
         log_norm = _threshold([each.log_grad_norm for each in known], factor)
         loss = _threshold([each.loss for each in known], factor)
-        return Limits(loss, math.exp(min(log_norm, _MOST_LOG)))
+        return SpikeLimits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
-    def evaluate(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
+    def evaluate(self, step: int, figures: StepStats, limits: SpikeLimits) -> RejectedStep | None:
         """Count and return a step that these limits rejected; None if it was applied."""
         if figures.was_applied:
             self._accept(step, figures)
@@ -104,7 +104,7 @@ class RejectionRule:
         about = figures.loss, figures.grad_norm, thresholds.get(reason), action
         return RejectedStep(step, reason, _rank_of(reason, figures), *about, self.num_rejected)
 
-    def _accept(self, step: int, figures: StepFigures) -> None:
+    def _accept(self, step: int, figures: StepStats) -> None:
         if self._config.spike_factor is None:
             return
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
@@ -125,7 +125,7 @@ def _threshold(values: Sequence[float], factor: float) -> float:
     return middle + factor * _DEVIATION * max(deviation, _FLOOR * abs(middle))
 
 
-def _reason(figures: StepFigures, limits: Limits) -> Reason:
+def _reason(figures: StepStats, limits: SpikeLimits) -> Reason:
     if not math.isfinite(figures.loss):
         return "nonfinite_loss"
     if not math.isfinite(figures.grad_norm):
@@ -133,7 +133,7 @@ def _reason(figures: StepFigures, limits: Limits) -> Reason:
     return "loss_spike" if figures.loss > limits.loss else "grad_spike"
 
 
-def _rank_of(reason: Reason, figures: StepFigures) -> int | None:
+def _rank_of(reason: Reason, figures: StepStats) -> int | None:
     is_loss = reason in ("nonfinite_loss", "loss_spike")
     values = figures.rank_losses if is_loss else figures.rank_grad_norms
     if reason in ("nonfinite_loss", "nonfinite_grad"):

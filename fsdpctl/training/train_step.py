@@ -18,7 +18,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.build import move_buffers
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
+from fsdpctl.optim.record import LocalStepStats, SpikeLimits, StepRecord, record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
@@ -67,7 +67,7 @@ class LaunchedStep:
     samples: int  # samples consumed, including this step
     tokens: int  # in the samples of all ranks, without padding
     record: StepRecord
-    limits: Limits  # above which the step is not applied
+    limits: SpikeLimits  # above which the step is not applied
     lr: float
     clock: StepClock
     named_sums: tuple[str, ...]  # sums of a script's loss besides its own
@@ -78,7 +78,7 @@ def launch_step(
     step: int,
     samples: int,
     *,
-    limits: Limits,
+    limits: SpikeLimits,
     local_stats: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
@@ -116,7 +116,7 @@ def run_passes(
     samples: int,
     clock: StepClock,
     *,
-    limits: Limits = Limits(),
+    limits: SpikeLimits = SpikeLimits(),
     local_stats: Callable[[], LocalStepStats] = LocalStepStats,
 ) -> StepRecord:
     """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
@@ -141,7 +141,7 @@ def finish_step(
     launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
 ) -> StepMetrics:
     """Return the metrics of a launched step; may wait for the device."""
-    figures, times = launched.record.figures(), launched.clock.times()
+    figures, times = launched.record.stats(), launched.clock.times()
     named = dict(zip(launched.named_sums, figures.source_losses, strict=False))
     return StepMetrics(
         launched.step, launched.samples, launched.tokens, figures, launched.lr, times,

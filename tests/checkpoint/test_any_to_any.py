@@ -53,7 +53,7 @@ def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        everyone = ranks.gather_objects(float(loss))
+        everyone = ranks.all_gather_object(float(loss))
         losses.append(sum(everyone) / len(everyone))
     return losses
 
@@ -103,11 +103,11 @@ def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Te
 def held(model: ShardedModel, optimizer: ShardedAdamW) -> Iterator[tuple[str, Span, Tensor]]:
     """Yield the parts of parameters and states that this rank has."""
     for shard in model.flat_shards():
-        for piece in shard.held_pieces():
+        for piece in shard.param_slices():
             key = tensor_key("model", piece.param.name)
             yield key, piece.in_param, shard.view(shard.master, piece.in_flat)
-    for run, states in optimizer.run_states():
-        for piece in run.shard.layout.pieces(run.span):
+    for run, states in optimizer.span_states():
+        for piece in run.shard.layout.param_slices(run.span):
             within = piece.in_flat.shift(-run.span.start)
             for kind in states.keys() - {"step"}:
                 key = tensor_key(kind, piece.param.name)

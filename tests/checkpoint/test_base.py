@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile, joined, open
 from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.mesh import ObjectExchange
-from fsdpctl.comm.quantized_states import split
+from fsdpctl.comm.quantized_states import split_24_bits
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError
 from fsdpctl.models.registry import initialize_parameter
@@ -42,7 +42,7 @@ def test_adapters_are_drawn_by_their_names_and_the_seed(span):
 def test_a_master_is_joined_from_its_half_and_its_remainder():
     weights = torch.tensor([1.0, -1.0, 3.1415927, -2.7182817, 1e-20, 0.0])
     half, remainder = torch.empty(6, dtype=torch.bfloat16), torch.empty(6, dtype=torch.int8)
-    split(weights.clone(), half, remainder)
+    split_24_bits(weights.clone(), half, remainder)
     whole = tensor_of(joined(tensor_bytes(half), tensor_bytes(remainder)), "F32")
     assert ((whole - weights).abs() <= weights.abs() * 2.0**-16).all()
 
@@ -76,7 +76,7 @@ def test_ranks_compute_the_checksums_of_one_and_fail_together(
     info = base.verified(ranks, counts.append)
     assert info == Base.new(Path("base"), weights, alone).verified(alone)
     samples = 2 * MIB + 4  # at most 1 MiB of each tensor
-    assert sum(ranks.gather_objects(sum(counts))) == weight_bytes(weights) + samples
+    assert sum(ranks.all_gather_object(sum(counts))) == weight_bytes(weights) + samples
     if rank == 0:
         (folder / "0.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"0/0.safetensors"):

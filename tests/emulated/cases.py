@@ -15,7 +15,7 @@ from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 from tests.engine.events import gathered_nbytes
@@ -64,7 +64,9 @@ class Case:
             freeze_all_but_vectors(net)
         if self.recomputes or self.sends:
             blocks = list(net.blocks)
-            checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=self.sends))
+            checkpoint_blocks(
+                blocks, block_checkpointing("full", None, len(blocks), offload=self.sends)
+            )
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
         offload = Offload.parse(self.offload)
         if half == 1:
@@ -115,7 +117,7 @@ class Case:
                     found.append(next_token_loss(model, batches[0]).detach().float())
                 records.append(record)
         for record in records:
-            figures = record.figures()
+            figures = record.stats()
             found += [torch.tensor(figures.loss), torch.tensor(figures.grad_norm)]
         found.append(torch.tensor(float(gathered_nbytes(model))))
         if self.saves:

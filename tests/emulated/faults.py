@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.collectives import AsyncHostCopy, Handle, InPlace
+from fsdpctl.comm.collectives import AsyncHostCopy, Handle, InPlaceReduction
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine import offload
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.host_worker import Copier, Job
-from fsdpctl.engine.offload import HostStates, Ring
-from fsdpctl.engine.offloaded_inputs import SentInput
+from fsdpctl.engine.host_worker import Copier, HostTask
+from fsdpctl.engine.offload import HostStates, PinnedRing
+from fsdpctl.engine.offloaded_inputs import OffloadedInput
 from fsdpctl.engine.runtime import ParamSync
-from fsdpctl.engine.unit import HostParams, ShardedUnit, Slot
+from fsdpctl.engine.unit import HostParams, ShardedUnit, UnshardBuffer
 from fsdpctl.optim import record
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.emulated import cases
@@ -107,8 +107,8 @@ for _name, _cases in KINDS.items():
 
 # What never happens: a call that waits for something, or keeps it.
 for _name, _owner, _call, _case in (
-    ("a_gradient_is_freed_before_it_has_left", offload, "wait_for", ALL),
-    ("a_gather_does_not_wait_for_what_replicas_send", ParamSync, "begin_gather", HPZ),
+    ("a_gradient_is_freed_before_it_has_left", offload, "wait_event", ALL),
+    ("a_gather_does_not_wait_for_what_replicas_send", ParamSync, "wait", HPZ),
     ("streams_never_wait", torch.cuda.Stream, "wait_stream", Case()),
     ("events_are_never_waited_for", torch.cuda.Stream, "wait_event", Case()),
 ):
@@ -124,7 +124,7 @@ def a_unit_does_not_wait_for_the_host() -> None:
         right(self, *given)
 
     _replace(HostStates, "_run", wrong)
-    _replace(Job, "wait", _nothing)
+    _replace(HostTask, "wait", _nothing)
 
 
 # What is wrong with a call: a function of the right one and of what it is given.
@@ -133,7 +133,7 @@ _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] =
      (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *given: right(*given[:-1], None)),
     ("the_host_reads_a_gradient_before_it_has_arrived", HostStates, "_fetch", (STATES,),
      lambda right, *given: (right(*given)[0], None)),
-    ("a_unit_is_gathered_before_the_host_has_sent_it", Job, "end", (STATES,),
+    ("a_unit_is_gathered_before_the_host_has_sent_it", HostTask, "end", (STATES,),
      lambda right, job, ready=None, error=None: right(job, None, error)),
     ("gradients_go_before_the_second_collective_has_read_them", NcclCollectives, "chain", (HYBRID,),
      lambda right, *given: (Handle(lambda: torch.empty(0)), right(*given)[1])),
@@ -148,7 +148,7 @@ for _name, _owner, _call, _in, _wrong in _CALLS:
     instead(_owner, _call, *_in)(_wrong)
 
 
-@instead(Ring, "take", STATES)
+@instead(PinnedRing, "take", STATES)
 def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given):
     self.busy, self._next = [None] * len(self.busy), 0
     return right(self, *given)
@@ -161,7 +161,7 @@ def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *given
 
 @instead(HostParams, "send", PARAMS, STEPPED_FP32)
 def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParams, *given: Any) -> Any:
-    with mock.patch.object(Copier, "mark", _nothing):
+    with mock.patch.object(Copier, "record_event", _nothing):
         return right(self, *given)
 
 
@@ -174,7 +174,7 @@ def the_host_steps_what_the_device_still_reads(right, self, steps, *given):
 
 @instead(cases, "written", BETWEEN)
 def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> None:
-    with mock.patch.object(HostParams, "settle", _nothing):
+    with mock.patch.object(Copier, "synchronize", _nothing):
         right(*given)
 
 
@@ -182,7 +182,7 @@ def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> No
 def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *given: Any) -> Any:
     before = step.sent().clone()
     ready = right(self, step, *given)
-    if torch.cuda.current_device() == 0 and step.buffer.whole.is_cuda:
+    if torch.cuda.current_device() == 0 and step.buffer.full.is_cuda:
         step.sent().copy_(before)
     return ready
 
@@ -198,17 +198,17 @@ def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, par
     target.copy_(part)
 
 
-@instead(SentInput, "__exit__", INPUTS)
-def an_input_is_freed_before_it_has_left(right: Any, self: SentInput, *about: Any) -> None:
-    self._left = None
+@instead(OffloadedInput, "__exit__", INPUTS)
+def an_input_is_freed_before_it_has_left(right: Any, self: OffloadedInput, *about: Any) -> None:
+    self._copied = None
     right(self, *about)
 
 
-@instead(SentInput, "_taken", INPUTS)
-def a_block_is_recomputed_before_its_input_has_arrived(right: Any, self: SentInput) -> Any:
+@instead(OffloadedInput, "_take", INPUTS)
+def a_block_is_recomputed_before_its_input_has_arrived(right: Any, self: OffloadedInput) -> Any:
     self.fetch()
-    assert self._ahead is not None
-    self._ahead = self._ahead[0], None
+    assert self._fetched is not None
+    self._fetched = self._fetched[0], None
     return right(self)
 
 
@@ -241,7 +241,7 @@ def a_collective_works_on_memory_that_goes_at_once(_right, self, values):
     return Handle(lambda: values)
 
 
-@instead(Slot, "__init__", Case())
+@instead(UnshardBuffer, "__init__", Case())
 def a_slot_lies_on_another_device(right, self, name, memory, **more):
     if memory.is_cuda:
         memory = memory.to(torch.device("cuda", (memory.device.index or 0) + 1))
@@ -306,9 +306,11 @@ def a_gradient_counts_twice(right: Any, self: Any, flat: Any) -> None:
 
 
 @instead(NcclCollectives, "reduce_scatter", Case())
-def gradients_are_not_reduced(_right: Any, self: Any, whole: Tensor, parts: Any) -> InPlace:
+def gradients_are_not_reduced(
+    _right: Any, self: Any, whole: Tensor, parts: Any
+) -> InPlaceReduction:
     own = parts[self.rank]
-    return InPlace(Handle(lambda: whole[own.start : own.stop]))
+    return InPlaceReduction(Handle(lambda: whole[own.start : own.stop]))
 
 
 @instead(GradientReducer, "__init__", Case())

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.collectives import Gathering
+from fsdpctl.comm.collectives import AllGatherInput
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import config_value
 from fsdpctl.engine.blocks import checkpoint_blocks
-from fsdpctl.engine.offloaded_inputs import SentInput
+from fsdpctl.engine.offloaded_inputs import OffloadedInput
 from fsdpctl.models import registry
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
@@ -48,7 +48,7 @@ def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_si
     ranks = NcclCollectives(device)
     whole = torch.full((320,), -1.0, device=device)
     whole[own.start : own.stop] = rank
-    ranks.all_gather([Gathering(whole, parts)]).wait()
+    ranks.all_gather([AllGatherInput(whole, parts)]).wait()
     wanted = torch.cat([torch.full((part.numel,), float(i)) for i, part in enumerate(parts)])
     assert torch.equal(whole.cpu(), wanted)
     out = torch.empty(own.numel, device=device)
@@ -141,12 +141,12 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
         return right(self, *given, **more)
 
     if not waits:
-        SentInput.__del__ = lambda self: None  # type: ignore[method-assign]
+        OffloadedInput.__del__ = lambda self: None  # type: ignore[method-assign]
     with mock.patch.object(Dropping, "forward", failing):
-        checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=True))
+        checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=True))
         with pytest.raises(ValueError, match="planted"):
             net(torch.randn(4, 16, device="cuda")).backward()
-    while any(isinstance(each, SentInput) for each in gc.get_objects()):
+    while any(isinstance(each, OffloadedInput) for each in gc.get_objects()):
         gc.collect()  # the exception refers to the graph, for a while the thread of backward too
     torch.ones(1, device="cuda").add(1)
 

@@ -11,16 +11,16 @@ from fsdpctl.plan.schedule import Event, EventKind
 def recording(model: ShardedModel) -> Iterator[list[Event]]:
     """Record collectives, allocations and frees in the block, in a growing list."""
     trace: list[Event] = []
-    model.ledger.trace = trace
+    model.accounting.trace = trace
     try:
         yield trace
     finally:
-        model.ledger.trace = None
+        model.accounting.trace = None
 
 
 def gathered_nbytes(model: ShardedModel) -> int:
     """The bytes that are allocated for gathered parameters now."""
-    slots = {id(unit.slot): unit.slot for unit in model._runtime.units.values()}
+    slots = {id(unit.unshard_buffer): unit.unshard_buffer for unit in model._runtime.units.values()}
     return sum(slot.allocated_nbytes for slot in slots.values())
 
 
@@ -31,7 +31,7 @@ def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
     for event in events:
         if event.kind in (EventKind.GATHER, EventKind.READY):
             alive.add(event.unit)
-        elif event.kind is EventKind.RELEASE:
+        elif event.kind is EventKind.FREE:
             alive.discard(event.unit)
         states.append(frozenset(alive))
     return states

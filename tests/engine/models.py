@@ -99,7 +99,7 @@ def gradients_beside(
 ) -> Iterator[tuple[Tensor, Tensor, str]]:
     """What this rank has of reduced gradients, the same elements of whole ones, and the name."""
     for shard in model.flat_shards():
-        for piece in shard.held_pieces():
+        for piece in shard.param_slices():
             values, grad, part = whole[piece.param.name], shard.grad, piece.in_param
             assert values is not None
             assert grad is not None

@@ -81,7 +81,7 @@ def test_a_replica_that_differs_is_found(rank, world_size, strategy, size):
     model.check_replicas()
     buffer = model._runtime.units["blocks.1"].buffers[0]
     if rank == 3:
-        values = buffer.shard.master if size else buffer.whole
+        values = buffer.shard.master if size else buffer.full
         values[0] += 1e-3
     with pytest.raises(EngineError, match=r"blocks\.1\..* on rank .*3.* differs"):
         model.check_replicas()

@@ -387,5 +387,5 @@ def test_an_unknown_dtype_is_named(dtype: Any) -> None:
 
 
 def test_dtypes_may_be_names() -> None:
-    by_name = fsdpctl.Precision("bfloat16").of("float32")
-    assert by_name == fsdpctl.Precision(torch.bfloat16).of("float32")
+    by_name = fsdpctl.Precision("bfloat16").buffer_dtypes("float32")
+    assert by_name == fsdpctl.Precision(torch.bfloat16).buffer_dtypes("float32")

@@ -173,7 +173,7 @@ def test_padding_stays_zero(rank: int, world_size: int) -> None:
         one_step(model, optimizer, of_ranks[rank][0])
     for shard in model.flat_shards():
         for gap in shard.layout.padding:
-            inside = gap.intersect(shard.held)
+            inside = gap.intersect(shard.span)
             if inside is not None:
                 assert not shard.view(shard.master, inside).any()
 
@@ -190,10 +190,10 @@ def test_prefetch_follows_the_actual_order_of_units_after_one_warning(rank, worl
         optimizer.step()
         optimizer.zero_grad()
     assert model._runtime.schedule.order.forward == ("blocks.3", "blocks.2", "blocks.1", "blocks.0")
-    kinds = (EventKind.GATHER, EventKind.RELEASE)
+    kinds = (EventKind.GATHER, EventKind.FREE)
     gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
     second = gathers.index((EventKind.GATHER, "blocks.2"))
-    assert second < gathers.index((EventKind.RELEASE, "blocks.3"))
+    assert second < gathers.index((EventKind.FREE, "blocks.3"))
 
 
 @distributed(world_size=2)

@@ -18,7 +18,7 @@ from fsdpctl.engine.blocks import (
 )
 from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from tests.commands.run import TINY
 from tests.models.decoders import drawn
 from tests.models.test_transformers_attention import pair
@@ -107,7 +107,7 @@ def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     model = decoder("none" if mode == "offload" else mode)
     blocks = list(model.get_submodule("model.layers").children())
     if mode == "offload":
-        checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=True))
+        checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=True))
     for block in blocks:
         compile_block(block)
     for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):

@@ -15,7 +15,7 @@ from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
 from fsdpctl.models.lora import choose_trained
 from fsdpctl.models.row_documents import make_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.training.callbacks.reporting import CompilerReport
 from tests.distributed import distributed
 from tests.matrix import fast
@@ -44,7 +44,9 @@ def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
     blocks = list(model.get_submodule("model.layers").children())
     if mode != "none":
         kept = "full" if mode == "offload" else mode
-        checkpoint_blocks(blocks, treatments_of(kept, None, len(blocks), offload=mode == "offload"))
+        checkpoint_blocks(
+            blocks, block_checkpointing(kept, None, len(blocks), offload=mode == "offload")
+        )
     for block in blocks:
         compile_block(block)
     return model
@@ -65,7 +67,7 @@ def small(mode: str) -> nn.Module:
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if mode != "none":
         sends = mode == "offload"
-        checkpoint_blocks(list(model), treatments_of("full", None, len(model), offload=sends))
+        checkpoint_blocks(list(model), block_checkpointing("full", None, len(model), offload=sends))
     for block in model:
         compile_block(block)
     return model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fsdpctl
-from fsdpctl.comm.collectives import Collectives, Gathering
+from fsdpctl.comm.collectives import AllGatherInput, Collectives
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
@@ -62,7 +62,7 @@ def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_si
     optimizer.zero_grad()
     one_step(model, optimizer, second[rank][0])
     assert largest_difference(model.state_dict(), expected) <= 1e-6
-    assert model.ledger.nbytes == gathered_nbytes(model)
+    assert model.accounting.nbytes == gathered_nbytes(model)
 
 
 class Links:
@@ -85,8 +85,8 @@ class Links:
         return counted
 
 
-def _tensor(given: Gathering | tuple[object, Tensor]) -> Tensor:
-    return given.whole if isinstance(given, Gathering) else given[1]
+def _tensor(given: AllGatherInput | tuple[object, Tensor]) -> Tensor:
+    return given.full if isinstance(given, AllGatherInput) else given[1]
 
 
 def sent(events: list[Event], *kinds: EventKind) -> int:
@@ -157,14 +157,14 @@ def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(rank, wo
     one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])
     assert model.shard_memory_bytes() * 4 == model.replicated_memory_bytes()
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
-    assert sum(each.part.nbytes for each in buffers) * 4 == model.replicated_memory_bytes()
+    assert sum(each.param_shard.nbytes for each in buffers) * 4 == model.replicated_memory_bytes()
     half = model.replicated_memory_bytes() // 2
-    assert optimizer.memory_bytes() <= half + 4 * len(optimizer.runs)
+    assert optimizer.memory_bytes() <= half + 4 * len(optimizer.spans)
     spans = [
-        [(span.start, span.stop) for span in (shard.owned, shard.held, shard.written)]
+        [(span.start, span.stop) for span in (shard.owned_span, shard.span, shard.saved_span)]
         for shard in model.flat_shards()
     ]
-    for of_ranks in zip(*model.collectives.gather_objects(spans), strict=True):
+    for of_ranks in zip(*model.collectives.all_gather_object(spans), strict=True):
         owned = sorted(tuple(span) for span, *_ in of_ranks)
         assert all(span == own == written for span, own, written in of_ranks)
         assert [start for start, _ in owned[1:]] == [stop for _, stop in owned[:-1]]

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.describe import divide_module
@@ -22,7 +22,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.units import Division, lay_out
+from fsdpctl.plan.units import ModelLayout, unit_layouts
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors
@@ -70,9 +70,9 @@ def forced(
     nccl = collectives(device)
     specs = divide_module(net, None)
     mesh = make_mesh(nccl, device, nccl.size)
-    division = Division(specs, lay_out(specs, 1), row)
-    plan = StepPlan(division, mesh.place, precision or Precision(), prefetch or Prefetch())
-    return ShardedModel(net, build_runtime(net, plan, mesh, Source(device)), row)
+    division = ModelLayout(specs, unit_layouts(specs, 1), row)
+    plan = StepPlan(division, mesh.position, precision or Precision(), prefetch or Prefetch())
+    return ShardedModel(net, build_runtime(net, plan, mesh, WeightInit(device)), row)
 
 
 def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[float]:
@@ -94,7 +94,7 @@ def unsharded_losses(
     sharding, net = Sharding("no_shard", precision=precision or Precision()), make_net(tied=False)
     if in_part:
         freeze_all_but_vectors(net)
-    return losses(shard_from(Source(device), net, sharding), device)
+    return losses(shard_from(WeightInit(device), net, sharding), device)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -133,5 +133,5 @@ def test_only_states_and_slots_stay_allocated_between_steps(device: torch.device
     held = torch.cuda.memory_allocated() - before
     masters = sum(shard.master.nbytes for shard in model.flat_shards())
     # Moments went with the optimizer; rounding to 512 bytes per tensor is all that may come on top.
-    tensors = 6 * sum(len(shard.layout.placements) for shard in model.flat_shards()) + 64
+    tensors = 6 * sum(len(shard.layout.param_spans) for shard in model.flat_shards()) + 64
     assert held <= masters + gathered_nbytes(model) + 512 * tensors

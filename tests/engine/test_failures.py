@@ -97,10 +97,10 @@ def test_no_buffer_remains_wherever_a_backward_fails(rank: int, world_size: int)
     tokens = token_batches(1, world_size)[0][rank][0]
     places = [(K.REDUCE, "full_shard"), (K.REDUCED, "full_shard")]
     places += [(kind, "no_shard") for kind in (K.REDUCED, K.COMBINE, K.COMBINED)]
-    right = GradientReducer.do
+    right = GradientReducer.execute
     for kind, strategy in places:
         model = shard_model(make_net(tied=False), strategy)
-        before = model.ledger.nbytes
+        before = model.accounting.nbytes
 
         def failing(self: GradientReducer, event: Event, kind: K = kind) -> None:
             if event.kind is kind and event.unit == "blocks.1":
@@ -108,10 +108,13 @@ def test_no_buffer_remains_wherever_a_backward_fails(rank: int, world_size: int)
             right(self, event)
 
         loss = next_token_loss(model, tokens)
-        with mock.patch.object(GradientReducer, "do", failing), pytest.raises(ZeroDivisionError):
+        with (
+            mock.patch.object(GradientReducer, "execute", failing),
+            pytest.raises(ZeroDivisionError),
+        ):
             loss.backward()
         model.zero_grad()
-        assert model.ledger.nbytes == before, (kind, strategy)
+        assert model.accounting.nbytes == before, (kind, strategy)
 
 
 def as_tensor(gradient: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_s
             next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
         for unit in ("embed", "blocks.0", "blocks.1"):
             of_unit = [each.kind for each in events if each.unit == unit and not each.buffer]
-            assert of_unit == [K.GATHER, K.READY, K.FORWARD, K.RELEASE, K.LEAVE]
+            assert of_unit == [K.GATHER, K.READY, K.FORWARD, K.FREE, K.LEAVE]
 
 
 @distributed(world_size=4)
@@ -72,7 +72,7 @@ def test_frozen_parameters_are_kept_once_in_the_compute_dtype(rank, world_size, 
         assert shard.dtype == (torch.float32 if shard.trainable else torch.bfloat16)
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
     for buffer in (each for each in buffers if not each.shard.trainable):
-        part, master = buffer.part.untyped_storage(), buffer.shard.master.untyped_storage()
+        part, master = buffer.param_shard.untyped_storage(), buffer.shard.master.untyped_storage()
         assert part.data_ptr() == master.data_ptr()
     state = model.state_dict()
     for name, param in plain.named_parameters():

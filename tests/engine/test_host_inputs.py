@@ -17,9 +17,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.host_worker import Copier
-from fsdpctl.engine.offloaded_inputs import HostInputs, HostSlots
+from fsdpctl.engine.offloaded_inputs import HostBuffers, HostInputs
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
@@ -65,7 +65,9 @@ class Chain(nn.Module):
 def chain(mode: str, *, offload: bool) -> tuple[Chain, HostInputs]:
     net = Chain()
     blocks = list(net.blocks)
-    return net, checkpoint_blocks(blocks, treatments_of(mode, None, len(blocks), offload=offload))
+    return net, checkpoint_blocks(
+        blocks, block_checkpointing(mode, None, len(blocks), offload=offload)
+    )
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -92,7 +94,9 @@ def test_the_same_bits_whatever_blocks_do(kind: str, mode: str) -> None:
     for offload in (False, True):
         module = about.make()
         blocks = list(module.get_submodule("blocks").children())
-        inputs = checkpoint_blocks(blocks, treatments_of(mode, None, len(blocks), offload=offload))
+        inputs = checkpoint_blocks(
+            blocks, block_checkpointing(mode, None, len(blocks), offload=offload)
+        )
         found += [list(_steps(about, module))]
         assert all_free(inputs)
         needs_them = kind != "frozen below"  # only the last block's, which stays
@@ -141,16 +145,16 @@ def seen(net: Chain) -> Iterator[list[str]]:
         return forward(self, *given, **more)
 
     on_host: list[Tensor] = []
-    take = HostSlots.take
+    take = HostBuffers.take
 
-    def takes(self: HostSlots, *given: Any) -> Tensor:
+    def takes(self: HostBuffers, *given: Any) -> Tensor:
         slot = take(self, *given)
         on_host.append(slot)
         return slot
 
     with (
         mock.patch.object(Copier, "copy", copies),
-        mock.patch.object(HostSlots, "take", takes),
+        mock.patch.object(HostBuffers, "take", takes),
         mock.patch.object(Dropping, "forward", runs),
     ):
         yield events
@@ -160,7 +164,7 @@ def test_inputs_leave_beside_their_block_and_return_one_block_ahead() -> None:
     net = Chain(num_blocks=4)
     with seen(net) as events:
         checkpoint_blocks(
-            list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True)
+            list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
         )
         loss = net(torch.randn(3, 16))
         assert events == ["down", "block 0", "down", "block 1", "down", "block 2", "block 3"]
@@ -176,15 +180,15 @@ def test_inputs_leave_beside_their_block_and_return_one_block_ahead() -> None:
 def test_only_the_last_input_stays_on_the_device(mode: str) -> None:
     net = Chain()
     alive: list[weakref.ref[Tensor]] = []
-    right = HostInputs.send
+    right = HostInputs.offload
 
     def watched(self: HostInputs, number: int, given: Tensor) -> Any:
         alive.append(weakref.ref(given))
         return right(self, number, given)
 
-    with mock.patch.object(HostInputs, "send", watched):
+    with mock.patch.object(HostInputs, "offload", watched):
         checkpoint_blocks(
-            list(net.blocks), treatments_of(mode, None, len(net.blocks), offload=True)
+            list(net.blocks), block_checkpointing(mode, None, len(net.blocks), offload=True)
         )
         loss = net(torch.randn(3, 16))
     assert [each() is not None for each in alive] == [False, False, False, False, True]
@@ -207,7 +211,7 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
 
     with mock.patch.object(Dropping, "forward", failing):
         inputs = checkpoint_blocks(
-            list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True)
+            list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
         )
         with pytest.raises(ValueError, match="planted"):
             net(batch).backward()
@@ -222,7 +226,9 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
 
 def test_a_block_that_writes_to_its_input_is_rejected() -> None:
     net = Stack(InPlace)
-    checkpoint_blocks(list(net.blocks), treatments_of("full", None, len(net.blocks), offload=True))
+    checkpoint_blocks(
+        list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
+    )
     with pytest.raises(EngineError, match="offload=true: not supported, because a block writes"):
         square_loss(net, torch.randn(4, 13) * torch.ones(1, requires_grad=True))
 
@@ -236,14 +242,14 @@ def test_host_memory_is_allocated_in_few_pieces_that_torch_rounds_little(count, 
         pieces.append(size)
         return torch.empty(size, device="meta")
 
-    slots = HostSlots(count, allocate)
+    slots = HostBuffers(count, allocate)
     taken = [slots.take(number, nbytes) for number in range(count)]
     assert sum(pieces) == slots.nbytes == count * nbytes
     assert len(pieces) <= 6
     if count > 5:
         assert sum(1 << (size - 1).bit_length() for size in pieces) <= 1.1 * sum(pieces)
     for each in taken:
-        slots.give_back(each)
+        slots.free(each)
     assert slots.take(0, nbytes // 2) is taken[0]
 
 

@@ -20,7 +20,7 @@ from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.shard_model import shard_model
-from fsdpctl.engine.unit import bytes_outside_slots
+from fsdpctl.engine.unit import bytes_outside_unshard_buffers
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
@@ -93,7 +93,7 @@ def _trained(  # noqa: PLR0913  # the options of a case
         losses.append(float(total))
     states = {
         f"{index} {name}": values.clone()
-        for index, (_, state) in enumerate(optimizer.run_states())
+        for index, (_, state) in enumerate(optimizer.span_states())
         for name, values in state.items()
     }
     return losses, model.state_dict(), states
@@ -168,11 +168,11 @@ def test_same_bits_of_parameters_that_rest_on_the_host(rank, world_size, whole):
 @distributed(2)
 def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=True), Sharding(offload="all"))
-    assert bytes_outside_slots(list(model._runtime.units.values())) == 0
+    assert bytes_outside_unshard_buffers(list(model._runtime.units.values())) == 0
     assert model.host_memory_bytes() > model.shard_memory_bytes()
     with torch.no_grad():
         next_token_loss(model, _tokens(rank, 0))
-    assert model.ledger.peak_nbytes < model.replicated_memory_bytes()
+    assert model.accounting.peak_nbytes < model.replicated_memory_bytes()
 
 
 @pytest.mark.parametrize(("sharding", "message"), [
@@ -212,7 +212,7 @@ def test_units_wait_for_their_own_step_only(rank, world_size, mode, precision):
         optimizer.step()
         returned.set()
         optimizer.zero_grad()
-        with recording(model) as trace, mock.patch.object(model.ledger, "on_event", happened):
+        with recording(model) as trace, mock.patch.object(model.accounting, "on_event", happened):
             next_token_loss(model, _tokens(rank, 1))
     for unit in model._runtime.units:
         assert seen.index(("stepped", unit)) < seen.index((EventKind.GATHER, unit)), unit
@@ -236,7 +236,7 @@ def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_
         optimizer.step()
         with pytest.raises(EngineError, match="planted"):
             next_token_loss(model, _tokens(rank, 1))
-    for read in (model.state_dict, optimizer.state_dict, lambda: list(optimizer.run_states())):
+    for read in (model.state_dict, optimizer.state_dict, lambda: list(optimizer.span_states())):
         with pytest.raises(EngineError, match="planted"):
             read()
 
@@ -246,7 +246,7 @@ def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_
 def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
     rank: int, world_size: int, before: str, after: str
 ) -> None:
-    (folder,) = collectives_for(torch.device("cpu")).gather_objects(tempfile.mkdtemp())[:1]
+    (folder,) = collectives_for(torch.device("cpu")).all_gather_object(tempfile.mkdtemp())[:1]
     right = HostStates._step
 
     def slow(self: HostStates, *given: Any) -> Any:

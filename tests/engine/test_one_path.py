@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdpctl.comm.collectives import Reduction
 from fsdpctl.engine.build import Sharding
-from fsdpctl.engine.flat_buffer import UnitBuffer
+from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.precision import Precision
@@ -26,7 +26,10 @@ from tests.reference import train_reference
 
 GLOO, SHARED, NCCL, DEVICES = "gloo", "shared memory", "NCCL by gloo", "NCCL on emulated devices"
 # By the window, how flat buffers are made in it: of all gradients, of a share, and of later ones.
-MADE_BY = {"one": ("first_gradients", "collect"), "last": ("first_gradients", "add_gradients")}
+MADE_BY = {
+    "one": ("flatten_gradients", "collect_piece"),
+    "last": ("flatten_gradients", "add_gradients"),
+}
 STEPS = 2
 
 
@@ -70,16 +73,16 @@ def sends_as_over_gloo(rank: int, world_size: int, transport: str) -> None:
 
 @contextmanager
 def one_element_is_wrong(function: str) -> Iterator[None]:
-    right: Callable[..., Tensor | None] = getattr(UnitBuffer, function)
+    right: Callable[..., Tensor | None] = getattr(FlatBuffer, function)
 
-    def wrong(self: UnitBuffer, *given: object) -> Tensor | None:
+    def wrong(self: FlatBuffer, *given: object) -> Tensor | None:
         found = right(self, *given)
         flat = given[0] if found is None else found
         assert isinstance(flat, Tensor)
         flat[0] += 1
         return found
 
-    with mock.patch.object(UnitBuffer, function, wrong):
+    with mock.patch.object(FlatBuffer, function, wrong):
         yield
 
 
@@ -91,7 +94,7 @@ def finds_faults(rank: int, world_size: int, transport: str) -> None:
         for function in (None, *functions):
             with one_element_is_wrong(function) if function else nullcontext():
                 state, _ = trained(rank, world_size, transport, *about)
-            is_unused = function is None or (transport == SHARED and function == "collect")
+            is_unused = function is None or (transport == SHARED and function == "collect_piece")
             is_right = largest_difference(state, expected) <= 1e-6
             assert is_right == is_unused, (transport, window, function)
 

@@ -12,16 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import Collectives, Gathering, Handle, InPlace, Reduction
+from fsdpctl.comm.collectives import (
+    AllGatherInput,
+    Collectives,
+    Handle,
+    InPlaceReduction,
+    Reduction,
+)
 from fsdpctl.comm.mesh import make_mesh
-from fsdpctl.engine.build import Source, build_runtime
+from fsdpctl.engine.build import WeightInit, build_runtime
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.engine.unit import HostParams
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, get_strategy
-from fsdpctl.plan.units import Division, lay_out
+from fsdpctl.plan.units import ModelLayout, unit_layouts
 
 COMPUTE, DELAY = 1.0, 0.9  # of a block's forward, and of a collective
 BLOCKS = 8
@@ -84,7 +90,7 @@ class DelayedCollectives(Collectives):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         wait = self.clock.start("gather", after=self.clock.free["copy"])  # the last one is its own
         done = super().all_gather(buffers)
 
@@ -101,7 +107,7 @@ class DelayedCollectives(Collectives):
             wait()
             return whole
 
-        return InPlace(Handle(finish))
+        return InPlaceReduction(Handle(finish))
 
 
 def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") -> Clock:
@@ -110,9 +116,9 @@ def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") 
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
     specs, device = divide_module(net, ["Block"]), torch.device("cpu")
     mesh = make_mesh(collectives, device, collectives.size)
-    division = Division(specs, lay_out(specs, 1), row)
-    plan = StepPlan(division, mesh.place, prefetch=prefetch, offload=Offload.parse(offload))
-    model = ShardedModel(net, build_runtime(net, plan, mesh, Source(device)), row)
+    division = ModelLayout(specs, unit_layouts(specs, 1), row)
+    plan = StepPlan(division, mesh.position, prefetch=prefetch, offload=Offload.parse(offload))
+    model = ShardedModel(net, build_runtime(net, plan, mesh, WeightInit(device)), row)
     model(torch.ones(2, 8)).sum().backward()
     return clock
 

@@ -163,7 +163,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
                 model, loss_sum=torch.zeros(()), tokens=torch.tensor(15),
                 nominal_tokens=15 * world_size, max_grad_norm=0.05,
             )  # fmt: skip
-            assert record.figures().grad_norm > 0.05
+            assert record.stats().grad_norm > 0.05
             optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
             optimizer.zero_grad()
         assert largest_difference(model.state_dict(), expected) <= 1e-6
@@ -216,7 +216,7 @@ def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: 
     net = make_net(tied=False)
     layouts = shard_model(make_net(tied=False), "shard_optimizer").flat_shards()
     even = OwnerMap.even([shard.layout.numel for shard in layouts], world_size)
-    swapped = OwnerMap(even.sizes, tuple(parts[::-1] for parts in even.parts))
+    swapped = OwnerMap(even.sizes, tuple(parts[::-1] for parts in even.spans))
     with nccl_path():
         model = shard_model(net, "shard_optimizer", owner_map=swapped)
         optimizer = ShardedAdamW(model, lr=1e-2)

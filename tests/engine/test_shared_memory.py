@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm import shared_memory
-from fsdpctl.comm.collectives import Gathering, Reduction
+from fsdpctl.comm.collectives import AllGatherInput, Reduction
 from fsdpctl.comm.shared_memory import SharedCollectives, SharedMemory
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.layout import EvenParts
+from fsdpctl.plan.layout import EvenSpans
 from fsdpctl.plan.step_plan import Prefetch
 from tests.distributed import distributed
 from tests.engine import test_parity as parity
@@ -97,7 +97,7 @@ def test_parameters_stand_once_and_other_users_cannot_open_them(rank: int, world
         real(file, size)
 
     with mock.patch.object(os, "ftruncate", looked_at):
-        model.mesh.shard.allocate([1])
+        model.mesh.shard.allocate_shared([1])
     assert len(opened) == (rank == 0)
     if rank == 0:
         assert not Path(f"/proc/self/fd/{opened[0]}").exists()  # closed: others have mapped it
@@ -109,7 +109,7 @@ def test_what_does_not_fit_goes_over_gloo(rank: int, world_size: int) -> None:
     kind, batches = KINDS["tied embedding"], token_batches(3, world_size)
     states = []
     for room in (None, 256):
-        with mock.patch.object(SharedCollectives, "reserve", _reserving(room)):
+        with mock.patch.object(SharedCollectives, "reserve_outbox", _reserving(room)):
             model = sharing(kind.make())
         parity.train(model, rank, batches, kind, "one")
         states.append(model.state_dict())
@@ -117,16 +117,16 @@ def test_what_does_not_fit_goes_over_gloo(rank: int, world_size: int) -> None:
 
 
 def _reserving(room: int | None) -> object:
-    real = SharedCollectives.reserve
+    real = SharedCollectives.reserve_outbox
     return lambda self, nbytes: real(self, nbytes if room is None else room)
 
 
 @distributed(world_size=2)
 def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size: int) -> None:
     ranks = SharedCollectives()
-    parts = EvenParts(64, world_size)
+    parts = EvenSpans(64, world_size)
     for size in (512, 64, 512):
-        ranks.reserve(size)
+        ranks.reserve_outbox(size)
         gradients = torch.arange(128, dtype=torch.float32)
         total = torch.empty(64)
         reduction = ranks.reduce_scatter(gradients, parts)
@@ -137,13 +137,13 @@ def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size:
 @distributed(world_size=2)
 def test_a_gather_to_other_memory_transfers(rank: int, world_size: int) -> None:
     """Also where the addresses of freed shared memory are used again."""
-    ranks, parts = SharedCollectives(), EvenParts(64, world_size)
-    (shared,) = ranks.allocate([512])
+    ranks, parts = SharedCollectives(), EvenSpans(64, world_size)
+    (shared,) = ranks.allocate_shared([512])
     assert ranks.memory.contains(shared)
     del shared
     assert len([mapped for mapped, _ in ranks.memory._ranges if mapped()]) == 1  # the counters
     whole = torch.zeros(128)
-    ranks.all_gather([Gathering(whole, parts, torch.full((64,), rank + 1.0))]).wait()
+    ranks.all_gather([AllGatherInput(whole, parts, torch.full((64,), rank + 1.0))]).wait()
     assert whole.sum() == 64 * (1 + 2)
 
 
@@ -167,7 +167,7 @@ def test_without_sharing_gloo_is_used_and_a_line_says_why(rank: int, world_size:
 def test_a_lack_of_memory_is_an_answer_on_every_rank(rank: int, world_size: int) -> None:
     ranks = SharedCollectives()
     with pytest.raises(EngineError, match=r"\([0-9,]+ bytes\); set launch.share_memory=false"):
-        ranks.allocate([1 << 62])
+        ranks.allocate_shared([1 << 62])
 
 
 @distributed(world_size=2, timeout=30)
@@ -175,12 +175,12 @@ def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> 
     ranks = SharedCollectives()
     ended = subprocess.Popen(["true"])
     with mock.patch.object(shared_memory, "_CHECKED_EVERY", 0.01):
-        memory = SharedMemory(ranks.gather_objects, rank, 0.05)
+        memory = SharedMemory(ranks.all_gather_object, rank, 0.05)
         if rank == 0:
             memory.raise_counter(0)
             with pytest.raises(EngineError, match="0 s: waiting for bread of rank 1"):
                 memory.wait(0, 1, "bread")
-        gone = SharedMemory(ranks.gather_objects, rank, 60.0)
+        gone = SharedMemory(ranks.all_gather_object, rank, 60.0)
         gone._watched.register(watched := os.pidfd_open(ended.pid))
         with pytest.raises(EngineError, match="rank has ended"):
             gone.wait(0, 1, "bread")
@@ -201,14 +201,14 @@ def test_counters_of_32_bits_go_round() -> None:
 def test_messages_fit_in_any_order_that_the_plan_allows(rank: int, world_size: int) -> None:
     """As many bytes are in flight as were reserved, of messages that leave gaps."""
     ranks, limit = SharedCollectives(), 24
-    parts, unit = EvenParts(64, world_size), 64 * world_size * 4
-    ranks.reserve(limit * unit)
+    parts, unit = EvenSpans(64, world_size), 64 * world_size * 4
+    ranks.reserve_outbox(limit * unit)
     sent: list[tuple[int, Reduction]] = []
     for size in [6, 10, 10] * 4 + [24, 1, 23]:
         while sum(each for each, _ in sent) + size > limit:
             _, oldest = sent.pop(0)
             oldest.wait()
-        parts = EvenParts(64 * size, world_size)
+        parts = EvenSpans(64 * size, world_size)
         values = torch.ones(parts[-1].stop)
         number = ranks._num_sent
         sent.append((size, ranks.reduce_scatter(values, parts)))

@@ -8,7 +8,7 @@ from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.schedule import BufferKind, Event, EventKind
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
@@ -100,22 +100,25 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
         reduced = sum(each.untyped_storage().nbytes() for each in gradients)
         whole = [each.held_gradients for each in model._runtime.buffers]
         held = sum(each.untyped_storage().nbytes() for each in whole if each is not None)
-        ledger = model.ledger
-        assert (ledger.held(Buffer.GRADS), ledger.held(Buffer.WHOLE_GRADS)) == (reduced, held)
-        assert ledger.held(Buffer.PARAMS) == gathered_nbytes(model)
+        ledger = model.accounting
+        assert (ledger.held(BufferKind.GRADS), ledger.held(BufferKind.UNSHARDED_GRADS)) == (
+            reduced,
+            held,
+        )
+        assert ledger.held(BufferKind.PARAMS) == gathered_nbytes(model)
         assert ledger.nbytes == reduced + held + gathered_nbytes(model)
 
     with model.no_sync():
         next_token_loss(model, batch).backward()
     check()
-    assert model.ledger.held(Buffer.WHOLE_GRADS)
+    assert model.accounting.held(BufferKind.UNSHARDED_GRADS)
     next_token_loss(model, batch).backward()
     check()
-    assert model.ledger.held(Buffer.GRADS)
+    assert model.accounting.held(BufferKind.GRADS)
     optimizer.step()
     optimizer.zero_grad()
     check()
-    assert model.ledger.nbytes == gathered_nbytes(model)
+    assert model.accounting.nbytes == gathered_nbytes(model)
 
 
 @distributed(world_size=2)
@@ -133,11 +136,11 @@ def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: b
     seen: list[tuple[int, frozenset[str]]] = []
 
     def look() -> None:
-        if trace[-1].kind not in (EventKind.ALLOCATE, EventKind.FREE, EventKind.RELEASE):
+        if trace[-1].kind not in (EventKind.ALLOCATE, EventKind.DEALLOCATE, EventKind.FREE):
             seen.append((gathered_nbytes(model), most_whole_units(trace)[-1]))
 
     with recording(model) as trace:
-        model.ledger.on_event = look
+        model.accounting.on_event = look
         next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     assert len(seen) > len(nbytes)
     for taken, alive in seen:
@@ -153,5 +156,5 @@ def test_releases_follow_gathers_when_nothing_is_trained(rank: int, world_size: 
     with recording(model) as trace, torch.no_grad():
         model(token_batches(1, world_size)[0][rank][0])
     gathered = [event.unit for event in trace if event.kind is EventKind.GATHER]
-    released = [event.unit for event in trace if event.kind is EventKind.RELEASE]
+    released = [event.unit for event in trace if event.kind is EventKind.FREE]
     assert sorted(gathered) == sorted(released)

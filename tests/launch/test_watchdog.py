@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.flight_recorder import recorded
+from fsdpctl.comm.flight_recorder import read_record
 from fsdpctl.comm.rank_status import (
     LOADING,
-    PAGE,
+    PAGE_BYTES,
     READING,
     HostPages,
     RankStatus,
@@ -42,7 +42,7 @@ def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
     pulse.at("forward blocks.3", 7)
     pulse.wait(begins=True)
     first, second, third = HostPages(path).statuses()
-    assert (second.count, second.step, second.place, second.waits) == (
+    assert (second.count, second.step, second.phase, second.is_waiting) == (
         2, 7, "forward blocks.3", True,
     )  # fmt: skip
     assert first.count == third.count == 0
@@ -53,9 +53,9 @@ def test_long_places_stay_on_their_page(tmp_path):
     path = make_status_file(2, tmp_path)
     pulse = RankStatusPage()
     pulse.open(path, 0)
-    pulse.at("ä" * PAGE)
+    pulse.at("ä" * PAGE_BYTES)
     first, second = HostPages(path).statuses()
-    assert first.place.startswith("ää")
+    assert first.phase.startswith("ää")
     assert second.count == 0
 
 
@@ -185,8 +185,8 @@ def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
     group = dist.new_group(list(range(world_size)), group_desc="gathers")
     for _ in range(3 - rank):  # rank 1 does not begin the last one
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    found = recorded()
-    (count,) = (count for name, count in found.begun.items() if name.endswith("gathers"))
+    found = read_record()
+    (count,) = (count for name, count in found.started.items() if name.endswith("gathers"))
     assert count == 3 - rank
     dist.barrier()  # both have looked
     if rank == 0:
@@ -216,5 +216,5 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
     launch = LaunchConfig(nproc_per_node=1, timeout=600)
     watch = Watchdog(make_status_file(1, tmp_path), launch, pids=dict)
-    watch._statuses = [RankStatus(1, step, waits=False, place=place)]
+    watch._statuses = [RankStatus(1, step, is_waiting=False, phase=place)]
     assert watch._limit_of(0) == seconds

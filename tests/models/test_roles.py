@@ -8,7 +8,7 @@ from torch import nn
 from fsdpctl.models.describe import divide_module, parameter_roles
 from fsdpctl.models.products import read_elsewhere
 from fsdpctl.plan.layout import decay_group
-from fsdpctl.plan.optimizers import is_muons
+from fsdpctl.plan.optimizers import uses_muon
 from tests.models.tiny import make_tiny
 
 
@@ -43,8 +43,8 @@ def test_norms_of_heads_and_biases_do_not_decay():
     params = [param for unit in divide_module(model, None) for param in unit.params]
     norms = [param for param in params if "q_norm" in param.name]
     assert {len(param.shape) for param in norms} == {2}
-    assert ({decay_group(param) for param in norms}, any(map(is_muons, norms))) == ({1}, False)
-    assert any(map(is_muons, params))
+    assert ({decay_group(param) for param in norms}, any(map(uses_muon, norms))) == ({1}, False)
+    assert any(map(uses_muon, params))
 
 
 class Plain(nn.Module):

@@ -67,7 +67,7 @@ def gradients(model: ShardedModel) -> list[Tensor]:
     """The norms of the gradients of all adapters."""
     found = []
     for shard in model.flat_shards():
-        for placement in shard.layout.placements if shard.trainable else ():
+        for placement in shard.layout.param_spans if shard.trainable else ():
             assert shard.grad is not None
             found.append(shard.grad[placement.span.start : placement.span.stop].norm())
     return found

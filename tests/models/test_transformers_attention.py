@@ -13,7 +13,7 @@ from fsdpctl.models.describe import block_names
 from fsdpctl.models.row_documents import make_documents, spans
 from fsdpctl.models.sinks import attend_to_sequences
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.recomputation import treatments_of
+from fsdpctl.plan.recomputation import block_checkpointing
 from tests.matrix import fast
 from tests.models.decoders import CPU, tiny_config
 from tests.models.test_packed import gradients, summed
@@ -101,7 +101,7 @@ def test_layers_that_backward_recomputes_see_the_same(family):
     for recomputes in (False, True):
         if recomputes:
             blocks = [module.get_submodule(name) for name in block_names(module)]
-            checkpoint_blocks(blocks, treatments_of("full", None, len(blocks), offload=False))
+            checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=False))
         loss = module(tokens, targets, documents=make_documents(LENGTHS, CPU))
         with torch.no_grad():
             module(tokens[:, :9])

@@ -18,9 +18,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.describe import divide_module
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.optimizers import MATRICES, Muon, is_muons, muon_flops
+from fsdpctl.plan.optimizers import MATRICES, MuonSettings, muon_flops, uses_muon
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import unit_layouts
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.rules import validate
 from tests.distributed import distributed
@@ -165,7 +165,7 @@ def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_pat
         optimizer = ShardedMuon(model, lr=LR)
         train(model, optimizer, own[:2], next_token_loss)
         save_checkpoint(tmp_path / f"{number}", model, optimizer)
-        assert "momentum_buffer" in {key for _, states in optimizer.run_states() for key in states}
+        assert "momentum_buffer" in {key for _, states in optimizer.span_states() for key in states}
         strategy, owner_map = ways[number - 1]
         again = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(again, lr=LR)
@@ -199,13 +199,13 @@ def test_a_skipped_step_changes_nothing_and_a_scale_divides_the_gradient() -> No
 def test_matrices_go_whole_to_ranks_with_like_work() -> None:
     units = divide_module(OddNet(tied=True, num_blocks=12), None)
     for ranks in (2, 3, 5, 8):
-        layouts = [each for of in lay_out(units, ranks, MATRICES).values() for each in of]
+        layouts = [each for of in unit_layouts(units, ranks, MATRICES).values() for each in of]
         work = [0] * ranks
         for layout in layouts:
-            for rank, part in enumerate(layout.parts):
-                for piece in layout.pieces(part):
+            for rank, part in enumerate(layout.shard_spans):
+                for piece in layout.param_slices(part):
                     work[rank] += muon_flops(piece.param)
-                    if is_muons(piece.param):
+                    if uses_muon(piece.param):
                         assert piece.in_param == Span(0, piece.param.numel)
         largest = max(muon_flops(param) for layout in layouts for param in layout.params)
         assert sum(work) == sum(muon_flops(p) for layout in layouts for p in layout.params)
@@ -254,7 +254,9 @@ def test_temporary_tensors_are_those_that_estimates_expect(dtype, nesterov):
         with watch:
             optimizer.step(found_inf=torch.zeros(()))
         count, rows, columns = shape if len(shape) == 3 else (1, *shape)
-        for name, nbytes in Muon(nesterov=nesterov).tensors((count, rows, columns), dtype.itemsize):
+        for name, nbytes in MuonSettings(nesterov=nesterov).tensors(
+            (count, rows, columns), dtype.itemsize
+        ):
             held += nbytes - sizes.get(name, 0)
             sizes[name] = nbytes
             expected = max(expected, held)

@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(rank, world_siz
                 model, loss_sum=loss_sum, tokens=torch.tensor(count),
                 nominal_tokens=NOMINAL * world_size, max_grad_norm=0.0,
             )  # fmt: skip
-            assert record.figures().grad_norm == pytest.approx(norm, rel=1e-12)
+            assert record.stats().grad_norm == pytest.approx(norm, rel=1e-12)
             for ours, theirs, _ in gradients_beside(model, expected):
                 assert float((ours / record.grad_scale - theirs).abs().max()) <= 1e-12
 

@@ -74,7 +74,7 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
     optimizer = ShardedSGD(model, lr=LR)
     next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
     optimizer.step(found_inf=torch.ones(()))
-    momenta = [states["momentum_buffer"] for _, states in optimizer.run_states()]
+    momenta = [states["momentum_buffer"] for _, states in optimizer.span_states()]
     assert momenta
     assert not any(each.any() for each in momenta)
 

@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.manifest import REMAINDER, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.quantized_states import moment_of, new_moment
+from fsdpctl.comm.quantized_states import get_moment, new_moment
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
@@ -230,7 +230,7 @@ def test_codes_stay_near_their_numbers(kind):
     for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         signed = dtype == torch.int8
         given = values if signed else values.abs()  # square roots of the second moment
-        moment = moment_of(new_moment(name, len(given), given, dtype), name)
+        moment = get_moment(new_moment(name, len(given), given, dtype), name)
         moment.write(given.clone(), torch.empty_like(given))
         found = torch.empty_like(given)
         moment.read(found, torch.empty_like(given))
@@ -252,13 +252,13 @@ def test_a_skipped_step_changes_nothing():
     train(model, optimizer, range(2))
     before = {
         (number, name): value.clone()
-        for number, (_, state) in enumerate(optimizer.run_states())
+        for number, (_, state) in enumerate(optimizer.span_states())
         for name, value in state.items()
     }
     weights = model.state_dict()
     model(torch.zeros(ROWS, 8, dtype=torch.int64)).backward()
     optimizer.step(found_inf=torch.ones(()))
-    for number, (_, state) in enumerate(optimizer.run_states()):
+    for number, (_, state) in enumerate(optimizer.span_states()):
         for name, value in state.items():
             assert torch.equal(value, before[number, name])
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())

@@ -84,15 +84,15 @@ def test_steps_equal_those_of_one_process(rank, world_size, engine, ranks_per_re
     expected = reference(batches, 1e-2)
     names = set()
     for shard in model.flat_shards():
-        for piece in shard.held_pieces():
+        for piece in shard.param_slices():
             whole = expected[piece.param.name].flatten()
             own = shard.view(shard.master, piece.in_flat)
             torch.testing.assert_close(own, whole[piece.in_param.start : piece.in_param.stop])
         (param,) = shard.layout.params
         names.add(param.name)
     assert names == set(expected)
-    written = sum(span.numel for shard in model.flat_shards() for span in [shard.written])
-    every = model.collectives.gather_objects(written)
+    written = sum(span.numel for shard in model.flat_shards() for span in [shard.saved_span])
+    every = model.collectives.all_gather_object(written)
     assert sum(every) == sum(param.numel() for param in expected.values())
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, flat_layout, optimizer_runs
+from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, flat_layout, optimizer_spans
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 param_lists = st.lists(shapes, min_size=1, max_size=8).map(
@@ -16,8 +16,8 @@ part_counts = st.integers(1, 9)
 def test_every_element_is_owned_exactly_once(params, num_parts):
     layout = flat_layout(params, num_parts)
     owned: dict[str, list[Span]] = {param.name: [] for param in params}
-    for part in layout.parts:
-        for piece in layout.pieces(part):
+    for part in layout.shard_spans:
+        for piece in layout.param_slices(part):
             owned[piece.param.name].append(piece.in_param)
     for param in params:
         spans = sorted(owned[param.name])
@@ -28,22 +28,22 @@ def test_every_element_is_owned_exactly_once(params, num_parts):
 @given(param_lists, part_counts)
 def test_parts_are_equal_aligned_and_cover_the_buffer(params, num_parts):
     layout = flat_layout(params, num_parts)
-    assert len({part.numel for part in layout.parts}) == 1
-    assert all(part.start % ALIGNMENT == 0 for part in layout.parts)
-    assert (layout.parts[0].start, layout.parts[-1].stop) == (0, layout.numel)
-    assert all(placement.span.start % ALIGNMENT == 0 for placement in layout.placements)
+    assert len({part.numel for part in layout.shard_spans}) == 1
+    assert all(part.start % ALIGNMENT == 0 for part in layout.shard_spans)
+    assert (layout.shard_spans[0].start, layout.shard_spans[-1].stop) == (0, layout.numel)
+    assert all(placement.span.start % ALIGNMENT == 0 for placement in layout.param_spans)
 
 
 @given(param_lists, part_counts, st.integers(1, 5))
 def test_shares_are_equal_aligned_and_divide_each_part(params, num_parts, shares):
     layout = flat_layout(params, num_parts, shares)
     assert layout.numel % (num_parts * shares * ALIGNMENT) == 0
-    for rank, part in enumerate(layout.parts):
-        owned = [layout.owned(rank, copy) for copy in range(shares)]
+    for rank, part in enumerate(layout.shard_spans):
+        owned = [layout.owned_span(rank, copy) for copy in range(shares)]
         assert [owned[0].start, owned[-1].stop] == [part.start, part.stop]
         assert all(a.stop == b.start for a, b in zip(owned, owned[1:], strict=False))
         assert {span.numel for span in owned} == {part.numel // shares}
-        assert [each.shift(part.start) for each in layout.shares_of_part] == owned
+        assert [each.shift(part.start) for each in layout.replica_spans] == owned
 
 
 @given(param_lists, part_counts)
@@ -52,16 +52,16 @@ def test_padding_is_outside_all_parameters(params, num_parts):
     padding = layout.numel - sum(param.numel for param in params)
     assert sum(span.numel for span in layout.padding) == padding
     for gap in layout.padding:
-        assert layout.pieces(gap) == ()
+        assert layout.param_slices(gap) == ()
     assert layout.numel - sum(p.numel for p in params) < ALIGNMENT * (len(params) + num_parts)
 
 
 @given(param_lists, part_counts, st.data())
 def test_runs_cover_every_piece_and_have_one_group(params, num_parts, data):
     layout = flat_layout(params, num_parts)
-    part = data.draw(st.sampled_from(layout.parts))
-    runs = optimizer_runs(layout, part, lambda param: len(param.shape) > 1)
-    for piece in layout.pieces(part):
+    part = data.draw(st.sampled_from(layout.shard_spans))
+    runs = optimizer_spans(layout, part, lambda param: len(param.shape) > 1)
+    for piece in layout.param_slices(part):
         inside = [run for run in runs if run.span.intersect(piece.in_flat) == piece.in_flat]
         assert [run.group for run in inside] == [len(piece.param.shape) > 1]
     assert all(run.span.start % ALIGNMENT == run.span.stop % ALIGNMENT == 0 for run in runs)

@@ -6,10 +6,10 @@ from fsdpctl.errors import UsageError
 from fsdpctl.plan.recomputation import (
     LEVELS,
     MODES,
-    chain,
+    block_checkpointing,
+    normalize_blocks,
     one_of_each,
-    read_blocks,
-    treatments_of,
+    recomputation_steps,
 )
 
 
@@ -17,10 +17,10 @@ from fsdpctl.plan.recomputation import (
 @pytest.mark.parametrize("modes", [LEVELS, MODES, MODES[1:], MODES[:1]])
 def test_each_step_of_the_chain_treats_one_block_more_heavily(count, modes):
     def weights(name: str, blocks: str | None) -> list[int]:
-        treated = treatments_of(name, blocks, count, offload=False)
+        treated = block_checkpointing(name, blocks, count, offload=False)
         return [MODES.index(mode) + sends for mode, sends in treated]
 
-    steps = [weights(*each) for each in chain(count, modes)]
+    steps = [weights(*each) for each in recomputation_steps(count, modes)]
     assert steps[0] == [LEVELS.index(modes[0])] * count
     for before, after in zip(steps, steps[1:], strict=False):
         assert sum(after) == sum(before) + 1
@@ -34,7 +34,7 @@ def test_each_step_of_the_chain_treats_one_block_more_heavily(count, modes):
     (" selective:007 ", "selective:7"),
 ])  # fmt: skip
 def test_numbers_of_blocks_have_one_spelling(text, same):
-    assert read_blocks(text) == same
+    assert normalize_blocks(text) == same
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -46,7 +46,7 @@ def test_numbers_of_blocks_have_one_spelling(text, same):
 ])  # fmt: skip
 def test_a_wrong_number_of_blocks_is_one_line(text, said):
     with pytest.raises(UsageError, match=said) as error:
-        read_blocks(text)
+        normalize_blocks(text)
     assert str(error.value).startswith(f"activation_checkpointing.blocks={text}: ")
 
 
@@ -58,6 +58,6 @@ def test_few_blocks_have_one_of_each_treatment_and_one_of_the_others():
 
 
 def test_more_blocks_than_a_model_has_are_refused():
-    assert len(treatments_of("none", "full:2,selective:1", 3, offload=False)) == 3
+    assert len(block_checkpointing("none", "full:2,selective:1", 3, offload=False)) == 3
     with pytest.raises(UsageError, match="full:2,selective:2: 4 blocks, but the model has 3"):
-        treatments_of("none", "full:2,selective:2", 3, offload=False)
+        block_checkpointing("none", "full:2,selective:2", 3, offload=False)

@@ -12,15 +12,15 @@ from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.schedule import Event, EventKind, Schedule, step_events
 from fsdpctl.plan.step_plan import (
+    MeshPosition,
     Prefetch,
-    RankPlace,
     Reductions,
     StepPlan,
     Transport,
-    assign_slots,
+    assign_unshard_buffers,
 )
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.units import UnitOrder, UnitSpec, divide
+from fsdpctl.plan.units import UnitOrder, UnitSpec, lay_out
 from tests.engine.events import most_whole_units
 
 K = EventKind
@@ -50,7 +50,7 @@ def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order
         assert [kind for kind in kinds if kind in (K.REDUCE, K.REDUCED)] == [K.REDUCE, K.REDUCED]
         moves = [kind for kind in kinds if kind not in (K.REDUCE, K.REDUCED)]
         passes = len(moves) // 3
-        assert moves == [K.GATHER, K.READY, K.RELEASE] * passes
+        assert moves == [K.GATHER, K.READY, K.FREE] * passes
         assert passes == (2 if order_regathers(order, unit, name) else 1)
 
 
@@ -74,7 +74,7 @@ def test_full_shard_has_at_most_depth_plus_one_blocks_unsharded(order, prefetch)
 @given(orders, prefetches)
 def test_units_that_are_unsharded_together_have_different_slots(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
-    slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
+    slots = assign_unshard_buffers(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
     events = step_events(Schedule(order, STRATEGIES["full_shard"], prefetch, alike(order)))
     for alive in most_whole_units(events):
@@ -99,8 +99,8 @@ def test_units_compute_while_they_are_unsharded():
 
 def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
     nbytes = {"root": 5, "embed": 100, "a": 10, "b": 10, "c": 12}
-    slots = assign_slots(nbytes, "root", ("embed", "a", "b", "c"), 1)
-    assert [(slot.nbytes, slot.units, slot.resident) for slot in slots] == [
+    slots = assign_unshard_buffers(nbytes, "root", ("embed", "a", "b", "c"), 1)
+    assert [(slot.nbytes, slot.units, slot.is_permanent) for slot in slots] == [
         (5, ("root",), False), (100, ("embed",), False), (12, ("a", "c"), True), (10, ("b",), True),
     ]  # fmt: skip
 
@@ -144,16 +144,16 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 @pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
 def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
     units = (UnitSpec("root", "root", ()), UnitSpec("a", "block", (ParamSpec("a", (128,)),)))
-    division = divide(units, STRATEGIES["no_shard"], 1, 1, "even")
+    division = lay_out(units, STRATEGIES["no_shard"], 1, 1, "even")
     dtypes = Precision(reduce_dtype={2: "bfloat16", 4: "float32", 8: "float64"}[itemsize])
-    plan = StepPlan(division, RankPlace(0, 1, 1, Transport.GLOO), dtypes).reductions
+    plan = StepPlan(division, MeshPosition(0, 1, 1, Transport.GLOO), dtypes).reductions
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 
 
 @given(orders, prefetches)
 def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
-    slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
+    slots = assign_unshard_buffers(nbytes, "root", order.forward, prefetch.depth)
     full = STRATEGIES["full_shard"]
     again = step_events(Schedule(order, full, prefetch, alike(order)))
     events = step_events(Schedule(order, full, prefetch, alike(order), slots))
@@ -167,5 +167,5 @@ def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     for event in events:
         if event.kind is K.READY:
             whole.add(event.unit)
-        elif event.kind is K.RELEASE:
+        elif event.kind is K.FREE:
             whole.remove(event.unit)

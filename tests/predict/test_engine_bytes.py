@@ -11,9 +11,9 @@ from fsdpctl.models.describe import divide_module
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
+from fsdpctl.plan.step_plan import MeshPosition, StepPlan, Transport
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.units import divide
+from fsdpctl.plan.units import lay_out
 from fsdpctl.predict.engine_bytes import EnginePeak, engine_peak, timeline
 from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
@@ -36,8 +36,8 @@ def planned(
     copies: int = 1,
 ) -> EnginePeak:  # fmt: skip
     units = divide_module(make_net(tied=tied), None)
-    division = divide(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
-    place = RankPlace(0, division.ranks_per_replica, copies, Transport.GLOO)
+    division = lay_out(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
+    place = MeshPosition(0, division.ranks_per_replica, copies, Transport.GLOO)
     step = StepPlan(division, place, Precision("bfloat16" if bf16 else None))
     return engine_peak(TrainingPlan(step, reduces))
 
@@ -46,7 +46,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
     """Return the peak of this rank in the second step, which has optimizer states."""
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in token_batches(2, model.collectives.size, micro_steps=len(reduces)):
-        model.ledger.peak_nbytes = model.ledger.nbytes
+        model.accounting.peak_nbytes = model.accounting.nbytes
         backward_window(model, of_ranks[rank], reduces)
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def test_the_estimate_equals_the_bytes_of_the_fullest_rank(rank, world_size, who
         owner_map = owner_map if world_size > 1 else "even"
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
         model = shard_model(make_net(tied=tied), strategy, owner_map=owner_map, precision=precision)
-        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        held = model.collectives.all_gather_object(measured(model, rank, reduces))
         expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
         assert max(held) == held[expected.rank] == expected.peak_bytes
 
@@ -80,7 +80,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
     for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
         model = shard_model(make_net(tied=tied), strategy, dp_shard_size=2, precision=precision)
-        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        held = model.collectives.all_gather_object(measured(model, rank, reduces))
         expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
         assert max(held) == held[expected.replica * 2 + expected.rank] == expected.peak_bytes
 
@@ -92,7 +92,7 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
     """Measured from storage: 1/W, or the whole; two moments for each."""
     row = STRATEGIES[strategy]
     parts = 2 if row.replicates else 4
-    size = parts * row.shares(2)
+    size = parts * row.shares_per_shard(2)
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=2 if row.replicates else None)
     optimizer = ShardedAdamW(model, lr=1e-2)
     next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
@@ -101,7 +101,7 @@ def test_gradients_and_states_are_sharded_as_in_the_table(rank, world_size, stra
     of_grads = [grad.untyped_storage().nbytes() for grad in grads]
     assert sum(of_grads) == 4 * whole // (size if row.shards_grads else 1)
     optimizer.step()
-    states = optimizer.memory_bytes() - 4 * len(optimizer.runs)
+    states = optimizer.memory_bytes() - 4 * len(optimizer.spans)
     expected = 2 * 4 * whole // (size if row.shards_optimizer else 1)
     assert expected - 2 * 4 * 64 * len(of_grads) <= states <= expected  # none for mere padding
     masters = {s.master.untyped_storage().data_ptr(): s.master for s in model.flat_shards()}

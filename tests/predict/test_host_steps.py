@@ -37,7 +37,7 @@ SMALL = (
     "launch.nproc_per_node=2 train.global_batch_size=2"
 )
 SHARDING = [name for name, row in STRATEGIES.items() if row.shards_optimizer]
-RENEWING = [name for name in SHARDING if STRATEGIES[name].renews_params]
+RENEWING = [name for name in SHARDING if STRATEGIES[name].syncs_params]
 PREDICTOR = Estimator()
 
 
@@ -55,7 +55,7 @@ def owned(words: str) -> list[int]:
     run = planned(words)
     plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step
     return [
-        sum(plan.held(each).numel for each in plan.layouts[unit])
+        sum(plan.master_span(each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)
     ]
 
@@ -247,7 +247,7 @@ def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int,
     def step() -> None:
         train_step(config, model, optimizer)
         if model.host is not None:
-            model.host.settle()
+            model.host.synchronize()
 
     step()
     with copied_bytes() as copied:

@@ -16,9 +16,9 @@ from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.estimate.traced_model import MetaModule, PassTracer
 from fsdpctl.models.describe import divide_module
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.step_plan import RankPlace, StepPlan, Transport
+from fsdpctl.plan.step_plan import MeshPosition, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import divide
+from fsdpctl.plan.units import lay_out
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import AllocationTrace, replay
@@ -39,8 +39,11 @@ def estimated(
     traced = PassTracer(MetaModule(model, units), dtype=torch.bfloat16, device="cuda")
     model_pass = traced.model_pass(run, ActivationCheckpointingConfig(checkpointing))
     writer = MemoryRecorder(model_pass, units[-1].name, last_is_head=True)
-    strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
-    division, dtypes = divide(units, strategy, 8, 8, "even"), Precision("bfloat16", None, "float32")
+    strategy, place = get_strategy("full_shard"), MeshPosition(0, 8, 1, Transport.NCCL)
+    division, dtypes = (
+        lay_out(units, strategy, 8, 8, "even"),
+        Precision("bfloat16", None, "float32"),
+    )
     plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
     steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
     script = AllocationTrace(writer, steps, draws=False, on_cuda=True)

@@ -23,7 +23,7 @@ from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.optimizers import tile_bytes
 from fsdpctl.plan.precision import SPLIT
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.schedule import BufferKind, Event, EventKind
 from fsdpctl.plan.step_plan import Transport
 from fsdpctl.predict import fsdpctl_update
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
@@ -55,11 +55,11 @@ def predicted(
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_run(run.config, traced.units, steps)
-    copy, within = divmod(rank, plan.step.place.size)
+    copy, within = divmod(rank, plan.step.position.size)
     plan = plan.at(within, copy)
     if transport is not None:
-        place = replace(plan.step.place, transport=transport)
-        plan = replace(plan, step=replace(plan.step, place=place))
+        place = replace(plan.step.position, transport=transport)
+        plan = replace(plan, step=replace(plan.step, position=place))
     assert plan.step == model._runtime.plan, config
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
@@ -96,7 +96,7 @@ def check(config: Resolved, rank: int, transport: Transport | None = None) -> tu
     assert events[: len(planned)] == planned, config
     if model.host is None:  # what follows is the optimizer's step and the end of the gradients
         rest = events[len(planned) :]
-        assert all(e.kind is EventKind.SYNC or e.buffer is Buffer.GRADS for e in rest), config
+        assert all(e.kind is EventKind.SYNC or e.buffer is BufferKind.GRADS for e in rest), config
     assert optimizer.memory_bytes() + model.host_memory_bytes() == states, config
     assert abs(expected / peak - 1) <= 0.01, (expected, peak, config)
     return expected, peak
@@ -115,7 +115,10 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
         fsdpctl_update, "tile_bytes", lambda largest, _, dtype: tile_bytes(largest, "cpu", dtype)
     )
     try:
-        with mock.patch.object(process_group, "exchange", lambda value, _: [value] * ranks), on_cpu:
+        with (
+            mock.patch.object(process_group, "all_gather_values", lambda value, _: [value] * ranks),
+            on_cpu,
+        ):
             yield
     finally:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offloaded_inputs import HostInputs
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.models.operators import OPERATORS
-from fsdpctl.plan.schedule import Buffer, Event
+from fsdpctl.plan.schedule import BufferKind, Event
 from tests.engine.events import gathered_nbytes, recording
 
 
@@ -81,7 +81,7 @@ def _threads_let_go() -> Iterator[None]:
 
     def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
         def started(collectives: GlooCollectives, given: Any, **how: Any) -> Handle:
-            wholes = [given] if isinstance(given, Tensor) else [each.whole for each in given]
+            wholes = [given] if isinstance(given, Tensor) else [each.full for each in given]
             uses = [_uses(each) for each in wholes]
             handle = start(collectives, given, **how)
 
@@ -129,14 +129,14 @@ def host_inputs(module: nn.Module) -> HostInputs | None:
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
-    there = [each.part for each in buffers if not each.rests_on_host]
+    there = [each.param_shard for each in buffers if not each.is_on_host]
     there += [each.shard.master for each in buffers if not each.shard.is_on_host]
-    slots = [buffer.whole for buffer in buffers]
-    slots += [each.part for each in buffers if each.rests_on_host]  # counted apart
+    slots = [buffer.full for buffer in buffers]
+    slots += [each.param_shard for each in buffers if each.is_on_host]  # counted apart
     slots += getattr(model.mesh.shard, "_outboxes", [])
     if model.host is not None:  # counted apart
         slots += [*model.host._slabs.values(), *model.host._left.values()]
-    outbox = model.ledger.held(Buffer.OUTBOX)
+    outbox = model.accounting.held(BufferKind.OUTBOX)
     watch = TensorBytes(there, slots, lambda: gathered_nbytes(model) + outbox)
     del buffers, there, slots
     right = HostWorker.allocate

@@ -5,7 +5,7 @@ import torch
 
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
-from fsdpctl.optim.record import StepFigures
+from fsdpctl.optim.record import StepStats
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.run.step_metrics import (
@@ -34,7 +34,7 @@ def test_a_quiet_run_prints_results_and_logs_everything(capsys, monkeypatch, tmp
 
 
 def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
-    figures = StepFigures(loss=3.2149, grad_norm=0.8412, tokens=20_000, was_applied=True)
+    figures = StepStats(loss=3.2149, grad_norm=0.8412, tokens=20_000, was_applied=True)
     times = StepTimes(total=1.0, compute=1.0, exposed_communication=0.0, data=0.0, optimizer=0.0)
     flops = ModelFlops(48_000_000_000, peak)
     return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops, num_ranks=2)

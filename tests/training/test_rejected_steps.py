@@ -13,7 +13,7 @@ from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.streams import TokenStream
-from fsdpctl.optim.record import Limits, StepFigures
+from fsdpctl.optim.record import SpikeLimits, StepStats
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.assemble import make_model
 from fsdpctl.training.decoder_loss import summed_loss
@@ -156,20 +156,20 @@ def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what):
     assert ends["halves"][1] == ends["whole"][1]
 
 
-def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> StepFigures:
-    return StepFigures(loss, norm, 1, was_applied, (), (loss, 1.0), (norm, 0.0))
+def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> StepStats:
+    return StepStats(loss, norm, 1, was_applied, (), (loss, 1.0), (norm, 0.0))
 
 
 def after(losses: list[float], **about: Any) -> RejectionRule:
     numbers = RejectionRule(TrainConfig(spike_factor=5.0, **about), Progress())
     for step, loss in enumerate(losses, start=1):
-        assert numbers.evaluate(step, figures(loss), Limits()) is None
+        assert numbers.evaluate(step, figures(loss), SpikeLimits()) is None
     return numbers
 
 
 def test_a_limit_needs_32_values_and_knows_none_of_the_last_step():
     losses = [2.0 + 0.1 * (step % 2) for step in range(33)]
-    assert after(losses[:32]).limits(33) == Limits()  # 31 are known then
+    assert after(losses[:32]).limits(33) == SpikeLimits()  # 31 are known then
     assert after(losses).limits(34).loss == pytest.approx(2.05 + 5 * 1.4826 * 0.05)
     later = after([*losses, 1000.0])  # which was accepted
     assert later.limits(35).loss == pytest.approx(after(losses).limits(35).loss)

@@ -147,7 +147,7 @@ def _no_step(rank: int | None = None) -> Any:
     """Let the optimizer change nothing, on all ranks or on one."""
     if rank not in (None, torch.distributed.get_rank()):
         return mock.patch.dict({})
-    return mock.patch.object(ShardedAdamW, "_step_runs", return_value=None)
+    return mock.patch.object(ShardedAdamW, "_step_spans", return_value=None)
 
 
 def _skips_first() -> Any:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.models.transformers_decoder import OwnHead
-from fsdpctl.optim.record import Limits
+from fsdpctl.optim.record import SpikeLimits
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.training.decoder_loss import summed_loss
 from fsdpctl.training.train_step import run_passes
@@ -88,7 +88,7 @@ def check_step(rank: int, world_size: int, typed: list[str]) -> None:
         parts.model.collectives.all_reduce(sums)
         expected = [a / b if b else None for a, b in sums.t().tolist()]
         clock = StepClock(parts.device, None)
-        figures = run_passes(parts, 0, position, clock, limits=Limits()).figures()
+        figures = run_passes(parts, 0, position, clock, limits=SpikeLimits()).stats()
         pairs = zip(figures.source_losses, expected, strict=True)
         assert all(a == (b and pytest.approx(b, rel=1e-5)) for a, b in pairs)
         total = sums.sum(1)

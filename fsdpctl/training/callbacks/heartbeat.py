@@ -53,7 +53,7 @@ class Heartbeat(Callback):
     def end(self, run: Trainer, error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
         if is_joint(error):
-            self._ranks.gather_objects(0)
+            self._ranks.all_gather_object(0)
             state, message = ENDED if error is None else STOPPED, str(error or "")
         else:
             state, message = FAILED, f"{type(error).__name__}: {error}"

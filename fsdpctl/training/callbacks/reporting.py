@@ -57,7 +57,7 @@ class EstimateReport(Callback):
         if run.step == self._at and run.parts.device.type == "cuda":
             memory = peak_memory(run.parts.device)
             own = (memory.allocated or 0, memory.reserved)
-            allocated, reserved = map(max, zip(*run.ranks.gather_objects(own), strict=True))
+            allocated, reserved = map(max, zip(*run.ranks.all_gather_object(own), strict=True))
             peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
             run.journal.record(peaks)
             if self._estimate is not None:
@@ -67,7 +67,7 @@ class EstimateReport(Callback):
     def end(self, run: Trainer, error: BaseException | None) -> None:
         """After the last step, record and print the peak memory of CPU processes."""
         if error is None and run.parts.device.type == "cpu":
-            reserved = max(run.ranks.gather_objects(peak_memory(run.parts.device).reserved))
+            reserved = max(run.ranks.all_gather_object(peak_memory(run.parts.device).reserved))
             run.journal.record({"peak_resident_bytes": reserved})
             run.journal.remark(self.memory(reserved))
 

@@ -16,7 +16,7 @@ from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.engine.blocks import prepare_blocks
-from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import SelfCheckError
@@ -62,8 +62,8 @@ class SelfCheck(Callback):
         if self._norms or run.step + 1 != self._at:
             return
         for shard in filter(lambda each: each.trainable, run.parts.model.flat_shards()):
-            if shard.grad_on_host is not None:
-                norm = shard.grad_on_host.norm
+            if shard.offloaded_grad is not None:
+                norm = shard.offloaded_grad.norm
             elif shard.grad is not None:
                 norm = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
             else:
@@ -107,7 +107,7 @@ class SelfCheck(Callback):
         self._awaits_change = False
         pairs = zip(self._before, _bit_sums(run.parts.model), strict=True)
         changed = any(not torch.equal(before, after) for before, after in pairs)
-        if not any(run.ranks.gather_objects(changed)):
+        if not any(run.ranks.all_gather_object(changed)):
             yield (
                 f"warning: step {run.step} was applied with a learning rate of {self._lr:g}, but "
                 "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
@@ -123,7 +123,7 @@ class SelfCheck(Callback):
             return
         own = {unit for unit, norm in self._norms.items() if norm}
         units = {s.unit for s in model.flat_shards() if s.trainable}
-        units -= set().union(*run.ranks.gather_objects(own))
+        units -= set().union(*run.ranks.all_gather_object(own))
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
         if run.parts.device.type == "cuda":  # its kernels mask documents by themselves
@@ -162,7 +162,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     batch = batches.training(position, run.ranks.rank, 0)
     packed = enumerate(batch.lengths if batch.isolates_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
-    if not any(run.ranks.gather_objects(row is not None)):
+    if not any(run.ranks.all_gather_object(row is not None)):
         return
     targets, moved = torch.full_like(batch.targets, IGNORE_INDEX), batch.tokens.clone()
     if row is not None:  # the loss of its last document, and its other documents with other tokens
@@ -177,7 +177,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
-    if any(run.ranks.gather_objects(leaks)):
+    if any(run.ranks.all_gather_object(leaks)):
         yield "packed documents see each other; set data.packing=false"
 
 
@@ -193,7 +193,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     module = meta_copy(config.model)
     blocks = one_of_each(config.activation_checkpointing.blocks, len(block_names(module)))
     prepare_blocks(module, config.changed({BLOCKS: blocks}))
-    model = shard_from(Source(parts.device, draw), module, sharding, parts.model.mesh)
+    model = shard_from(WeightInit(parts.device, draw), module, sharding, parts.model.mesh)
     model.train(False)
     ranks, passes = model.collectives.size, min(config.accumulation.steps or 1, _MOST_PASSES)
     plan = plan_batches(
@@ -203,7 +203,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     stream = _stream(config, plan.global_batch_size * config.train.seq_len)
     batches = Batches(stream.samples(config.train.seq_len), plan, 0, VOCABULARY)
     small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
-    figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).figures()
+    figures = run_passes(small, 0, 0, StepClock(parts.device, model.take_waits)).stats()
     model.drop_gradients()
     return figures.grad_norm, _single_process_norm(config, stream, parts.device)
 
