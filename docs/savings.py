@@ -16,19 +16,19 @@ _BASE = (
     "strategy=full_shard"
 )
 _OF_ACTIVATIONS = (
-    "activation_checkpointing=selective",
-    "activation_checkpointing=full",
     "train.micro_batch_size=1",
     "train.context_parallel=2",
+    "activation_checkpointing=selective",
     "train.mlp_chunk_tokens=auto",
+    "activation_checkpointing=full",
 )
 _OF_STATES = (
-    "activation_checkpointing.offload=true",
-    "optimizer.state_dtype=int8",
-    "precision.master_dtype=bfloat16+int8",
-    "strategy.offload=states",
     "strategy.offload=states,gradients",
     "strategy.offload=all",
+    "strategy.offload=states",
+    "optimizer.state_dtype=int8",
+    "precision.master_dtype=bfloat16+int8",
+    "activation_checkpointing.offload=true",
     "prefetch=none",
     "launch.nnodes=2",
     "model.lora.rank=16",

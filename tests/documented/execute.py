@@ -28,6 +28,7 @@ PACKAGES = {"log.trackers=tensorboard": "tensorboard", "gguf": "gguf"}  # of ext
 # Sizes in a line, and smaller ones.
 _SMALLER = {
     "train.tokens=5e6": "train.tokens=1e4",
+    "train.steps=600": "train.steps=3",
     "model.max_seq_len=131072": "model.max_seq_len=128",
     "train.seq_len=131072": "train.seq_len=128",
     "model.max_seq_len=524288": "model.max_seq_len=256",
