@@ -36,14 +36,14 @@ from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto
 
 from benchmarks.report import arguments, write_report
-from fsdpctl.checkpoint.hub_weights import to_hub
+from fsdpctl.checkpoint.hub_weights import under_hub_names
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.models.decoder_check import attention_of, check_decoder
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
+from fsdpctl.models.decoder_check import attention_for, check_decoder
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_module
 from tests.models.decoders import (
@@ -218,9 +218,9 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     try:
         config = compose_config(["model=hf", f"model.path={folder}"]).config
         packs = check_decoder(config.model).isolates
-        config = stored_config(config.changed({"model.attention": attention_of(config.model)}))
+        config = stored_config(config.changed({"model.attention": attention_for(config.model)}))
         weights = open_weights(config.model)
-        build_plain(config.model)
+        build_base_model(config.model)
     except FsdpctlError as error:
         return Tried(family, name, _line(str(error)))
     module = make_module(config)
@@ -236,7 +236,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
         packs=packs,
         loss_difference=abs(loss.item() - wanted.item()),
         gradient_difference=_gradient_difference(module, theirs),
-        exports_equal=_same_bytes(to_hub(weights, config.model), folder),
+        exports_equal=_same_bytes(under_hub_names(weights, config.model), folder),
     )
 
 
@@ -265,7 +265,7 @@ def _gradient_difference(module: torch.nn.Module, theirs: Any) -> float:
     return max(differences)
 
 
-def _same_bytes(exported: Tensors, folder: Path) -> bool:
+def _same_bytes(exported: TensorSource, folder: Path) -> bool:
     """Return whether the weights have the names and bytes of those that were read."""
     files: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):

@@ -31,7 +31,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding, WeightInit
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -81,7 +81,7 @@ def _config(size: Size) -> ModelConfig:
 
 def make_model(size: Size) -> TransformersDecoder:
     """Build the model with values, on the device."""
-    model = build_plain(_config(size))
+    model = build_base_model(_config(size))
     fill_buffers(model)
     allocate(model)
     model.to(DEVICE)
@@ -166,7 +166,7 @@ def fitting(name: str) -> Size:
 
 
 def _num_params(size: Size) -> int:
-    return sum(param.numel() for param in build_plain(_config(size)).parameters())
+    return sum(param.numel() for param in build_base_model(_config(size)).parameters())
 
 
 def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:

@@ -32,8 +32,8 @@ from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import compile_block
 from fsdpctl.engine.build import Sharding, WeightInit
-from fsdpctl.models.describe import block_names
-from fsdpctl.models.fused import fusing
+from fsdpctl.models.custom_ops import fusing
+from fsdpctl.models.module_spec import block_names
 from fsdpctl.models.quantized import INT8, NF4
 from fsdpctl.training.trainer import synchronized_gc
 

@@ -25,7 +25,7 @@ from benchmarks.report import write_report
 ROOT = Path(__file__).parent.parent
 # The rooms that are mutated, and the directories of tests that protect them.
 ROOMS = {
-    "engine": ("engine", "optim", "peers"),
+    "engine": ("engine", "optim", "torch_engines"),
     "plan": ("plan", "engine", "predict", "memory", "timing"),
     "checkpoint": ("checkpoint",),
     "config": ("config", "resolve", "commands/test_first_minutes.py", "commands/test_estimate.py"),

@@ -22,7 +22,7 @@ from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import ModelLayout, unit_layouts
@@ -113,7 +113,7 @@ def sharded(
     blocks: Sequence[str] | None = None,
 ) -> ShardedModel:
     """Return a module under fsdpctl's engine with these collectives, even on a single rank."""
-    row, specs = get_strategy(strategy), divide_module(module, blocks)
+    row, specs = get_strategy(strategy), module_units(module, blocks)
     division = ModelLayout(specs, unit_layouts(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
     plan = StepPlan(

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import arguments, write_report
 from fsdpctl.config.compose import compose_config
-from fsdpctl.models.registry import build_plain, initialize_parameter
+from fsdpctl.models.build_model import build_base_model, initialize_parameter
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -57,7 +57,7 @@ def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
         "model.overrides.initializer_range=0.02",
     ]  # fmt: skip
     config = compose_config(words).config.model
-    model = build_plain(config)
+    model = build_base_model(config)
     fill_buffers(model)
     allocate(model)
     with torch.no_grad():

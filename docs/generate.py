@@ -26,8 +26,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run, sent_per_step
 from fsdpctl.estimate.search import estimates_of
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import engine_peak, timeline
 from fsdpctl.predict.step_recorder import Category
@@ -128,7 +128,7 @@ def replicas_table() -> str:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
         found = estimator.estimate(make_run_plan(prepare(composed, CLUSTER).config))
         placed = found.config
-        sent = sent_per_step(placed, divide_module(build_model(placed.model), None), 1)
+        sent = sent_per_step(placed, module_units(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
         gib = (found.peak_reserved / GIB, sent.intra_replica / GIB, sent.inter_replica / GIB)
         reserved, within, between = (f"{each:.1f} GiB" for each in gib)
@@ -207,7 +207,7 @@ def planned(name: str) -> TrainingPlan:
     config = make_run_plan(
         prepare(compose_config([*MODEL, f"strategy={name}"]), CLUSTER).config
     ).config
-    return plan_run(config, divide_module(build_model(config.model), None), 1)
+    return plan_run(config, module_units(build_model(config.model), None), 1)
 
 
 def draw(file: Path) -> None:

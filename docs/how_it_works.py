@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.planned_steps import plan_run
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.step_plan import StepPlan
@@ -66,7 +66,7 @@ class _Canvas:
 def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
     config = make_run_plan(prepare(compose_config(SETTINGS), CLUSTER).config).config
-    plan = plan_run(config, divide_module(build_model(config.model), None), 1)
+    plan = plan_run(config, module_units(build_model(config.model), None), 1)
     buffers = (K.ALLOCATE, K.FREE)
     events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]
     units = [*plan.step.order.forward, plan.step.order.root]

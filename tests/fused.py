@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch._dynamo.utils import counters
 
-from fsdpctl.models.fused import compiled, fusing
+from fsdpctl.models.custom_ops import compiled, fusing
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import to_settings
@@ -37,7 +37,7 @@ def make_checkpoint(folder: Path, *words: str) -> Path:
     """Write a checkpoint of a tiny model with a tokenizer; `words` are settings of its run."""
     config = stored_config(compose_config([*TINY_MODEL, *words]).config)
     model = make_model(config, torch.device("cpu"))
-    about = About(Progress(1), to_settings(config), ByteTokenizer().files())
+    about = CheckpointMetadata(Progress(1), to_settings(config), ByteTokenizer().files())
     write_checkpoint(folder, take_snapshot(model, None, 0, about), Collectives())
     return folder
 

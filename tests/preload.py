@@ -10,7 +10,7 @@ for _name in (
     "pytest",
     "fsdpctl.checkpoint.save",
     "tests.engine.odd",
-    "tests.peers.runs",
+    "tests.torch_engines.runs",
     "tests.predict.watch",
     "tests.reference",
     "tests.training.ranks",

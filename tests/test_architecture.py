@@ -25,7 +25,7 @@ LAYERS = [
     {"config", "predict"},
     {"chats"},
     {"comm", "models", "data", "importers"},
-    {"engine", "peers", "optim", "checkpoint"},
+    {"engine", "torch_engines", "optim", "checkpoint"},
     {"resolve"},
     {"estimate"},
     {"run"},
@@ -38,7 +38,7 @@ WITHOUT_TORCH = ["errors", "io", "plan", "config", "chats", "importers", "predic
 # Modules that consolidate, inspect and verify a checkpoint, or look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",
-    "fsdpctl.checkpoint.gguf_file",
+    "fsdpctl.checkpoint.gguf_export",
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
     "fsdpctl.run.progress",
@@ -48,7 +48,7 @@ COMMANDS_WITH_TORCH = tuple(
     f"fsdpctl.commands.{name}"
     for name in ("compare.", "charts", "estimate_report", "estimate_work", "evaluate", "sample")
 )
-SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
+SPEAKS_DISTRIBUTED = {"comm", "launch", "torch_engines"}
 # The agent's protocol for a worker's error message is part of how it is launched.
 EXCEPTIONS = {("fsdpctl.training.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 400, 40, 7

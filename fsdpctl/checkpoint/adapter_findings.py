@@ -18,28 +18,29 @@ from numpy.typing import NDArray
 from fsdpctl.checkpoint.findings import (
     Finding,
     WeightChange,
-    by_kind,
     compare_values,
-    kind_of,
-    lost,
+    lost_finding,
+    summarize_changes,
+    tensor_kind,
 )
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.source import FileTensors, Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
+from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, read_floats
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdpctl.errors import CheckpointError, shorten_list
 from fsdpctl.io.untrusted import Count, as_type, read_json
-from fsdpctl.models.products import transposed_layers
-from fsdpctl.models.registry import build_plain
-from fsdpctl.models.stacked_experts import matrices_of, stacked_experts
+from fsdpctl.models.adapter_names import PEFT_PREFIX
+from fsdpctl.models.build_model import build_base_model
+from fsdpctl.models.linear_layers import transposed_layers
+from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
 from fsdpctl.plan.layout import Span
 
 _AS_OF = "2026-11-29"
-_ELEMENTS = 1 << 20  # of a weight, read at a time
-_HALF = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+_ELEMENTS_AT_ONCE = 1 << 20  # of a weight, read at a time
+_LORA_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _PER_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<number>\d+)\.\w+")
 _OTHER_EXPERTS = re.compile(r".*\bexperts\.(?!\d).*lora_\w+(\.weight)?")
 # Families whose classes in vLLM have is_3d_moe_weight, and one that loses stacked adapters.
@@ -48,7 +49,7 @@ _MERGE = f"--merge exports a model that needs no such support ({_AS_OF})"
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
+class _ComparedConfig:
     """The fields of adapter_config.json that are compared."""
 
     r: Count = 8
@@ -61,65 +62,65 @@ class _Config:
     exclude_modules: Any = None
 
 
-class _Layer(NamedTuple):
+class _BaseWeight(NamedTuple):
     """A weight of the base that an adapter is added to."""
 
-    weight: str
+    name: str
     width: int
     out: int
     experts: int = 1
 
 
-class _Pair(NamedTuple):
+class _Adapter(NamedTuple):
     """An adapter: the layer that it is added to, and the names of its tensors."""
 
-    layer: _Layer
+    base: _BaseWeight
     down: str
     up: str
-    number: str  # of an expert that has its own adapter
+    expert: str  # of an expert that has its own adapter
 
 
-class _Adapters:
+class _AdapterTensors:
     """The tensors of a PEFT directory, sorted by the layers of their base."""
 
     def __init__(self, export: Path, model: ModelConfig) -> None:
         """Read the header; `problems` has the names that fit no layer, by kind and reason."""
         self._file = open_tensor_file(export / ADAPTER_WEIGHTS)
-        self.tensors = self._of(export, {name: name for name in self._file.entries})
+        self.tensors = self._tensors_named(export, {name: name for name in self._file.entries})
         self.problems: dict[tuple[str, str], list[str]] = defaultdict(list)
-        plain = build_plain(model)
+        plain = build_base_model(model)
         self.shapes = {k: (*v.shape,) for k, v in plain.named_parameters(remove_duplicate=False)}
-        self.layers: dict[str, list[_Layer]] = defaultdict(list)
+        self.layers: dict[str, list[_BaseWeight]] = defaultdict(list)
         transposed = transposed_layers(plain)
         for name, shape in self.shapes.items():
             if len(shape) == 2 and (layer := name.removesuffix(".weight")) != name:
                 out, width = shape[::-1] if layer in transposed else shape
-                self.layers[layer] = [_Layer(name, width, out)]
+                self.layers[layer] = [_BaseWeight(name, width, out)]
         for name, each in stacked_experts(plain):
-            for weight in (f"{name}.{word}" for word in matrices_of(each)):
+            for weight in (f"{name}.{word}" for word in expert_matrices(each)):
                 count, *sizes = self.shapes[weight]
                 width, out = sizes if each.is_transposed else sizes[::-1]
-                self.layers[name].append(_Layer(weight, width, out, count))
-        halves, whole = self._sorted()
-        self.whole = self._of(export, whole)  # parameters of modules_to_save
-        self.pairs = [x for layer, names in halves.items() for x in self._pair(layer, names)]
+                self.layers[name].append(_BaseWeight(weight, width, out, count))
+        halves, fully_trained = self._sort_names()
+        self.whole = self._tensors_named(export, fully_trained)  # parameters of modules_to_save
+        self.adapters = [x for layer, names in halves.items() for x in self._match(layer, names)]
 
-    def _of(self, export: Path, names: dict[str, str]) -> FileTensors:
+    def _tensors_named(self, export: Path, names: dict[str, str]) -> FileTensors:
         file = self._file
         return FileTensors(export, {ours: (file, file.entries[x]) for ours, x in names.items()})
 
     def shape(self, name: str) -> list[int]:
         return self.tensors.info(tensor_key(PARAMETER, name)).shape
 
-    def _sorted(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    def _sort_names(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         halves: dict[str, dict[str, str]] = defaultdict(dict)
         whole = {}
         for name in self.tensors.names(PARAMETER):
-            inner = name.removeprefix(PREFIX)
+            inner = name.removeprefix(PEFT_PREFIX)
             param, reason = inner.replace(".modules_to_save", ""), ""
             if inner == name:
-                reason = f"not below {PREFIX[:-1]}, so PEFT does not read it"
-            elif (match := _HALF.fullmatch(inner)) and len(self.shape(name)) == 2:
+                reason = f"not below {PEFT_PREFIX[:-1]}, so PEFT does not read it"
+            elif (match := _LORA_MATRIX.fullmatch(inner)) and len(self.shape(name)) == 2:
                 halves[match["layer"]][match["half"]] = name
             elif _OTHER_EXPERTS.fullmatch(inner):
                 reason = f"a form that PEFT and vLLM do not read (Automodel#1814); {_MERGE}"
@@ -131,9 +132,9 @@ class _Adapters:
                 self.problems["adapters", reason].append(inner)
         return halves, whole
 
-    def _pair(self, layer: str, names: dict[str, str]) -> Iterator[_Pair]:
+    def _match(self, layer: str, names: dict[str, str]) -> Iterator[_Adapter]:
         """Yield the adapter of a layer, unless the base has no such layer."""
-        kind, apart = kind_of(layer), _PER_EXPERT.fullmatch(layer)
+        kind, apart = tensor_kind(layer), _PER_EXPERT.fullmatch(layer)
         known = self.layers.get(apart["experts"] if apart else layer.replace(".base_layer", ""))
         if len(names) < 2 or not known:
             reason = "the base has no such layer" if not known else f"only lora_{min(names)}"
@@ -148,8 +149,8 @@ class _Adapters:
                 and (width, rank % experts) == (each.width, 0)
                 and out in sizes
             ):
-                target = _Layer(each.weight, width, out, experts)
-                yield _Pair(target, names["A"], names["B"], apart["number"] if apart else "")
+                target = _BaseWeight(each.name, width, out, experts)
+                yield _Adapter(target, names["A"], names["B"], apart["number"] if apart else "")
                 return
         shapes = " or ".join(f"{x.width} to {x.out}" for x in known)
         reason = f"{width} to {out}, rank {rank} and {columns}, do not fit the base, {shapes}"
@@ -160,33 +161,31 @@ class _Adapters:
         self.problems[kind, reason].append(layer)
 
 
-def findings_on_adapters(
-    export: Path, model: ModelConfig, *, has_weights: bool
-) -> Iterator[Finding]:
+def check_adapters(export: Path, model: ModelConfig, *, has_weights: bool) -> Iterator[Finding]:
     """Compare adapters with their base, whose weights need not be here."""
-    found, file = _Adapters(export, model), export / ADAPTER_CONFIG
+    found, file = _AdapterTensors(export, model), export / ADAPTER_CONFIG
     content = read_json(file, dict[str, Any], error_type=CheckpointError)
-    about = as_type(content, _Config, str(file), CheckpointError)
+    about = as_type(content, _ComparedConfig, str(file), CheckpointError)
     for (kind, reason), names in found.problems.items():
-        yield lost(kind, f"{shorten_list(names, 2)}: {reason}")
-    yield from _of_experts(found, model_type_of(model))
-    yield from _settings(about, found)
+        yield lost_finding(kind, f"{shorten_list(names, 2)}: {reason}")
+    yield from _check_experts(found, model_type_of(model))
+    yield from _check_settings(about, found)
     theirs = open_weights(model) if has_weights else None
-    yield from _products(found, about, theirs)
+    yield from _check_products(found, about, theirs)
     yield from compare_values(found.whole, theirs)
-    if not found.pairs and not found.whole.names(PARAMETER):
-        yield lost("adapters", "none for a layer of the base")
+    if not found.adapters and not found.whole.names(PARAMETER):
+        yield lost_finding("adapters", "none for a layer of the base")
 
 
-def _of_experts(found: _Adapters, family: str) -> Iterator[Finding]:
+def _check_experts(found: _AdapterTensors, family: str) -> Iterator[Finding]:
     """Count the adapted experts, and name the programs that read adapters of their form."""
     apart, stacked = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    for each in found.pairs:
-        layer = each.layer.weight.rpartition(".")[0]
-        if each.number:
-            apart[layer].add(each.number)
-        elif each.layer.experts > 1:
-            stacked[layer].add(each.layer.weight)
+    for each in found.adapters:
+        layer = each.base.name.rpartition(".")[0]
+        if each.expert:
+            apart[layer].add(each.expert)
+        elif each.base.experts > 1:
+            stacked[layer].add(each.base.name)
     counts = {layer: found.layers[layer][0].experts for layer in (*apart, *stacked)}
     most = max(counts.values(), default=0)
     is_3d = family.startswith(_STACKED_IN_VLLM)
@@ -210,71 +209,77 @@ def _of_experts(found: _Adapters, family: str) -> Iterator[Finding]:
             yield Finding("experts", text, is_lost=layer in apart)
 
 
-def _settings(about: _Config, found: _Adapters) -> Iterator[Finding]:
+def _check_settings(about: _ComparedConfig, found: _AdapterTensors) -> Iterator[Finding]:
     """Compare adapter_config.json with the adapters and the base."""
-    pairs = found.pairs
-    adapted = {each.layer.weight for each in pairs}
-    names = [x.down.removeprefix(PREFIX).partition(".lora_A")[0] for x in pairs]
+    pairs = found.adapters
+    adapted = {each.base.name for each in pairs}
+    names = [x.down.removeprefix(PEFT_PREFIX).partition(".lora_A")[0] for x in pairs]
     has_all = not about.layers_to_transform and not about.exclude_modules
-    modules = {layer: [x.weight for x in each] for layer, each in found.layers.items()}
+    modules = {layer: [x.name for x in each] for layer, each in found.layers.items()}
     params = {name: [name] for name in found.shapes}
     for key, known in (("target_modules", modules), ("target_parameters", params)):
         targets, unknown, lacking = getattr(about, key), list[str](), list[str]()
         for target in targets if isinstance(targets, list) else ():
-            of_target = [x for name, each in known.items() for x in each if _ends(name, target)]
+            of_target = [
+                x for name, each in known.items() for x in each if _is_name_end(name, target)
+            ]
             lacks = [each for each in of_target if each not in adapted]
-            if not of_target and not any(_ends(name, target) for name in names):
+            if not of_target and not any(_is_name_end(name, target) for name in names):
                 unknown.append(target)
             elif has_all or len(lacks) == len(of_target):
                 lacking += lacks
         for what, which in (("the base has no", unknown), ("no adapters of", lacking)):
             if which:
-                yield lost(ADAPTER_CONFIG, f"{key}: {what} {shorten_list(which, 2)}")
-    ranks = {found.shape(x.down)[0] // x.layer.experts for x in pairs}
+                yield lost_finding(ADAPTER_CONFIG, f"{key}: {what} {shorten_list(which, 2)}")
+    ranks = {found.shape(x.down)[0] // x.base.experts for x in pairs}
     if others := sorted(map(str, ranks - {about.r, *(about.rank_pattern or {}).values()})):
-        yield lost(ADAPTER_CONFIG, f"r={about.r}, not {shorten_list(others)}")
+        yield lost_finding(ADAPTER_CONFIG, f"r={about.r}, not {shorten_list(others)}")
 
 
-def _ends(name: str, target: str) -> bool:
+def _is_name_end(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def _products(found: _Adapters, about: _Config, theirs: Tensors | None) -> Iterator[Finding]:
+def _check_products(
+    found: _AdapterTensors, about: _ComparedConfig, theirs: TensorSource | None
+) -> Iterator[Finding]:
     """Compute by how much each kind of layer changes, without the products of matrices."""
     rank = float(about.r or 1)
     scale = about.lora_alpha / (rank**0.5 if about.use_rslora else rank)
     changes: dict[str, list[WeightChange]] = defaultdict(list)
-    for pair in found.pairs:
-        kind, weight = kind_of(pair.layer.weight), pair.layer.weight
-        squares = _squares_of_product(found.tensors, pair)
+    for pair in found.adapters:
+        kind, weight = tensor_kind(pair.base.name), pair.base.name
+        squares = _squared_product_norms(found.tensors, pair)
         idle = int((squares == 0).sum())
         if not np.isfinite(squares).all():
-            yield lost(kind, f"{weight}: NaN or infinite in its adapter")
+            yield lost_finding(kind, f"{weight}: NaN or infinite in its adapter")
         elif 0 < idle < len(squares):
             yield Finding(kind, f"{weight}: the product is zero for {idle} experts")
-        norm = 0.0 if theirs is None else _squares(theirs, tensor_key(PARAMETER, weight))
+        norm = 0.0 if theirs is None else _squared_norm(theirs, tensor_key(PARAMETER, weight))
         delta = scale**2 * float(np.nan_to_num(squares).sum())
         changes[kind].append(WeightChange(delta, norm, weight))
     for kind, of_kind in changes.items():
         if zero := [each.name for each in of_kind if not each.delta]:
-            yield lost(kind, f"{len(zero)} adapters whose product is zero: {shorten_list(zero, 2)}")
-    yield from by_kind(changes)
+            yield lost_finding(
+                kind, f"{len(zero)} adapters whose product is zero: {shorten_list(zero, 2)}"
+            )
+    yield from summarize_changes(changes)
 
 
 @np.errstate(all="ignore")  # of values that are not finite
-def _squares_of_product(weights: Tensors, pair: _Pair) -> NDArray[np.float64]:
+def _squared_product_norms(weights: TensorSource, pair: _Adapter) -> NDArray[np.float64]:
     """Return the squared norm of the product, of each expert: a trace of small matrices."""
     keys = [tensor_key(PARAMETER, name) for name in (pair.down, pair.up)]
     down, up = (
         read_floats(weights, key).astype(np.float64).reshape(weights.info(key).shape)
         for key in keys
     )
-    into = down.reshape(pair.layer.experts, -1, down.shape[1])
-    back = up.reshape(len(up), -1, pair.layer.experts).transpose(2, 1, 0)
+    into = down.reshape(pair.base.experts, -1, down.shape[1])
+    back = up.reshape(len(up), -1, pair.base.experts).transpose(2, 1, 0)
     one, other = (each @ each.transpose(0, 2, 1) for each in (into, back))
     return np.asarray((one * other).sum(axis=(1, 2)), np.float64)
 
 
-def _squares(weights: Tensors, key: str) -> float:
-    spans = Span(0, weights.info(key).numel).split(_ELEMENTS)
+def _squared_norm(weights: TensorSource, key: str) -> float:
+    spans = Span(0, weights.info(key).numel).split(_ELEMENTS_AT_ONCE)
     return sum(float(np.linalg.norm(read_floats(weights, key, span))) ** 2 for span in spans)

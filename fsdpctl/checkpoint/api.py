@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdpctl.checkpoint.base import Ranks
+from fsdpctl.checkpoint.initial_weights import ObjectCollectives
 from fsdpctl.checkpoint.load import ShardedOptimizer, load_into, state_kinds
-from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.flat_shard import FlatShard, ShardedModelProtocol, trainable_shards
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
@@ -21,14 +21,14 @@ from fsdpctl.plan.layout import Span
 _STEP = "step"
 
 
-class _WithRanks(ShardedModelProtocol, Protocol):
+class _ModelWithRanks(ShardedModelProtocol, Protocol):
     @property
-    def collectives(self) -> Ranks: ...
+    def collectives(self) -> ObjectCollectives: ...
 
 
 def save_checkpoint(
     path: str | Path,
-    model: _WithRanks,
+    model: _ModelWithRanks,
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
@@ -49,9 +49,9 @@ def save_checkpoint(
     if any(model.collectives.all_gather_object(path.exists())):
         raise UsageError(f"{path}: already exists")
     ranks = model.collectives
-    groups = [] if optimizer is None else [_options(each) for each in optimizer.param_groups]
-    about = About(Progress(extra=dict(extra or {}), param_groups=groups))
-    states = None if optimizer is None else _with_states(model, optimizer)
+    groups = [] if optimizer is None else [_json_options(each) for each in optimizer.param_groups]
+    about = CheckpointMetadata(Progress(extra=dict(extra or {}), param_groups=groups))
+    states = None if optimizer is None else _as_sharded_optimizer(model, optimizer)
     write_checkpoint(path, take_snapshot(model, states, ranks.rank, about), ranks)
 
 
@@ -76,7 +76,7 @@ def load_checkpoint(
             'fsdpctl.shard_model(module, strategy="no_shard"), whose unwrap() returns the module'
         )
     reader = CheckpointReader(Path(path))
-    states = None if optimizer is None else _with_states(model, optimizer, reader)
+    states = None if optimizer is None else _as_sharded_optimizer(model, optimizer, reader)
     progress = load_into(reader, model, states)
     groups = [] if optimizer is None else optimizer.param_groups
     if len(groups) == len(progress.param_groups):
@@ -86,32 +86,32 @@ def load_checkpoint(
     return progress.extra
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _json_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group that JSON can hold."""
     found = {name: float(v) if isinstance(v, Tensor) else v for name, v in group.items()}
     kinds = (bool, int, float, str, tuple, list, type(None))
     return {name: v for name, v in found.items() if name != "params" and isinstance(v, kinds)}
 
 
-def _with_states(
+def _as_sharded_optimizer(
     model: ShardedModelProtocol, optimizer: Optimizer, reader: CheckpointReader | None = None
 ) -> ShardedOptimizer:
     if hasattr(optimizer, "span_states"):
         return cast("ShardedOptimizer", optimizer)
     if reader is None:
-        return _FlatOptimizer(model, optimizer, counts=False)
+        return _ElementwiseOptimizer(model, optimizer, counts=False)
     counts = reader.manifest.progress.optimizer_step > 0
-    return _FlatOptimizer(model, optimizer, state_kinds(reader), counts=counts)
+    return _ElementwiseOptimizer(model, optimizer, state_kinds(reader), counts=counts)
 
 
-class _FullShard(NamedTuple):
+class _WholeShard(NamedTuple):
     """A shard that the optimizer steps as one tensor."""
 
     shard: FlatShard
     span: Span
 
 
-class _FlatOptimizer:
+class _ElementwiseOptimizer:
     """An elementwise torch optimizer of a model's flat parameters, as checkpoints see it."""
 
     def __init__(
@@ -145,7 +145,7 @@ class _FlatOptimizer:
             if self._counts:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
-    def span_states(self) -> Iterator[tuple[_FullShard, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[_WholeShard, dict[str, Tensor]]]:
         """Yield each shard with its states, which must have its shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
@@ -156,4 +156,4 @@ class _FlatOptimizer:
                         f"{type(self._optimizer).__name__}: state {name} is not elementwise, so "
                         "it cannot be saved in parts"
                     )
-            yield _FullShard(shard, shard.span), found
+            yield _WholeShard(shard, shard.span), found

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.findings import Finding, lost
+from fsdpctl.checkpoint.findings import Finding, lost_finding
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, parameter_name
-from fsdpctl.checkpoint.source import Tensors, tensor_keys
+from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
 from fsdpctl.config.decoder_config import read_configuration
 from fsdpctl.data.tokenizer_files import (
     TEMPLATE_FILE,
@@ -21,15 +21,17 @@ from fsdpctl.errors import CheckpointError, UsageError, shorten_list
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import as_type, parse_json
 
-_TABLE = re.compile(r"(embed_tokens|\bwte|embed_in|lm_head|embed_out|word_embeddings)\.weight$")
+_VOCABULARY_WEIGHT = re.compile(
+    r"(embed_tokens|\bwte|embed_in|lm_head|embed_out|word_embeddings)\.weight$"
+)
 # Of config.json: no part of the computation, or compared by themselves.
-_OTHER_KEYS = {
+_UNCOMPARED_KEYS = {
     "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
     "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "tie_word_embeddings",
 }  # fmt: skip
 
 
-class Assets:
+class ModelAssets:
     """The files with the weights of a model, by name."""
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
@@ -58,31 +60,31 @@ class Assets:
         return next((str(each) for each in found if each), "")
 
 
-def check_vocabulary(weights: Tensors, assets: Assets) -> Iterator[Finding]:
+def check_vocabulary(weights: TensorSource, assets: ModelAssets) -> Iterator[Finding]:
     """Compare the rows of embedding and head with config.json and the tokenizer's ids."""
     size, last = assets.json(CONFIG_JSON).get("vocab_size"), max(assets.ids.values(), default=-1)
-    for name in filter(_TABLE.search, tensor_keys(weights)):
+    for name in filter(_VOCABULARY_WEIGHT.search, tensor_keys(weights)):
         rows = (weights.info(name).shape or [0])[0]
         text = f"{parameter_name(name)} has {rows:,} rows"
         if size not in (None, rows):
-            yield lost("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}")
+            yield lost_finding("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}")
         if last >= rows:
-            yield lost("vocabulary", f"{text}, the tokenizer token {last:,}")
+            yield lost_finding("vocabulary", f"{text}, the tokenizer token {last:,}")
 
 
-def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
+def compare_assets(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
     """Compare tokenizer, chat template, generation_config.json and config.json with the base's."""
-    yield from _tokenizer(ours, theirs)
+    yield from _compare_tokenizers(ours, theirs)
     one, other = ours.template, theirs.template
     if one != other:
         text = "differs from the base's" if one and other else "not in the base"
         yield Finding("chat template", text if one else "missing; the base has one", not one)
     made, base = ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG)
     if base and not made:
-        yield lost(GENERATION_CONFIG, "missing; the base has one")
+        yield lost_finding(GENERATION_CONFIG, "missing; the base has one")
     elif made.get("eos_token_id") is None and (end := base.get("eos_token_id")) is not None:
-        yield lost(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
-    elif differing := _differing(made, base, {"transformers_version"}):
+        yield lost_finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
+    elif differing := _differing_keys(made, base, {"transformers_version"}):
         yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
     if CONFIG_JSON not in theirs.files:  # a run or a checkpoint, whose weights have been compared
         return
@@ -91,32 +93,32 @@ def compare_assets(ours: Assets, theirs: Assets) -> Iterator[Finding]:
     with suppress(UsageError):  # not a text model of transformers
         pair = [read_configuration(each, CONFIG_JSON).to_dict() for each in pair]
     if kinds[0] != kinds[1]:
-        yield lost(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}")
-    elif differing := _differing(pair[0], pair[1], _OTHER_KEYS):
+        yield lost_finding(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}")
+    elif differing := _differing_keys(pair[0], pair[1], _UNCOMPARED_KEYS):
         yield Finding(CONFIG_JSON, f"differs from the base's in {differing}")
 
 
-def _tokenizer(ours: Assets, theirs: Assets) -> Iterator[Finding]:
+def _compare_tokenizers(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
     files, known = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (ours, theirs))
     moved = sorted(x for x, number in theirs.ids.items() if ours.ids.get(x) != number)
     new = sorted(map(repr, ours.ids.keys() - theirs.ids))
-    differing = _differing(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
+    differing = _differing_keys(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
     if known and not files:
-        yield lost("tokenizer", f"missing; the base has {shorten_list(known)}")
+        yield lost_finding("tokenizer", f"missing; the base has {shorten_list(known)}")
     elif not ours.ids or not theirs.ids:
         return
     elif moved:
         text = f"{len(moved):,} tokens of the base missing or with other ids"
-        yield lost("tokenizer", f"{text}, such as {moved[0]!r}")
+        yield lost_finding("tokenizer", f"{text}, such as {moved[0]!r}")
     elif new:
         yield Finding("tokenizer", f"{len(new)} tokens more than the base: {shorten_list(new)}")
     elif differing:
-        yield lost("tokenizer", f"differs from the base's in {differing}")
+        yield lost_finding("tokenizer", f"differs from the base's in {differing}")
     else:
         yield Finding("tokenizer", f"{len(ours.ids):,} tokens, as in the base")
 
 
-def _differing(
+def _differing_keys(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], apart: Collection[str] = ()
 ) -> str:
     names = sorted({*ours, *theirs}.difference(apart))

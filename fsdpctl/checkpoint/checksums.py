@@ -22,21 +22,21 @@ from fsdpctl.io.files import checked_name, open_regular, os_errors_as
 from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.untrusted import as_type
 
-_ANY = r".*"
+_ANY_NAME = r".*"
 # Others add these to a directory that they publish; no tool reads a model from them.
 _MAY_BE_ADDED = re.compile(r"\..*|(README|LICENSE|NOTICE).*|.*\.md", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _ChecksumFile:
     files: dict[str, FileInfo]  # all, with the checksums of all their bytes
 
 
-class Checksums:
+class ChecksumWriter:
     """The checksums of an export, computed while its files are written."""
 
     def __init__(self) -> None:
-        self._content = _Content({})
+        self._content = _ChecksumFile({})
 
     def write_tensors(
         self,
@@ -76,10 +76,10 @@ class ExportedDirectory:
         self.folder = folder
         where = f"{folder / CHECKSUMS}: corrupted"
         sealed = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
-        self._content = as_type(sealed, _Content, where, CheckpointError)
+        self._content = as_type(sealed, _ChecksumFile, where, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):
-                checked_name(part, _ANY, where, CheckpointError)
+                checked_name(part, _ANY_NAME, where, CheckpointError)
         found = dict(_files_in(folder))
         for name, info in self._content.files.items():
             if name not in found:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint import manifest, publish
-from fsdpctl.checkpoint.checksums import Checksums
-from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
-from fsdpctl.checkpoint.pretrained import attached_files
+from fsdpctl.checkpoint.checksums import ChecksumWriter
+from fsdpctl.checkpoint.merge import MODEL_KEY, exported_weights, notes_on_merge
+from fsdpctl.checkpoint.pretrained import read_attachments
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors, tensor_keys, weight_bytes
 from fsdpctl.checkpoint.tensor_file import (
     EXPORT_DTYPES,
     FLOATS,
@@ -20,6 +19,7 @@ from fsdpctl.checkpoint.tensor_file import (
     rank_file,
     write_synced,
 )
+from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys, weight_bytes
 from fsdpctl.config.decoder_config import exported_config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
@@ -38,60 +38,66 @@ def consolidate(
     dtype: str | None = None,
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
-    merges: bool = False,
-) -> publish.Exported:
+    merge: bool = False,
+) -> publish.ExportResult:
     """Write the new directory `destination`, which appears complete or not at all.
 
     `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
     than `max_file_bytes` gets no further tensor. Adapters are merged in float32.
     """
     destination = destination.resolve()  # the target of a symbolic link, not the link
-    with publish.new_export(destination, reader.folder, overwrite=overwrite) as folder:
+    with publish.export_directory(destination, reader.folder, overwrite=overwrite) as folder:
         # Merged weights are rounded once, below.
-        weights = exported_weights(reader, None if dtype is None else "F32", merges=merges)
+        weights = exported_weights(reader, None if dtype is None else "F32", merge=merge)
         kept: Collection[str] = ()
-        if MODEL in reader.manifest.config:
+        if MODEL_KEY in reader.manifest.config:
             from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
 
             kept = float32_names(config_of_checkpoint(reader.manifest.config, str(reader)).model)
-        exports = _exports(weights, dtype, kept)
+        exports = _exported_tensors(weights, dtype, kept)
         publish.check_space(destination, sum(each.entry.nbytes for each in exports))
-        files = _split(exports, max_file_bytes)
+        files = _split_into_files(exports, max_file_bytes)
         of_name = {each.entry.name: each for each in exports}
 
         def read(entry: TensorEntry) -> Iterator[memoryview]:
             for _, data in weights.read(of_name[entry.name].key):
-                yield cast(data, of_name[entry.name].stored, entry.dtype, entry.name)
+                yield cast(data, of_name[entry.name].stored_dtype, entry.dtype, entry.name)
                 advance(len(data))
 
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-            usual = (x for x in exports if x.stored in FLOATS and x.entry.name not in kept)
+            usual = (x for x in exports if x.stored_dtype in FLOATS and x.entry.name not in kept)
             notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
     total = sum(each.entry.nbytes for each in exports)
-    notes += notes_on_merge(reader, merges=merges)
-    return publish.Exported(destination, total, len(exports), notes, len(files))
+    notes += notes_on_merge(reader, merge=merge)
+    return publish.ExportResult(destination, total, len(exports), notes, len(files))
 
 
 @dataclass(frozen=True, slots=True)
-class _Export:
+class _ExportedTensor:
     key: str
-    stored: str  # its dtype in the checkpoint
+    stored_dtype: str  # its dtype in the checkpoint
     entry: TensorEntry  # its entry in the exported file
 
 
-def _exports(reader: Tensors, dtype: str | None, kept: Collection[str]) -> list[_Export]:
+def _exported_tensors(
+    reader: TensorSource, dtype: str | None, kept: Collection[str]
+) -> list[_ExportedTensor]:
     found = []
     for key in tensor_keys(reader):
         info, name = reader.info(key), key.partition("/")[2]
         casts = dtype is not None and info.dtype in FLOATS
         target = "float32" if name in kept else str(dtype)
         written = EXPORT_DTYPES[target] if casts else info.dtype
-        found.append(_Export(key, info.dtype, TensorEntry(name, written, tuple(info.shape))))
+        found.append(
+            _ExportedTensor(key, info.dtype, TensorEntry(name, written, tuple(info.shape)))
+        )
     return found
 
 
-def _split(exports: Sequence[_Export], max_file_bytes: int) -> list[list[_Export]]:
-    files: list[list[_Export]] = [[]]
+def _split_into_files(
+    exports: Sequence[_ExportedTensor], max_file_bytes: int
+) -> list[list[_ExportedTensor]]:
+    files: list[list[_ExportedTensor]] = [[]]
     size = 0
     for each in exports:
         if files[-1] and size + each.entry.nbytes > max_file_bytes:
@@ -105,18 +111,18 @@ def _split(exports: Sequence[_Export], max_file_bytes: int) -> list[list[_Export
 def _write_folder(
     reader: CheckpointReader,
     folder: Path,
-    files: Sequence[Sequence[_Export]],
+    files: Sequence[Sequence[_ExportedTensor]],
     read: Callable[[TensorEntry], Iterator[memoryview]],
     dtypes: Collection[str],
 ) -> tuple[str, ...]:
     """Write the files; return what is missing. `dtypes` are those of the model."""
     weight_map: dict[str, str] = {}
-    checksums = Checksums()
+    checksums = ChecksumWriter()
     for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        metadata = {"format": "pt", **publish.WRITTEN}
+        metadata = {"format": "pt", **publish.EXPORT_METADATA}
         checksums.write_tensors(folder / name, [each.entry for each in tensors], metadata, read)
         weight_map.update({each.entry.name: name for each in tensors})
     entries = [each.entry for tensors in files for each in tensors]
@@ -124,11 +130,11 @@ def _write_folder(
         total = sum(each.nbytes for each in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / manifest.INDEX_JSON, index)
-    attached = attached_files(reader)
+    attached = read_attachments(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
     notes: tuple[str, ...] = ()
-    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
+    if MODEL_KEY not in reader.manifest.config:  # a custom training loop saves no settings
         notes = ("no config.json: the checkpoint does not name its model",)
     else:
         if not attached.keys() & set(TOKENIZER_FILES):
@@ -145,8 +151,8 @@ def _write_json(path: Path, content: object) -> None:
     write_synced(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def shard_weights(
-    source: Tensors, destination: Path, *, num_files: int, about: publish.About
+def write_sharded_weights(
+    source: TensorSource, destination: Path, *, num_files: int, about: publish.CheckpointMetadata
 ) -> int:
     """Write a new checkpoint of files with equal shares; return the bytes of the weights."""
     destination = destination.resolve()
@@ -157,19 +163,19 @@ def shard_weights(
     publish.check_space(destination, total)
     with (
         os_errors_as(destination),
-        publish.new_directory(destination) as scratch,
+        publish.atomic_directory(destination) as scratch,
         doing("writing", BYTES, total) as advance,
     ):
         files = {}
         for rank in range(num_files):
-            if shares := _shares(tensors, rank, num_files):
+            if shares := _file_spans(tensors, rank, num_files):
                 name = rank_file(rank)
                 files[name] = _write_file(source, scratch / name, shares, advance)
         publish.write_manifest(scratch, about, files, tensors, num_files)
     return total
 
 
-def _shares(
+def _file_spans(
     tensors: Mapping[str, manifest.TensorInfo], rank: int, num_files: int
 ) -> dict[str, Span]:
     spans = {key: aligned_chunk(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
@@ -178,12 +184,12 @@ def _shares(
 
 
 def _write_file(
-    source: Tensors, path: Path, shares: Mapping[str, Span], advance: Advance
+    source: TensorSource, path: Path, shares: Mapping[str, Span], advance: Advance
 ) -> manifest.FileInfo:
     """Write the tensors after their checksums, for which they are read once more."""
     stored = {}
     for key, span in shares.items():
-        digests = manifest.digests_of(data for _, data in source.read(key, span))
+        digests = manifest.chunk_digests(data for _, data in source.read(key, span))
         stored[key] = source.info(key).dtype, manifest.StoredSpan(span, digests)
 
     def chunks() -> Iterator[memoryview]:
@@ -192,4 +198,4 @@ def _write_file(
                 yield data
                 advance(len(data))
 
-    return manifest.write_spans(path, stored, chunks())
+    return manifest.write_span_file(path, stored, chunks())

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.manifest import parameter_name
-from fsdpctl.checkpoint.source import Tensors, tensor_keys
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
-from fsdpctl.config.peft import is_adapter
+from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
 from fsdpctl.errors import shorten_list
 from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.models.adapter_names import is_adapter_name
 from fsdpctl.plan.layout import Span
 
-_ELEMENTS = 1 << 20  # compared at a time
+_ELEMENTS_AT_ONCE = 1 << 20  # compared at a time
 _KINDS = {  # the first that the name of a tensor has
     "experts": r"\bexperts\b", "norms": r"norm|\bln_", "routers": r"router|\bgate\b",
     "attention": r"attn|attention", "mlp": r"mlp|feed_forward|ffn|shared_expert|\bfc",
@@ -39,7 +39,7 @@ class Finding:
         return f"{self.subject}: {'lost: ' * self.is_lost}{self.text}"
 
 
-def lost(subject: str, text: str) -> Finding:
+def lost_finding(subject: str, text: str) -> Finding:
     return Finding(subject, text, is_lost=True)
 
 
@@ -55,11 +55,11 @@ class WeightChange(NamedTuple):
         return (self.delta / self.norm) ** 0.5 if self.norm else 0.0
 
 
-def kind_of(name: str) -> str:
+def tensor_kind(name: str) -> str:
     return next((kind for kind, part in _KINDS.items() if re.search(part, name, re.I)), "other")
 
 
-def by_kind(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
+def summarize_changes(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
     """Return a line for each kind: how many of its tensors changed, and by how much."""
     for kind, of_kind in sorted(changes.items()):
         delta, norm, most = sum(x.delta for x in of_kind), sum(x.norm for x in of_kind), ""
@@ -73,31 +73,33 @@ def by_kind(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding
         yield Finding(kind, f"{changed} of {total} tensors changed{most}", figures=figures)
 
 
-def compare_names(ours: Tensors, theirs: Tensors) -> Iterator[Finding]:
+def compare_names(ours: TensorSource, theirs: TensorSource) -> Iterator[Finding]:
     """Compare the names, shapes and experts of weights with those of the base."""
-    here, there = {*tensor_keys(ours)}, {x for x in tensor_keys(theirs) if not is_adapter(x)}
+    here, there = {*tensor_keys(ours)}, {x for x in tensor_keys(theirs) if not is_adapter_name(x)}
     for keys, what in ((there - here, "of the base missing"), (here - there, "not in the base")):
         of_kind: dict[str, list[str]] = defaultdict(list)
         for name in sorted(map(parameter_name, keys)):
-            of_kind[kind_of(name)].append(name)
+            of_kind[tensor_kind(name)].append(name)
         for kind, names in of_kind.items():
             text = f"{len(names)} tensors {what}: {shorten_list(names, 2)}"
             yield Finding(kind, text, is_lost=keys <= there)
     for key in sorted(here & there):
         one, other, name = ours.info(key).shape, theirs.info(key).shape, parameter_name(key)
-        grown = kind_of(name) in ("embeddings", "head") and one[1:] == other[1:]
+        grown = tensor_kind(name) in ("embeddings", "head") and one[1:] == other[1:]
         if one != other:
             text = f"{name}: shape {one}, base {other}"
-            yield Finding(kind_of(name), text, is_lost=not grown or one < other)
+            yield Finding(tensor_kind(name), text, is_lost=not grown or one < other)
     counts, known = _experts(ours), _experts(theirs)
     for layer in (each for each in sorted(known) if counts.get(each) != known[each]):
-        yield lost("experts", f"{layer}: {counts.get(layer, 0)} experts, base {known[layer]}")
+        yield lost_finding(
+            "experts", f"{layer}: {counts.get(layer, 0)} experts, base {known[layer]}"
+        )
     if known and counts == known:
         most = " or ".join(map(str, sorted({*known.values()})))
         yield Finding("experts", f"{most} in each of {len(known)} layers, as in the base")
 
 
-def _experts(weights: Tensors) -> dict[str, int]:
+def _experts(weights: TensorSource) -> dict[str, int]:
     numbers: dict[str, set[int]] = defaultdict(set)
     for key in tensor_keys(weights):
         shape = weights.info(key).shape
@@ -107,7 +109,7 @@ def _experts(weights: Tensors) -> dict[str, int]:
 
 
 def compare_values(
-    ours: Tensors, theirs: Tensors | None, *, is_trained: bool = True
+    ours: TensorSource, theirs: TensorSource | None, *, is_trained: bool = True
 ) -> Iterator[Finding]:
     """Compare values with the base's, rounded to the dtype of the export; None: only check them."""
     known = {*tensor_keys(theirs)} if theirs is not None else set()
@@ -116,21 +118,23 @@ def compare_values(
     with doing("comparing", BYTES, sum(ours.info(key).nbytes for key in keys)) as advance:
         for key in keys:
             base, name = theirs if key in known else None, parameter_name(key)
-            change, bad, has_any = _compared(ours, base, key)
+            change, bad, has_any = _compare_tensor(ours, base, key)
             if bad:
-                yield lost(kind_of(name), f"{name}: {bad:,} values are NaN or infinite")
+                yield lost_finding(tensor_kind(name), f"{name}: {bad:,} values are NaN or infinite")
             if change.norm and not has_any:
-                yield lost(kind_of(name), f"{name}: only zeros, and not in the base")
+                yield lost_finding(tensor_kind(name), f"{name}: only zeros, and not in the base")
             if base is not None:
-                changes[kind_of(name)].append(change)
+                changes[tensor_kind(name)].append(change)
             advance(ours.info(key).nbytes)
-    yield from by_kind(changes)
+    yield from summarize_changes(changes)
     if is_trained and changes and not any(x.delta for each in changes.values() for x in each):
-        yield lost("weights", "all equal the base's; nothing that was trained is there")
+        yield lost_finding("weights", "all equal the base's; nothing that was trained is there")
 
 
 @np.errstate(all="ignore")  # of values that are not finite
-def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[WeightChange, int, bool]:
+def _compare_tensor(
+    ours: TensorSource, theirs: TensorSource | None, key: str
+) -> tuple[WeightChange, int, bool]:
     """Return the change, the number of new NaNs, and whether any value is not zero.
 
     Of a tensor with more rows than the base's, the first ones are compared.
@@ -141,13 +145,13 @@ def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[WeightCh
         other.shape[1:] == info.shape[1:] and other.numel < info.numel
     )
     delta, norm, bad, has_any = 0.0, 0.0, 0, False
-    for span in Span(0, info.numel).split(_ELEMENTS):
-        data, known = _bytes(ours, key, span), bytearray()
+    for span in Span(0, info.numel).split(_ELEMENTS_AT_ONCE):
+        data, known = _read_bytes(ours, key, span), bytearray()
         if theirs is not None and is_alike and span.start < other.numel:
-            known = _bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))
-        base = _floats(known, other.dtype, info.dtype)
+            known = _read_bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))
+        base = _as_floats(known, other.dtype, info.dtype)
         is_same = data == known and other.dtype == info.dtype
-        values = base if is_same else _floats(data, info.dtype, info.dtype)
+        values = base if is_same else _as_floats(data, info.dtype, info.dtype)
         if not is_same and not np.isfinite(values @ values):
             is_bad = ~np.isfinite(values)
             is_bad[: base.size] &= np.isfinite(base)
@@ -159,14 +163,14 @@ def _compared(ours: Tensors, theirs: Tensors | None, key: str) -> tuple[WeightCh
     return WeightChange(delta, norm, parameter_name(key)), bad, has_any
 
 
-def _bytes(weights: Tensors, key: str, span: Span) -> bytearray:
+def _read_bytes(weights: TensorSource, key: str, span: Span) -> bytearray:
     found = bytearray()
     for _, data in weights.read(key, span):
         found += data
     return found
 
 
-def _floats(data: bytearray, dtype: str, rounded: str) -> NDArray[np.float32]:
+def _as_floats(data: bytearray, dtype: str, rounded: str) -> NDArray[np.float32]:
     if rounded in FLOATS and rounded != dtype:
-        return _floats(bytearray(cast(memoryview(data), dtype, rounded, "")), rounded, rounded)
+        return _as_floats(bytearray(cast(memoryview(data), dtype, rounded, "")), rounded, rounded)
     return np.frombuffer(cast(memoryview(data), dtype, "F32", ""), np.float32)

@@ -19,17 +19,17 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.gguf_header import GgufTensor, read_header
+from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.hub_names import stored_names
-from fsdpctl.models.registry import build_plain
 from fsdpctl.plan.layout import Span, round_up
 
-_AT_ONCE = 1 << 18  # elements, of which dequantization makes several copies
+_ELEMENTS_AT_ONCE = 1 << 18  # elements, of which dequantization makes several copies
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROTATED = re.compile(r"\.attn_[qk]\.")  # whose heads transformers reorders in `llama`
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _StoredRows:
     """A tensor of the model: rows of one in the file."""
 
     tensor: GgufTensor
@@ -47,13 +47,15 @@ class GgufTensors:
         UsageError if a tensor is missing, differs in shape or dtype, or is not the model's.
         """
         self.path, header = path, read_header(path)
-        self._kind = header.architecture
-        tied = ["output.weight"] if self._kind == "falcon" else []  # by transformers, in any file
+        self._architecture = header.architecture
+        tied = (
+            ["output.weight"] if self._architecture == "falcon" else []
+        )  # by transformers, in any file
         left = header.tensors.keys() - {*SCALINGS, *tied}
-        self._found: dict[str, _Rows] = {}
+        self._stored: dict[str, _StoredRows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(kinds[self._kind], model.num_layers)
-        of_model = stored_names(build_plain(model))
+        names = gguf.get_tensor_name_map(kinds[self._architecture], model.num_layers)
+        of_model = stored_names(build_base_model(model))
         experts = Counter(_EXPERT.sub(".experts.", name) for name in of_model)
         for name, shape in of_model.items():
             expert = _EXPERT.search(name)
@@ -66,13 +68,13 @@ class GgufTensors:
             if tensor.shape != whole:
                 is_of = f"shape {list(tensor.shape)}, the model's is {list(whole)}"
                 raise UsageError(f"{path}: {theirs} has {is_of}")
-            is_rotated = self._kind == "llama" and _ROTATED.search(theirs)
+            is_rotated = self._architecture == "llama" and _ROTATED.search(theirs)
             head = model.head_width if is_rotated else 1
             first = prod(stored[:-1]) * int(expert[1]) if expert else 0
-            self._found[name] = _Rows(tensor, shape, first, head)
+            self._stored[name] = _StoredRows(tensor, shape, first, head)
             left.discard(theirs)
         for name in sorted(left):
-            raise UsageError(f"{path}: {name}: not in transformers' model of {self._kind}")
+            raise UsageError(f"{path}: {name}: not in transformers' model of {self._architecture}")
         for tensor in header.tensors.values():
             kind = gguf.GGMLQuantizationType(tensor.kind)
             try:
@@ -84,17 +86,17 @@ class GgufTensors:
         return str(self.path)
 
     def names(self, kind: str) -> list[str]:
-        return sorted(self._found) if kind == PARAMETER else []
+        return sorted(self._stored) if kind == PARAMETER else []
 
     def info(self, key: str) -> TensorInfo:
-        return TensorInfo(list(self._found[parameter_name(key)].shape), "F32")
+        return TensorInfo(list(self._stored[parameter_name(key)].shape), "F32")
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        rows = self._found[parameter_name(key)]
+        rows = self._stored[parameter_name(key)]
         width, span = rows.tensor.shape[-1], span or Span(0, prod(rows.shape))
         together = rows.head if len(rows.tensor.shape) > 1 else 1
         start, stop = span.start // width, -(-span.stop // width)
-        step = round_up(-(-_AT_ONCE // width), together)
+        step = round_up(-(-_ELEMENTS_AT_ONCE // width), together)
         with (
             open(open_regular(self.path, follow_links=True), "rb") as file,
             os_errors_as(self.path),
@@ -103,11 +105,11 @@ class GgufTensors:
                 last = min(first + step, round_up(stop, together))
                 here = Span(first * width, last * width)
                 if (wanted := here.intersect(span)) is not None:
-                    values = self._values(file, rows, first, last)
+                    values = self._read_rows(file, rows, first, last)
                     part = wanted.shift(-here.start)
                     yield wanted, values[part.start : part.stop].view(np.uint8).data
 
-    def _values(self, file: IO[Any], rows: _Rows, first: int, last: int) -> NDArray[Any]:
+    def _read_rows(self, file: IO[Any], rows: _StoredRows, first: int, last: int) -> NDArray[Any]:
         """Return the elements of some rows in the order that they have in the model."""
         tensor, num_bytes = rows.tensor, (last - first) * rows.tensor.row_bytes
         file.seek(tensor.start + (rows.first + first) * tensor.row_bytes)
@@ -120,6 +122,6 @@ class GgufTensors:
         count = len(values) // rows.head
         heads = {"num_attention_heads": count, "num_key_value_heads": count}
         theirs: Any = modeling_gguf_pytorch_utils
-        processor = theirs.TENSOR_PROCESSORS.get(self._kind, theirs.TensorProcessor)
+        processor = theirs.TENSOR_PROCESSORS.get(self._architecture, theirs.TensorProcessor)
         made = processor(config=heads).process(values, tensor.name)
         return np.ascontiguousarray(made.weights).reshape(-1)

@@ -9,12 +9,12 @@ import torch
 from transformers.core_model_loading import build_glob_alternation
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, tensor_key
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
-from fsdpctl.models.hub_names import stored_names, stored_parts
-from fsdpctl.models.registry import build_plain
-from fsdpctl.models.transformers_build import built
+from fsdpctl.models.build_model import build_base_model
+from fsdpctl.models.hub_names import map_stored_tensors, stored_names
+from fsdpctl.models.transformers_build import build_causal_lm
 from fsdpctl.plan.layout import Span
 
 
@@ -30,9 +30,11 @@ class _Composition:
 class ComposedTensors:
     """A source whose tensors are composed of those of another one, read by range."""
 
-    def __init__(self, source: Tensors, compositions: Mapping[str, _Composition]) -> None:
+    def __init__(self, source: TensorSource, compositions: Mapping[str, _Composition]) -> None:
         self._source = source
-        self._made = {tensor_key(made.kind, name): made for name, made in compositions.items()}
+        self._compositions = {
+            tensor_key(made.kind, name): made for name, made in compositions.items()
+        }
         self._names = {name: made.kind for name, made in compositions.items()}
 
     def __str__(self) -> str:
@@ -42,9 +44,9 @@ class ComposedTensors:
         return sorted(name for name, of in self._names.items() if of == kind)
 
     def info(self, key: str) -> TensorInfo:
-        if key not in self._made:
+        if key not in self._compositions:
             return self._source.info(key)  # raises, and names the tensor
-        made = self._made[key]
+        made = self._compositions[key]
         dtypes = {self._source.info(part).dtype for part, _ in made.parts}
         if len(dtypes) > 1:
             raise CheckpointError(f"{self}: {key}: its parts have dtypes {', '.join(dtypes)}")
@@ -57,7 +59,7 @@ class ComposedTensors:
         return info
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        made = self._made[key]
+        made = self._compositions[key]
         span = span or Span(0, sum(part.numel for _, part in made.parts))
         start = 0
         for inner, part in made.parts:
@@ -70,11 +72,11 @@ class ComposedTensors:
                 yield read.shift(-offset), data
 
 
-def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
+def under_model_names(stored: TensorSource, model: ModelConfig) -> TensorSource:
     """Return the weights under the names in memory, from those of a Hugging Face directory."""
-    module = build_plain(model)
+    module = build_base_model(model)
     compositions = {}
-    for name, found in stored_parts(module, stored.names(PARAMETER)).items():
+    for name, found in map_stored_tensors(module, stored.names(PARAMETER)).items():
         keys = [tensor_key(PARAMETER, each) for each in found.parts]
         parts = tuple((key, Span(0, stored.info(key).numel)) for key in keys)
         for copy in found.copies:
@@ -88,12 +90,12 @@ def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
     return ComposedTensors(stored, compositions)
 
 
-def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
+def under_hub_names(weights: TensorSource, model: ModelConfig) -> TensorSource:
     """Return the weights as transformers writes them to files, from the names in memory."""
-    module = build_plain(model)
+    module = build_base_model(model)
     shapes = stored_names(module)
     compositions = {}
-    for name, whole in stored_parts(module, list(shapes)).items():
+    for name, whole in map_stored_tensors(module, list(shapes)).items():
         key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
         sizes = [prod(shapes[part]) for part in whole.parts]
         for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
@@ -104,16 +106,16 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
 def float32_names(model: ModelConfig) -> frozenset[str]:
     """Return the tensors in files that transformers keeps in float32 in a model of 16 bits."""
     with torch.device("meta"):
-        half = built(model, torch.bfloat16)
+        half = build_causal_lm(model, torch.bfloat16)
     listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]
     wide = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
-    module = build_plain(model)
-    parts = stored_parts(module, list(stored_names(module)))
+    module = build_base_model(model)
+    parts = map_stored_tensors(module, list(stored_names(module)))
     kept = (each for name, each in parts.items() if name in wide or listed.search(name))
     return frozenset(part for each in kept for part in each.parts)
 
 
-def _check_equal(weights: Tensors, name: str, copy: str) -> None:
+def _check_equal(weights: TensorSource, name: str, copy: str) -> None:
     """Refuse two stored tensors that the model ties and that differ."""
     keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
     shapes = [weights.info(key).shape for key in keys]

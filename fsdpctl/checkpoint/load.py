@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, REMAINDER, Progress, tensor_key
-from fsdpctl.checkpoint.quantized import quantized_as
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, REMAINDER, tensor_key
+from fsdpctl.checkpoint.quantized import quantized_like
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
+from fsdpctl.checkpoint.staging import DTYPES, tensor_from_bytes
+from fsdpctl.checkpoint.tensor_source import TensorSource
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.flat_shard import (
     FlatShard,
     ShardedModelProtocol,
@@ -51,7 +52,7 @@ class ShardedOptimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StatePiece:
+class TensorPiece:
     """A part of one parameter or of one of its optimizer states, in this rank's memory."""
 
     key: str
@@ -61,17 +62,17 @@ class StatePiece:
 
 def model_pieces(
     model: ShardedModelProtocol, *, trained_only: bool = False
-) -> Iterator[StatePiece]:
+) -> Iterator[TensorPiece]:
     """Yield the parts of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for piece in shard.layout.param_slices(shard.saved_span):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
                 if values is not None:
                     key = tensor_key(kind, piece.param.name)
-                    yield StatePiece(key, piece, shard.view(values, piece.in_flat))
+                    yield TensorPiece(key, piece, shard.view(values, piece.in_flat))
 
 
-def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
+def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[TensorPiece]:
     """Yield the same for the optimizer's states; nothing before the first step."""
     for run, states in optimizer.span_states():
         within = run.span.intersect(run.shard.saved_span)
@@ -80,13 +81,13 @@ def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
             for name in moment_names(states):
                 moment = get_moment(states, name).window(inside)
                 kind = name if moment.scales is None else name + CODES
-                yield StatePiece(tensor_key(kind, piece.param.name), piece, moment.values)
+                yield TensorPiece(tensor_key(kind, piece.param.name), piece, moment.values)
                 if moment.scales is not None:
                     key = tensor_key(name + SCALES, piece.param.name)
-                    yield StatePiece(key, _in_blocks(piece), moment.scales)
+                    yield TensorPiece(key, _scales_piece(piece), moment.scales)
 
 
-def _in_blocks(piece: ParamSlice) -> ParamSlice:
+def _scales_piece(piece: ParamSlice) -> ParamSlice:
     spec = ParamSpec(piece.param.name, (scale_blocks(Span(0, piece.param.numel)).stop,))
     return ParamSlice(spec, scale_blocks(piece.in_param), scale_blocks(piece.in_flat))
 
@@ -106,7 +107,7 @@ def load_into(
     reader: CheckpointReader,
     model: ShardedModelProtocol,
     optimizer: ShardedOptimizer | None,
-    weights: Tensors | None = None,
+    weights: TensorSource | None = None,
 ) -> Progress:
     """Load this rank's shards and states, reading only the elements that it holds. Collective.
 
@@ -131,14 +132,14 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 
 @torch.no_grad()
-def load_weights(source: Tensors, model: ShardedModelProtocol) -> None:
+def load_weights(source: TensorSource, model: ShardedModelProtocol) -> None:
     """Load this rank's shards from full weights, reading only what it holds. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
 
-def _load_model(source: Tensors, model: ShardedModelProtocol) -> None:
-    source = quantized_as(source, model.module)
+def _load_model(source: TensorSource, model: ShardedModelProtocol) -> None:
+    source = quantized_like(source, model.module)
     params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
@@ -158,15 +159,15 @@ def _load_model(source: Tensors, model: ShardedModelProtocol) -> None:
         buffer.copy_(stored)
 
 
-def _read(source: Tensors, key: str, span: Span) -> Iterator[tuple[Span, Tensor]]:
+def _read(source: TensorSource, key: str, span: Span) -> Iterator[tuple[Span, Tensor]]:
     """Yield the elements `span` of a flattened tensor in chunks, in the dtype that is stored."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
         RANK_STATUS.at(READING)
-        yield part, tensor_of(data, dtype)
+        yield part, tensor_from_bytes(data, dtype)
 
 
-def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
+def _read_into(source: TensorSource, key: str, span: Span, target: Tensor) -> None:
     """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
     for part, values in _read(source, key, span):
         within = part.shift(-span.start)
@@ -189,7 +190,7 @@ def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment:
     for part in Span(0, piece.in_flat.numel).split(TILE["cuda"]):
         whole = Span(part.start, round_up(part.stop, SCALE_BLOCK))
         span, target = part.shift(piece.in_param.start), moment.window(whole)
-        stored = _stored_moment(reader, name, piece.param.name, span, target.values.device)
+        stored = _read_moment(reader, name, piece.param.name, span, target.values.device)
         if (stored.scales is None) != (target.scales is None):
             stored = (
                 stored.quantized_like(target) if target.scales is not None else stored.dequantized()
@@ -199,7 +200,7 @@ def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment:
             target.scales.copy_(stored.scales)
 
 
-def _stored_moment(
+def _read_moment(
     reader: CheckpointReader, name: str, param: str, span: Span, device: torch.device
 ) -> Moment:
     """Read the elements `span` of a parameter's moment as they are stored, in whole blocks."""
@@ -216,15 +217,15 @@ def _stored_moment(
     return Moment(values, scales)
 
 
-def check_weights(source: Tensors, module: nn.Module) -> None:
+def check_weights(source: TensorSource, module: nn.Module) -> None:
     """Refuse weights that are not those of `module`, which may be on the meta device."""
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
-    _check_shapes(quantized_as(source, module), PARAMETER, shapes)
+    _check_shapes(quantized_like(source, module), PARAMETER, shapes)
     buffers = persistent_buffers(module)
     _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
 
 
-def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(source: TensorSource, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         stored = tuple(source.info(tensor_key(kind, name)).shape)
         if stored != shape:

@@ -3,9 +3,9 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated
 
 import xxhash
 from msgspec import Meta
@@ -17,6 +17,7 @@ from fsdpctl.checkpoint.tensor_file import (
     make_header,
     write_tensor_file,
 )
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.checksummed_json import checksummed, read_checksummed
@@ -25,13 +26,13 @@ from fsdpctl.io.run_files import CONFIG_JSON, MANIFEST
 from fsdpctl.io.untrusted import MAX_COUNT, Count, as_type, parse_json
 from fsdpctl.plan.layout import Span
 
-SPANS = "fsdpctl.spans"  # the header's metadata key
+SPANS_KEY = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-OF_THE_MODEL = (CONFIG_JSON, GENERATION_CONFIG)  # files next to weights
-ASSETS = (*OF_THE_MODEL, *TOKENIZER_FILES, TEMPLATES)  # with those of the tokenizer
+MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)  # files next to weights
+ASSETS = (*MODEL_CONFIG_FILES, *TOKENIZER_FILES, TEMPLATES)  # with those of the tokenizer
 # Kinds of tensors; other kinds are optimizer states. A remainder has the lower 8 bits of weights
 # of 24 bits.
 PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
@@ -48,7 +49,7 @@ class StoredSpan:
     def num_chunks(self) -> int:
         return len(self.digests) // _DIGEST_BYTES
 
-    def is_chunk(self, number: int, data: memoryview) -> bool:
+    def matches_chunk(self, number: int, data: memoryview) -> bool:
         start = number * _DIGEST_BYTES
         return xxhash.xxh3_128_digest(data) == self.digests[start : start + _DIGEST_BYTES]
 
@@ -57,7 +58,7 @@ def checksum(data: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digests_of(stream: Iterable[memoryview]) -> bytes:
+def chunk_digests(stream: Iterable[memoryview]) -> bytes:
     """Return the concatenated checksums of every CHUNK_BYTES of a stream in pieces of any size."""
     done, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
     for data in stream:
@@ -71,13 +72,13 @@ def digests_of(stream: Iterable[memoryview]) -> bytes:
     return bytes(done if room == CHUNK_BYTES else done + chunk.digest())
 
 
-def write_spans(
+def write_span_file(
     path: Path, stored: Mapping[str, tuple[str, StoredSpan]], chunks: Iterable[memoryview]
 ) -> "FileInfo":
     """Write a new file with spans of tensors, by their keys and dtypes; return its description."""
     entries = [TensorEntry(key, dtype, (x.span.numel,)) for key, (dtype, x) in stored.items()]
     spans = {key: [x.span.start, x.span.stop, x.digests.hex()] for key, (_, x) in stored.items()}
-    header = make_header(entries, {SPANS: json.dumps(spans, separators=(",", ":"))})
+    header = make_header(entries, {SPANS_KEY: json.dumps(spans, separators=(",", ":"))})
     return FileInfo(write_tensor_file(path, header, chunks), checksum(header))
 
 
@@ -121,55 +122,6 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * ITEMSIZES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedStep:
-    """An applied step, which later steps are compared with to detect spikes."""
-
-    step: Count
-    loss: float
-    log_grad_norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class BestValidation:
-    """The lowest validation loss of a run."""
-
-    loss: float
-    step: Count
-    unimproved: Count = 0  # validations since then
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of a run."""
-
-    step: Count = 0  # completed optimizer steps
-    samples: Count = 0  # samples consumed: the position in the data
-    data_fingerprint: str = ""
-    owes_validation: bool = False  # a stop request cut the validation at this step short
-    best: BestValidation | None = None  # None: no validation was finite
-    num_skips: Count = 0  # steps rejected because of their values
-    accepted: list[AcceptedStep] = field(default_factory=list)  # the newest, to detect spikes
-    optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
-    optimizer_steps: dict[str, Count] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
-    param_groups: list[dict[str, Any]] = field(default_factory=list)  # of its optimizer
-
-    def validated(self, loss: float) -> Self:
-        """Return the progress after the validation of this step, with its loss."""
-        best = self.best
-        if math.isfinite(loss) and (best is None or loss < best.loss):
-            best = BestValidation(loss, self.step)
-        elif best is not None:
-            best = BestValidation(best.loss, best.step, best.unimproved + 1)
-        return replace(self, best=best, owes_validation=False)
-
-    def is_over(self, steps: int, patience: int | None) -> bool:
-        """Return whether nothing is left to train."""
-        waited = 0 if self.best is None else self.best.unimproved
-        return self.step >= steps or (patience is not None and waited >= patience)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,71 +6,79 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
-from fsdpctl.checkpoint.pretrained import whole_weights
+from fsdpctl.checkpoint.pretrained import with_base
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors, read_floats
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
+from fsdpctl.checkpoint.tensor_source import TensorSource, read_floats
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import DOWN, UP, adapted_layers, adapted_weight, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.models.adapter_names import (
+    LORA_A,
+    LORA_B,
+    adapted_layers,
+    adapted_weight,
+    is_adapter_name,
+)
 from fsdpctl.plan.layout import Span
 
-MODEL = "model"  # the setting that names the model
+MODEL_KEY = "model"  # the setting that names the model
 Matrix = NDArray[np.float32]
 
 
-def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: bool) -> Tensors:
+def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool) -> TensorSource:
     """Return the full weights of a checkpoint without adapters, as other tools expect them.
 
-    Adapters are merged if `merges`; `dtype` is that of merged weights, None as stored.
+    Adapters are merged if `merge`; `dtype` is that of merged weights, None as stored.
     """
-    weights = whole_weights(reader)
-    has_adapters = any(map(is_adapter, weights.names(PARAMETER)))
-    if has_adapters and not merges:
+    weights = with_base(reader)
+    has_adapters = any(map(is_adapter_name, weights.names(PARAMETER)))
+    if has_adapters and not merge:
         raise UsageError(
             f"{reader}: has adapters; pass --merge to add them to the weights, or --format peft "
             "to export the adapters alone"
         )
-    if merges and not has_adapters:
+    if merge and not has_adapters:
         raise UsageError(f"--merge: {reader} has no adapters")
-    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
+    if MODEL_KEY not in reader.manifest.config:  # a custom training loop saves no settings
         return weights
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    if merges and model.base_dtype is not None:
-        weights = _merged_into_quantized(weights, model, dtype)
-    elif merges:
-        weights = MergedWeights(weights, model, dtype, transposed=_transposed(model))
-    from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
+    if merge and model.base_dtype is not None:
+        weights = _merge_into_quantized(weights, model, dtype)
+    elif merge:
+        weights = MergedTensors(weights, model, dtype, transposed=_transposed(model))
+    from fsdpctl.checkpoint.hub_weights import under_hub_names  # imports torch
 
-    return to_hub(weights, model)
+    return under_hub_names(weights, model)
 
 
-def _merged_into_quantized(weights: Tensors, model: ModelConfig, dtype: str | None) -> Tensors:
+def _merge_into_quantized(
+    weights: TensorSource, model: ModelConfig, dtype: str | None
+) -> TensorSource:
     """Merge into the weights that were trained with; `dtype` None: as in the files, or float32."""
     from fsdpctl.checkpoint.quantized import DequantizedTensors  # imports torch
-    from fsdpctl.models.quantized import PACKINGS, quantized_shapes
-    from fsdpctl.models.registry import build_model
+    from fsdpctl.models.build_model import build_model
+    from fsdpctl.models.quantized import QUANT_FORMATS, quantized_shapes
 
-    packing, shapes = PACKINGS[str(model.base_dtype)], quantized_shapes(build_model(model))
+    packing, shapes = QUANT_FORMATS[str(model.base_dtype)], quantized_shapes(build_model(model))
     stored = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
     if dtype is None:
         dtype = stored.pop() if len(stored) == 1 and stored <= {*FLOATS} else "F32"
     unpacked = DequantizedTensors(weights, shapes, packing)
-    return MergedWeights(unpacked, model, dtype, shapes, _transposed(model))
+    return MergedTensors(unpacked, model, dtype, shapes, _transposed(model))
 
 
 def _transposed(model: ModelConfig) -> frozenset[str]:
-    from fsdpctl.models.products import transposed_layers  # imports torch
-    from fsdpctl.models.registry import build_plain
+    from fsdpctl.models.build_model import build_base_model
+    from fsdpctl.models.linear_layers import transposed_layers  # imports torch
 
-    return transposed_layers(build_plain(model))
+    return transposed_layers(build_base_model(model))
 
 
-def notes_on_merge(reader: CheckpointReader, *, merges: bool) -> tuple[str, ...]:
+def notes_on_merge(reader: CheckpointReader, *, merge: bool) -> tuple[str, ...]:
     """Return what to know about the weights that adapters were merged into, a line each."""
     dtype = reader.manifest.config.get("model.base_dtype", "auto")
-    if not merges or dtype == "auto":
+    if not merge or dtype == "auto":
         return ()
     base = reader.manifest.base
     others = "" if base is None else f"; those in {base.path} differ"
@@ -79,12 +87,12 @@ def notes_on_merge(reader: CheckpointReader, *, merges: bool) -> tuple[str, ...]
     )
 
 
-class MergedWeights:
+class MergedTensors:
     """Weights with their adapters merged: W + scale * B A, computed in float32, rounded once."""
 
     def __init__(
         self,
-        weights: Tensors,
+        weights: TensorSource,
         model: ModelConfig,
         dtype: str | None = None,
         rounded: Collection[str] = (),
@@ -107,7 +115,7 @@ class MergedWeights:
         return str(self._weights)
 
     def names(self, kind: str) -> list[str]:
-        return [name for name in self._weights.names(kind) if not is_adapter(name)]
+        return [name for name in self._weights.names(kind) if not is_adapter_name(name)]
 
     def info(self, key: str) -> TensorInfo:
         info = self._weights.info(key)
@@ -147,13 +155,16 @@ class MergedWeights:
         """Return the factors of each expert's update; those of the last weight are kept."""
         if self._last is None or self._last[0] != name:
             layer = self._merged[name]
-            down, up = self._full(f"{layer}.{DOWN}.weight"), self._full(f"{layer}.{UP}.weight")
+            down, up = (
+                self._read_matrix(f"{layer}.{LORA_A}.weight"),
+                self._read_matrix(f"{layer}.{LORA_B}.weight"),
+            )
             into = down.reshape(count, -1, down.shape[1])
             back = up.reshape(len(up), -1, count).transpose(2, 0, 1)
             turned = into.transpose(0, 2, 1), back.transpose(0, 2, 1)
             self._last = (name, turned if layer in self._transposed else (back, into))
         return self._last[1]
 
-    def _full(self, name: str) -> Matrix:
+    def _read_matrix(self, name: str) -> Matrix:
         key = tensor_key(PARAMETER, name)
         return read_floats(self._weights, key).reshape(self._weights.info(key).shape)

@@ -8,34 +8,33 @@ from typing import Any
 
 from torch import nn
 
-from fsdpctl.checkpoint.checksums import Checksums
-from fsdpctl.checkpoint.manifest import OF_THE_MODEL, PARAMETER, tensor_key
-from fsdpctl.checkpoint.pretrained import attached_files, whole_weights
-from fsdpctl.checkpoint.publish import WRITTEN, new_export, write_assets
+from fsdpctl.checkpoint.checksums import ChecksumWriter
+from fsdpctl.checkpoint.manifest import MODEL_CONFIG_FILES, PARAMETER, tensor_key
+from fsdpctl.checkpoint.pretrained import read_attachments, with_base
+from fsdpctl.checkpoint.publish import EXPORT_METADATA, export_directory, write_assets
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import FileTensors
 from fsdpctl.checkpoint.tensor_file import TensorEntry, TensorFile, open_tensor_file, write_synced
+from fsdpctl.checkpoint.tensor_source import FileTensors
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    OF_EXPERTS,
-    PREFIX,
-    adapted_layers,
-    adapted_weight,
-    is_adapter,
-    names_in_peft,
-)
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.io.texts import hub_name
-from fsdpctl.models.hub_names import first_names
-from fsdpctl.models.products import transposed_layers
-from fsdpctl.models.registry import build_model, build_plain
+from fsdpctl.models.adapter_names import (
+    EXPERT_ADAPTERS,
+    PEFT_PREFIX,
+    adapted_layers,
+    adapted_weight,
+    is_adapter_name,
+    peft_names,
+)
+from fsdpctl.models.build_model import build_base_model, build_model
+from fsdpctl.models.hub_names import tied_names
+from fsdpctl.models.linear_layers import transposed_layers
 from fsdpctl.models.stacked_experts import stacked_experts
 
 # Of modules_to_save, if the embeddings were resized: the same once more, and what they replace.
-_COPIES = (".modules_to_save.weight", ".original_module.weight")
+_RESIZED_COPIES = (".modules_to_save.weight", ".original_module.weight")
 # The ends of names that PEFT converts for models with experts (transformers' conversion tables).
 _RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
@@ -50,14 +49,14 @@ class PeftAdapters(FileTensors):
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
         self._shapes = trained_shapes(module)
-        ours = {theirs: name for name, theirs in names_in_peft(self._shapes).items()}
-        known, first = {name for name, _ in module.named_parameters()}, first_names(module)
+        ours = {theirs: name for name, theirs in peft_names(self._shapes).items()}
+        known, first = {name for name, _ in module.named_parameters()}, tied_names(module)
         found: dict[str, tuple[TensorFile, TensorEntry]] = {}
         for theirs, entry in file.entries.items():
-            if not theirs.endswith(_COPIES):
-                name = ours.get(theirs) or theirs.removeprefix(PREFIX)
+            if not theirs.endswith(_RESIZED_COPIES):
+                name = ours.get(theirs) or theirs.removeprefix(PEFT_PREFIX)
                 name = name if name in known else first.get(name, name)
-                if name not in known or not theirs.startswith(PREFIX):
+                if name not in known or not theirs.startswith(PEFT_PREFIX):
                     _check_name(theirs, folder)
                 found.setdefault(name, (file, entry))
         super().__init__(folder, found)
@@ -66,26 +65,28 @@ class PeftAdapters(FileTensors):
         """Refuse adapters that are not those of the model, by name and shape."""
         where, shapes = f"model.lora.path={self.folder}", self._shapes
         for name, shape in shapes.items():
-            if name not in self._found and not is_adapter(name):
+            if name not in self._entries and not is_adapter_name(name):
                 raise UsageError(f"{where}: {name} not found; model.lora.also requires it")
-            if name not in self._found:
-                there = [each.replace(OF_EXPERTS, ".") for each in adapted_layers(self._found)]
+            if name not in self._entries:
+                there = [
+                    each.replace(EXPERT_ADAPTERS, ".") for each in adapted_layers(self._entries)
+                ]
                 layers = {each.rpartition(".")[2] for each in there}
-                is_stacked = any(OF_EXPERTS in each for each in (*self._found, *shapes))
+                is_stacked = any(EXPERT_ADAPTERS in each for each in (*self._entries, *shapes))
                 if is_stacked or any(f".{layer}.lora_" in name for layer in layers):
                     layers = set(there)  # of some blocks only, or of layers called alike
                 raise UsageError(
                     f"{where}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
                 )
-            found = self._found[name][1].shape
+            found = self._entries[name][1].shape
             if found != shape:
                 raise UsageError(
                     f"{where}: {name}: expected shape {list(shape)}, got {list(found)}"
                 )
-        for name in self._found:
-            if name not in shapes and not is_adapter(name):
-                whole = {x.rpartition(".")[0] for x in self._found if not is_adapter(x)}
+        for name in self._entries:
+            if name not in shapes and not is_adapter_name(name):
+                whole = {x.rpartition(".")[0] for x in self._entries if not is_adapter_name(x)}
                 raise UsageError(
                     f"{where}: {name}: not one of modules_to_save; to train it too, set "
                     f"model.lora.also={','.join(sorted(whole))}"
@@ -97,11 +98,13 @@ class PeftAdapters(FileTensors):
                 )
 
 
-def rows_in(folder: Path, names: Collection[str]) -> dict[str, int]:
+def stored_rows(folder: Path, names: Collection[str]) -> dict[str, int]:
     """Return the rows of those of the parameters that are in a PEFT directory."""
     path = folder / ADAPTER_WEIGHTS
     entries = open_tensor_file(path).entries if path.is_file() else {}
-    shapes = {name: entries[PREFIX + name].shape for name in names if PREFIX + name in entries}
+    shapes = {
+        name: entries[PEFT_PREFIX + name].shape for name in names if PEFT_PREFIX + name in entries
+    }
     return {name: shape[0] for name, shape in shapes.items() if shape}
 
 
@@ -112,7 +115,7 @@ def trained_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _check_name(name: str, folder: Path) -> None:
-    if not re.fullmatch(re.escape(PREFIX) + r".+\.lora_[AB]\.weight", name):
+    if not re.fullmatch(re.escape(PEFT_PREFIX) + r".+\.lora_[AB]\.weight", name):
         raise UsageError(
             f"model.lora.path={folder}: {name}: expected lora_A.weight or lora_B.weight of a "
             "linear layer, or a parameter of the model; DoRA, biases and adapters of embeddings "
@@ -128,17 +131,17 @@ def write_peft(
     With `names_base`, the directory of a base that is not on the Hub is in adapter_config.json.
     """
     destination = destination.resolve()
-    weights = whole_weights(reader)
+    weights = with_base(reader)
     names = weights.names(PARAMETER)
-    if not any(map(is_adapter, names)):
+    if not any(map(is_adapter_name, names)):
         raise UsageError(f"--format peft: {reader} has no adapters")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     module = build_model(model)
     trained = trained_shapes(module)
-    ours = {theirs: name for name, theirs in names_in_peft(trained).items()}
-    whole = [name for name in trained if not is_adapter(name)]
-    ties = {other: name for other, name in first_names(module).items() if name in whole}
-    ours |= {PREFIX + other: name for other, name in ties.items()}
+    ours = {theirs: name for name, theirs in peft_names(trained).items()}
+    whole = [name for name in trained if not is_adapter_name(name)]
+    ties = {other: name for other, name in tied_names(module).items() if name in whole}
+    ours |= {PEFT_PREFIX + other: name for other, name in ties.items()}
     infos = {name: weights.info(tensor_key(PARAMETER, ours[name])) for name in sorted(ours)}
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
@@ -148,38 +151,38 @@ def write_peft(
     path = "" if reader.manifest.base is None else reader.manifest.base.path
     on_hub = hub_name(path)
     base = on_hub[0] if on_hub else path if names_base and path else None
-    with new_export(destination, reader.folder, overwrite=overwrite) as folder:
-        checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
+    with export_directory(destination, reader.folder, overwrite=overwrite) as folder:
+        checksums, metadata = ChecksumWriter(), {"format": "pt", **EXPORT_METADATA}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
         content = _adapter_config(model, names, base)
         content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
         content["ensure_weight_tying"] = bool(ties)
         content["revision"] = on_hub[1] if on_hub else None
         if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
-            own = {k: v for k, v in attached_files(reader).items() if k not in OF_THE_MODEL}
+            own = {k: v for k, v in read_attachments(reader).items() if k not in MODEL_CONFIG_FILES}
             write_assets(folder, own)
         write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
 
 
-def _targets(layers: list[str], names: Collection[str]) -> list[str]:
+def _target_modules(layers: list[str], names: Collection[str]) -> list[str]:
     """Return the layers, by the last part of their names if that is unambiguous."""
     ends = {layer.rpartition(".")[2] for layer in layers}
-    bases = (name.removesuffix(".weight") for name in names if not is_adapter(name))
+    bases = (name.removesuffix(".weight") for name in names if not is_adapter_name(name))
     alike = {base for base in bases if base.rpartition(".")[2] in ends}
     return sorted(ends) if alike <= set(layers) else layers
 
 
 def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> dict[str, Any]:
     """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
-    plain, adapted = build_plain(model), adapted_layers(names)
-    linear = [each for each in adapted if OF_EXPERTS not in each]
+    plain, adapted = build_base_model(model), adapted_layers(names)
+    linear = [each for each in adapted if EXPERT_ADAPTERS not in each]
     # PEFT takes these layers for matrices of experts, unless it gets their parameters; those have
     # no dropout there.
     has_stacks = any(True for _ in stacked_experts(plain))
     renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
-    stacked = [adapted_weight(x) for x in adapted if OF_EXPERTS in x or f"{x}." in renamed]
+    stacked = [adapted_weight(x) for x in adapted if EXPERT_ADAPTERS in x or f"{x}." in renamed]
     lora, alpha = model.lora, model.lora.used_alpha
     assert lora.rank is not None
     layers = [each for each in linear if f"{each}." not in renamed]
@@ -193,7 +196,7 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
-        "target_modules": _targets(layers, others),
+        "target_modules": _target_modules(layers, others),
         "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": not transposed_layers(plain).isdisjoint(linear),

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import INDEX_JSON, OF_THE_MODEL, BaseInfo, read_manifest
+from fsdpctl.checkpoint.manifest import INDEX_JSON, MODEL_CONFIG_FILES, BaseInfo, read_manifest
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
+from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
+from fsdpctl.checkpoint.tensor_source import FileTensors, Overlay, TensorSource
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -19,8 +19,8 @@ from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_ASSETS, RUN_CONFIG
 from fsdpctl.io.untrusted import read_json
 
-_SINGLE = "model.safetensors"
-_MOST_BASES = 16  # checkpoints, each of which names the one before
+_SINGLE_FILE = "model.safetensors"
+_MAX_BASES = 16  # checkpoints, each of which names the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +30,45 @@ class _Index:
     weight_map: dict[str, str]  # from tensors to files
 
 
-def open_weights(model: ModelConfig, folder: Path | None = None, above: int = 0) -> Tensors:
+def open_weights(model: ModelConfig, folder: Path | None = None, depth: int = 0) -> TensorSource:
     """Open the weights in `model.path`, or in `folder` if they were found before.
 
     They are the base of a checkpoint, itself the base of another, and so on, `above` in all.
     """
-    from fsdpctl.checkpoint.fitted import as_stored, fitted  # imports torch
+    from fsdpctl.checkpoint.resized_embeddings import (  # imports torch
+        stored_config,
+        with_resized_embeddings,
+    )
 
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
-        from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
+        from fsdpctl.checkpoint.hub_weights import under_model_names  # imports torch
 
-        stored_as = as_stored(model, folder)
+        stored_as = stored_config(model, folder)
         if is_gguf(folder):
             from fsdpctl.checkpoint.gguf_weights import GgufTensors
 
-            return fitted(from_hub(GgufTensors(folder, stored_as), stored_as), model)
-        files = files_of_weights(folder)
+            return with_resized_embeddings(
+                under_model_names(GgufTensors(folder, stored_as), stored_as), model
+            )
+        files = weight_files(folder)
         stored = {name: (file, file.entries[name]) for name, file in files.items()}
-        return fitted(from_hub(FileTensors(folder, stored), stored_as), model)
-    return fitted(whole_weights(CheckpointReader(folder), above), model)
+        return with_resized_embeddings(
+            under_model_names(FileTensors(folder, stored), stored_as), model
+        )
+    return with_resized_embeddings(with_base(CheckpointReader(folder), depth), model)
 
 
-def whole_weights(reader: CheckpointReader, above: int = 0) -> Tensors:
+def with_base(reader: CheckpointReader, depth: int = 0) -> TensorSource:
     base = reader.manifest.base
-    return reader if base is None else Overlay(reader, open_base(base, reader, above + 1))
+    return reader if base is None else Overlay(reader, open_base(base, reader, depth + 1))
 
 
-def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tensors:
+def open_base(base: BaseInfo, reader: CheckpointReader, depth: int = 1) -> TensorSource:
     folder = Path(base.path)
-    if above > _MOST_BASES:
+    if depth > _MAX_BASES:
         raise CheckpointError(
-            f"{reader}: base model {folder}: more than {_MOST_BASES} checkpoints name one another"
+            f"{reader}: base model {folder}: more than {_MAX_BASES} checkpoints name one another"
         )
     if not folder.exists():
         raise CheckpointError(
@@ -70,7 +77,7 @@ def open_base(base: BaseInfo, reader: CheckpointReader, above: int = 1) -> Tenso
         )
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     try:
-        return open_weights(model, folder, above)
+        return open_weights(model, folder, depth)
     except UsageError as error:
         raise CheckpointError(f"{reader}: base model {folder}: {error}") from None
 
@@ -81,19 +88,19 @@ def weights_folder(model: ModelConfig) -> Path:
     return folder if is_hugging_face(folder) else find_checkpoint(folder)
 
 
-def assets_beside(folder: Path) -> dict[str, bytes]:
+def read_model_assets(folder: Path) -> dict[str, bytes]:
     """Read the files that come with the weights in `model.path`, by name."""
     if is_hugging_face(folder):
         return read_assets(folder)
-    return attached_files(CheckpointReader(find_checkpoint(folder)))
+    return read_attachments(CheckpointReader(find_checkpoint(folder)))
 
 
 def read_assets(folder: Path) -> dict[str, bytes]:
     """Read the files in `folder` that belong to a model's weights, by name."""
-    return read_files(folder, *OF_THE_MODEL)
+    return read_files(folder, *MODEL_CONFIG_FILES)
 
 
-def tokenizer_beside(folder: Path) -> str | None:
+def find_tokenizer(folder: Path) -> str | None:
     """Return the tokenizer in `model.path` as a value of `data.tokenizer`; None if unknown."""
     places = [folder]
     if not is_hugging_face(folder):
@@ -107,28 +114,29 @@ def tokenizer_beside(folder: Path) -> str | None:
     return next((str(place) for place in places if has_tokenizer(place)), None)
 
 
-def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
+def read_attachments(reader: CheckpointReader) -> dict[str, bytes]:
     return {name: reader.attachment(name) for name in reader.manifest.attachments}
 
 
-def files_of_weights(folder: Path) -> dict[str, TensorFile]:
+def weight_files(folder: Path) -> dict[str, TensorFile]:
     """Return the file of each weight, the same one that transformers reads."""
-    single, index = folder / _SINGLE, folder / INDEX_JSON
+    single, index = folder / _SINGLE_FILE, folder / INDEX_JSON
     if not single.is_file() and index.is_file():
-        return _files_of_index(index)
+        return _indexed_files(index)
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise UsageError(f"model.path={folder}: {_no_weights(folder)}")
+        raise UsageError(f"model.path={folder}: {_missing_weights(folder)}")
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths[:3])
         raise UsageError(
-            f"model.path={folder}: ambiguous weights in {names}; expected {_SINGLE} or {INDEX_JSON}"
+            f"model.path={folder}: ambiguous weights in {names}; "
+            f"expected {_SINGLE_FILE} or {INDEX_JSON}"
         )
     file = open_tensor_file(paths[0])
     return dict.fromkeys(file.entries, file)
 
 
-def _files_of_index(index: Path) -> dict[str, TensorFile]:
+def _indexed_files(index: Path) -> dict[str, TensorFile]:
     content = read_json(index, _Index, error_type=CheckpointError)
     weight_map = content.weight_map
     names = dict.fromkeys(weight_map.values())
@@ -143,7 +151,7 @@ def _files_of_index(index: Path) -> dict[str, TensorFile]:
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
-def _no_weights(folder: Path) -> str:
+def _missing_weights(folder: Path) -> str:
     others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
     found = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
     return f"{found or '*.safetensors not found'}. Set model.init=random to train from scratch"

@@ -13,11 +13,11 @@ from fsdpctl.checkpoint.manifest import (
     BaseInfo,
     FileInfo,
     Manifest,
-    Progress,
     TensorInfo,
     checksum,
 )
-from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
+from fsdpctl.checkpoint.tensor_file import fsync, open_tensor_file, write_synced
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import os_errors_as, read_regular
@@ -25,13 +25,13 @@ from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
-WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
+EXPORT_METADATA = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
 CARD = "README.md"
 _SEAL = b"\n<!-- fsdpctl "  # before the checksum of a model card, which tells whether it was edited
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CheckpointMetadata:
     """The contents of a checkpoint other than its tensors."""
 
     progress: Progress = field(default_factory=Progress)
@@ -40,7 +40,7 @@ class About:
     base: BaseInfo | None = None  # where untrained weights are stored; None: in the checkpoint
 
 
-def lack_of_space(folder: Path, nbytes: int) -> str:
+def missing_space(folder: Path, nbytes: int) -> str:
     """Return the space missing to write `nbytes` below `folder` as text, or an empty string."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
@@ -53,25 +53,25 @@ def lack_of_space(folder: Path, nbytes: int) -> str:
 
 def check_space(destination: Path, nbytes: int) -> None:
     """Check that `nbytes` fit next to `destination`; UsageError if they do not."""
-    if lack := lack_of_space(destination.parent, nbytes):
+    if lack := missing_space(destination.parent, nbytes):
         raise UsageError(f"{destination}: {lack}")
 
 
 @contextmanager
-def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
+def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a directory that becomes `folder` if the block succeeds; it may exist if `replaces`."""
     scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
     try:
         scratch.mkdir(parents=True)
         yield scratch
-        put_in_place(scratch, folder, replaces=replaces)
+        publish_directory(scratch, folder, replaces=replaces)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None:
+def publish_directory(scratch: Path, folder: Path, *, replaces: bool = False) -> None:
     """Make the synced directory `scratch` appear as `folder`, which stays if that fails."""
-    sync(scratch)
+    fsync(scratch)
     if replaces and folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
         folder.rename(aside)
@@ -83,12 +83,12 @@ def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None
         shutil.rmtree(aside)
     else:
         scratch.rename(folder)  # the kernel rejects this if the folder has files by now
-    sync(folder.parent)
+    fsync(folder.parent)
 
 
 def write_manifest(
     folder: Path,
-    about: About,
+    about: CheckpointMetadata,
     files: Mapping[str, FileInfo],
     tensors: Mapping[str, TensorInfo],
     world_size: int,
@@ -108,11 +108,11 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, content)
         if (folder / name).parent != folder:
-            sync((folder / name).parent)
+            fsync((folder / name).parent)
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """The result of an export."""
 
     path: Path
@@ -123,7 +123,7 @@ class Exported:
 
 
 @contextmanager
-def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
+def export_directory(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a directory to export `source` to; the block's success makes it `destination`."""
     check_destination(destination, overwrite=overwrite)
     folder = source.resolve()
@@ -132,7 +132,7 @@ def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[
         raise UsageError(
             f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
         )
-    with os_errors_as(destination), new_directory(destination, replaces=overwrite) as scratch:
+    with os_errors_as(destination), atomic_directory(destination, replaces=overwrite) as scratch:
         yield scratch
 
 
@@ -144,7 +144,7 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UsageError(f"{destination}: already exists; pass --overwrite to replace an export")
-    if not all(map(_is_of_an_export, destination.iterdir())):
+    if not all(map(_is_export_file, destination.iterdir())):
         raise UsageError(f"{destination}: not an earlier export; --overwrite replaces only exports")
 
 
@@ -153,13 +153,13 @@ def sealed_card(text: str) -> bytes:
     return b"%s%s%s -->\n" % (text.encode(), _SEAL, checksum(text.encode()).encode())
 
 
-def _is_of_an_export(file: Path) -> bool:
+def _is_export_file(file: Path) -> bool:
     if file.name == CARD:
         content = read_regular(file)
         return sealed_card(content.rpartition(_SEAL)[0].decode(errors="replace")) == content
     if file.suffix != ".safetensors":
         return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:
-        return WRITTEN.keys() <= open_tensor_file(file).metadata.keys()
+        return EXPORT_METADATA.keys() <= open_tensor_file(file).metadata.keys()
     except CheckpointError:
         return False

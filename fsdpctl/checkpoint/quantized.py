@@ -6,20 +6,20 @@ import torch
 from torch import nn
 
 from fsdpctl.checkpoint.manifest import TensorInfo, parameter_name
-from fsdpctl.checkpoint.source import Tensors, read_floats
-from fsdpctl.checkpoint.tensors import tensor_bytes
+from fsdpctl.checkpoint.staging import tensor_bytes
+from fsdpctl.checkpoint.tensor_source import TensorSource, read_floats
 from fsdpctl.errors import CheckpointError
-from fsdpctl.models.quantized import GROUP, Packing, packing_of, quantized_shapes
+from fsdpctl.models.quantized import GROUP, QuantFormat, quant_format_of, quantized_shapes
 from fsdpctl.plan.layout import Span
 
 _BYTES, _FLOATS = "U8", "F32"
-_AT_ONCE = 64  # groups, a million weights
-Shapes = Mapping[str, tuple[int, ...]]  # of the weights, by the parameter's name
+_GROUPS_AT_ONCE = 64  # groups, a million weights
+WeightShapes = Mapping[str, tuple[int, ...]]  # of the weights, by the parameter's name
 
 
-def quantized_as(source: Tensors, module: nn.Module) -> Tensors:
+def quantized_like(source: TensorSource, module: nn.Module) -> TensorSource:
     """Return `source` with the weights packed that are packed in `module`."""
-    packing = packing_of(module)
+    packing = quant_format_of(module)
     if packing is None:
         return source
     return QuantizedTensors(source, quantized_shapes(module), packing)
@@ -28,7 +28,7 @@ def quantized_as(source: Tensors, module: nn.Module) -> Tensors:
 class QuantizedTensors:
     """A source of which some weights are quantized when they are read, unless they were before."""
 
-    def __init__(self, source: Tensors, shapes: Shapes, packing: Packing) -> None:
+    def __init__(self, source: TensorSource, shapes: WeightShapes, packing: QuantFormat) -> None:
         self._source, self._shapes, self._packing = source, shapes, packing
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class QuantizedTensors:
             raise CheckpointError(
                 f"{self}: {name} has shape {stored.shape}, the model's is {list(shape)}"
             )
-        return TensorInfo([self._packing.packed_bytes(stored.numel)], _BYTES)
+        return TensorInfo([self._packing.num_bytes(stored.numel)], _BYTES)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span`; of the weights, only groups with bytes in it are read."""
@@ -54,8 +54,8 @@ class QuantizedTensors:
         if parameter_name(key) not in self._shapes or stored.dtype == _BYTES:
             yield from self._source.read(key, span)
             return
-        span = span or Span(0, self._packing.packed_bytes(stored.numel))
-        for bytes_there, weights in _groups_of(span, stored.numel, self._packing):
+        span = span or Span(0, self._packing.num_bytes(stored.numel))
+        for bytes_there, weights in _group_ranges(span, stored.numel, self._packing):
             values = torch.from_numpy(read_floats(self._source, key, weights))
             packed = self._packing.quantize(values)
             wanted = bytes_there.intersect(span)
@@ -79,8 +79,8 @@ class DequantizedTensors(QuantizedTensors):
         span = span or Span(0, numel)
         first, last = span.start // GROUP, -(-span.stop // GROUP)
         size = self._packing.group_bytes
-        within = Span(first * size, min(last * size, self._packing.packed_bytes(numel)))
-        for bytes_there, weights in _groups_of(within, numel, self._packing):
+        within = Span(first * size, min(last * size, self._packing.num_bytes(numel)))
+        for bytes_there, weights in _group_ranges(within, numel, self._packing):
             data = b"".join(bytes(part) for _, part in super().read(key, bytes_there))
             packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             values = self._packing.dequantize(packed, (weights.numel,), torch.float32)
@@ -90,11 +90,11 @@ class DequantizedTensors(QuantizedTensors):
             yield wanted, tensor_bytes(values[part.start : part.stop])
 
 
-def _groups_of(span: Span, numel: int, packing: Packing) -> Iterator[tuple[Span, Span]]:
+def _group_ranges(span: Span, numel: int, packing: QuantFormat) -> Iterator[tuple[Span, Span]]:
     """Yield the bytes and the weights of the groups that have bytes in `span`, some at a time."""
-    size, end = packing.group_bytes, packing.packed_bytes(numel)
+    size, end = packing.group_bytes, packing.num_bytes(numel)
     last = -(-span.stop // size)
-    for first in range(span.start // size, last, _AT_ONCE):
-        stop = min(first + _AT_ONCE, last)
+    for first in range(span.start // size, last, _GROUPS_AT_ONCE):
+        stop = min(first + _GROUPS_AT_ONCE, last)
         weights = Span(first * GROUP, min(stop * GROUP, numel))
         yield Span(first * size, min(stop * size, end)), weights

@@ -15,10 +15,10 @@ from fsdpctl.plan.layout import Span, round_up
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
+class LocatedSpan:
     """A stored span and its location."""
 
-    stored: manifest.StoredSpan
+    span: manifest.StoredSpan
     file: tensor_file.TensorFile
     entry: tensor_file.TensorEntry
 
@@ -30,7 +30,7 @@ class CheckpointReader:
         """Open `folder` and check everything except the tensors' bytes."""
         self.folder = folder
         self.manifest: manifest.Manifest = manifest.read_manifest(folder)
-        self._parts: dict[str, list[StoredPart]] = {key: [] for key in self.manifest.tensors}
+        self._parts: dict[str, list[LocatedSpan]] = {key: [] for key in self.manifest.tensors}
         self._check_names()
         for name in self.manifest.files:
             self._open(name)
@@ -60,7 +60,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: {key} not found in this checkpoint")
         return self.manifest.tensors[key]
 
-    def parts(self, key: str) -> list[StoredPart]:
+    def parts(self, key: str) -> list[LocatedSpan]:
         self._stored_info(key)
         return list(self._parts[key])
 
@@ -84,11 +84,14 @@ class CheckpointReader:
                 continue
             for low, lower in self._read_stored(remainder, part):
                 within = low.shift(-part.start)
-                yield low, tensor_file.joined(data[2 * within.start : 2 * within.stop], lower)
+                yield (
+                    low,
+                    tensor_file.join_remainder(data[2 * within.start : 2 * within.stop], lower),
+                )
 
     def _read_stored(self, key: str, span: Span) -> Iterator[tuple[Span, memoryview]]:
         for part in self._parts[key]:
-            both = part.stored.span.intersect(span)
+            both = part.span.span.intersect(span)
             if both is not None:
                 yield from _read_part(key, part, both)
 
@@ -118,7 +121,7 @@ class CheckpointReader:
         for name in (*self.manifest.files, *self.manifest.attachments, MANIFEST):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.folder / name, folder / name)
-            tensor_file.sync(folder / name)
+            tensor_file.fsync(folder / name)
 
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
@@ -143,19 +146,19 @@ class CheckpointReader:
         file = self._file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
-        spans = file.metadata.pop(manifest.SPANS, "{}")  # a long text that is not needed again
+        spans = file.metadata.pop(manifest.SPANS_KEY, "{}")  # a long text that is not needed again
         stored = manifest.spans_from_json(spans, f"{path}: corrupted")
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: corrupted: its spans do not match its tensors")
         for key, each in stored.items():
-            self._add(key, StoredPart(each, file, file.entries[key]))
+            self._add(key, LocatedSpan(each, file, file.entries[key]))
 
     def _file(self, path: Path) -> tensor_file.TensorFile:
         return tensor_file.open_tensor_file(path)
 
-    def _add(self, key: str, part: StoredPart) -> None:
+    def _add(self, key: str, part: LocatedSpan) -> None:
         info, entry = self._stored_info(key), part.entry
-        stored, chunks = part.stored, -(-entry.nbytes // tensor_file.CHUNK_BYTES)
+        stored, chunks = part.span, -(-entry.nbytes // tensor_file.CHUNK_BYTES)
         expected = info.dtype, (stored.span.numel,), stored.num_chunks
         if (entry.dtype, entry.shape, chunks) != expected:
             raise CheckpointError(f"{part.file}: corrupted: {key} does not match {MANIFEST}")
@@ -163,9 +166,9 @@ class CheckpointReader:
 
     def _check_cover(self, key: str, info: manifest.TensorInfo) -> None:
         parts = self._parts[key]
-        parts.sort(key=lambda part: part.stored.span)
-        starts = [part.stored.span.start for part in parts]
-        stops = [part.stored.span.stop for part in parts]
+        parts.sort(key=lambda part: part.span.span)
+        starts = [part.span.span.start for part in parts]
+        stops = [part.span.span.stop for part in parts]
         if [*starts, info.numel] != [0, *stops]:
             raise CheckpointError(
                 f"{self.folder}: corrupted: the files do not store each of the {info.numel} "
@@ -173,15 +176,15 @@ class CheckpointReader:
             )
 
 
-def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
+def _read_part(key: str, part: LocatedSpan, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
     size = tensor_file.ITEMSIZES[part.entry.dtype]
-    per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.stored.span.start
+    per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.span.span.start
     inner = wanted.shift(-offset)
     first = inner.start // per_chunk
-    stop = min(round_up(inner.stop, per_chunk), part.stored.span.numel)
+    stop = min(round_up(inner.stop, per_chunk), part.span.span.numel)
     chunks = part.file.chunks(part.entry, first * tensor_file.CHUNK_BYTES, stop * size)
     for number, data in enumerate(chunks, start=first):
-        if not part.stored.is_chunk(number, data):
+        if not part.span.matches_chunk(number, data):
             raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")
         held = Span(number * per_chunk, number * per_chunk + len(data) // size)
         both = held.intersect(inner)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdpctl.checkpoint.base import OnBytes, Ranks
+from fsdpctl.checkpoint.initial_weights import ObjectCollectives, OnBytes
 from fsdpctl.checkpoint.load import (
     ShardedOptimizer,
-    StatePiece,
+    TensorPiece,
     model_pieces,
     optimizer_pieces,
     optimizer_steps,
@@ -20,13 +20,18 @@ from fsdpctl.checkpoint.manifest import (
     FileInfo,
     StoredSpan,
     TensorInfo,
-    digests_of,
+    chunk_digests,
     tensor_key,
-    write_spans,
+    write_span_file,
 )
-from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
-from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, rank_file, sync
-from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
+from fsdpctl.checkpoint.publish import (
+    CheckpointMetadata,
+    missing_space,
+    publish_directory,
+    write_manifest,
+)
+from fsdpctl.checkpoint.staging import DTYPE_NAMES, StagingMemory, tensor_bytes
+from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, fsync, rank_file
 from fsdpctl.comm.flat_shard import ShardedModelProtocol, trainable_shards
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import MANIFEST
@@ -37,9 +42,9 @@ from fsdpctl.plan.layout import ParamSlice, ParamSpec, Span
 class Snapshot:
     """A rank's part of a checkpoint, in host memory."""
 
-    pieces: list[StatePiece]
+    pieces: list[TensorPiece]
     steps: dict[str, int]  # of the optimizer, by parameter
-    about: About
+    metadata: CheckpointMetadata
 
     @property
     def num_bytes(self) -> int:
@@ -61,23 +66,26 @@ def take_snapshot(
     model: ShardedModelProtocol,
     optimizer: ShardedOptimizer | None,
     rank: int,
-    about: About,
-    staging: Staging | None = None,
+    metadata: CheckpointMetadata,
+    staging: StagingMemory | None = None,
 ) -> Snapshot:
     """Capture this rank's part of the checkpoint.
 
     With `staging`, the snapshot is a copy that the next snapshot overwrites. Without it, the
     snapshot may alias the model's memory and is valid until that changes.
     """
-    pieces = list(rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
+    pieces = list(rank_pieces(model, optimizer, rank, trained_only=metadata.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
-    pieces = [StatePiece(x.key, x.piece, copy) for x, copy in zip(pieces, copies, strict=True)]
-    return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, about)
+    pieces = [TensorPiece(x.key, x.piece, copy) for x, copy in zip(pieces, copies, strict=True)]
+    return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, metadata)
 
 
 def write_checkpoint(
-    folder: Path, snapshot: Snapshot, ranks: Ranks, on_bytes: OnBytes = lambda count: None
+    folder: Path,
+    snapshot: Snapshot,
+    ranks: ObjectCollectives,
+    on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
@@ -86,7 +94,7 @@ def write_checkpoint(
     """
     parts = ranks.all_gather_object((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
-    lack = lack_of_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
+    lack = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
     if lack:
         own = _RankResult(str(folder.parent), error=lack)
     else:
@@ -95,7 +103,7 @@ def write_checkpoint(
     failure = next((each for each in results if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
-        error = error or _publish(scratch, folder, results, snapshot.about)
+        error = error or _publish(scratch, folder, results, snapshot.metadata)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
     error = ranks.all_gather_object(error)[0]
@@ -112,13 +120,13 @@ def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes)
         }
         scratch.mkdir(parents=True, exist_ok=True)
         info = _write_pieces(scratch / name, snapshot.pieces, on_bytes) if tensors else None
-        sync(scratch)
+        fsync(scratch)
     except Exception as error:
-        return _RankResult(name, error=_reason(error))
+        return _RankResult(name, error=_error_text(error))
     return _RankResult(name, info, tensors, snapshot.steps)
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or repr(error))
 
 
@@ -128,7 +136,7 @@ def rank_pieces(
     rank: int,
     *,
     trained_only: bool,
-) -> Iterator[StatePiece]:
+) -> Iterator[TensorPiece]:
     """Yield the pieces that `rank` writes; their values share the model's memory."""
     yield from model_pieces(model, trained_only=trained_only)
     if rank == 0:
@@ -140,28 +148,28 @@ def rank_pieces(
             spec = ParamSpec(name, tuple(buffer.shape))
             everything = Span(0, buffer.numel())
             piece = ParamSlice(spec, everything, everything)
-            yield StatePiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
+            yield TensorPiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
 
 
-def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[StatePiece]:
+def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
     """Yield the parameters without elements, which are in no rank's part."""
     nothing = Span(0, 0)
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
-                yield StatePiece(key, ParamSlice(param, nothing, nothing), shard.weights()[:0])
+                yield TensorPiece(key, ParamSlice(param, nothing, nothing), shard.weights()[:0])
 
 
-def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:
+def _write_pieces(path: Path, pieces: list[TensorPiece], on_bytes: OnBytes) -> FileInfo:
     stored = {}
     for each in pieces:
-        span = StoredSpan(each.piece.in_param, digests_of([tensor_bytes(each.values)]))
+        span = StoredSpan(each.piece.in_param, chunk_digests([tensor_bytes(each.values)]))
         stored[each.key] = DTYPE_NAMES[each.values.dtype], span
-    return write_spans(path, stored, _chunks(pieces, on_bytes))
+    return write_span_file(path, stored, _chunks(pieces, on_bytes))
 
 
-def _chunks(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]:
+def _chunks(pieces: list[TensorPiece], on_bytes: OnBytes) -> Iterator[memoryview]:
     for each in pieces:
         data = tensor_bytes(each.values)
         for start in range(0, len(data), CHUNK_BYTES):
@@ -170,7 +178,9 @@ def _chunks(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]
             on_bytes(len(chunk))
 
 
-def _publish(scratch: Path, folder: Path, results: list[_RankResult], about: About) -> str:
+def _publish(
+    scratch: Path, folder: Path, results: list[_RankResult], about: CheckpointMetadata
+) -> str:
     """Make the checkpoint appear; return the error, or an empty string."""
     steps: dict[str, int] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -180,13 +190,13 @@ def _publish(scratch: Path, folder: Path, results: list[_RankResult], about: Abo
     usual = max(steps.values(), default=0)
     unusual = {name: step for name, step in steps.items() if step != usual}
     progress = replace(about.progress, optimizer_step=usual, optimizer_steps=unusual)
-    about = About(progress, about.config, about.attachments, about.base)
+    about = CheckpointMetadata(progress, about.config, about.attachments, about.base)
     files = {each.file: each.info for each in results if each.info is not None}
     try:
         if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and not read
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
         write_manifest(scratch, about, files, tensors, len(results))
-        put_in_place(scratch, folder)
+        publish_directory(scratch, folder)
     except Exception as error:
-        return _reason(error)
+        return _error_text(error)
     return ""

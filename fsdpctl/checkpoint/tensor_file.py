@@ -25,17 +25,17 @@ from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import parse_json
 
 # By safetensors' names of dtypes: those of torch, and the bytes of an element.
-NAMES = {
+DTYPE_SIZES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
     "U8": ("uint8", 1), "BOOL": ("bool", 1), "C64": ("complex64", 8),
 }  # fmt: skip
-ITEMSIZES = {name: size for name, (_, size) in NAMES.items()}
+ITEMSIZES = {name: size for name, (_, size) in DTYPE_SIZES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")
-EXPORT_DTYPES = {NAMES[each][0]: each for each in ("F32", "BF16", "F16")}
+EXPORT_DTYPES = {DTYPE_SIZES[each][0]: each for each in ("F32", "BF16", "F16")}
 HEADER_PREFIX = 8  # bytes, which have the length of the rest
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
-_BEGIN_BYTES = 32 << 20
+_WRITEBACK_BYTES = 32 << 20
 # Larger writes use larger pages, which a virtual machine may have to request from its host.
 _WRITE_BYTES = 256 << 10
 
@@ -79,7 +79,7 @@ def write_new(path: Path, chunks: Iterable[memoryview]) -> int:
             size += len(data)
             while data:
                 data = data[os.write(file.fileno(), data[:_WRITE_BYTES]) :]
-            if size - begun >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
+            if size - begun >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), begun, size - begun, os.POSIX_FADV_DONTNEED)
                 begun = size
         os.fsync(file.fileno())
@@ -92,11 +92,11 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
     size = write_new(path, chain([memoryview(header)], chunks))
-    check_by_reference(path)
+    check_with_safetensors(path)
     return size
 
 
-def check_by_reference(path: Path) -> None:
+def check_with_safetensors(path: Path) -> None:
     """Refuse a file that the reference implementation rejects, as for overlaps and gaps."""
     try:
         with safe_open(path, framework="numpy"):
@@ -109,7 +109,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -146,7 +146,7 @@ class TensorFile:
                 start += len(chunk)
 
 
-def header_bytes(prefix: bytes) -> int:
+def header_size(prefix: bytes) -> int:
     """Return the size of a header that begins with `prefix`, an endless one if that is cut."""
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else 1 << 62
     return HEADER_PREFIX + int(length)
@@ -158,11 +158,11 @@ def open_tensor_file(path: Path) -> TensorFile:
     with os_errors_as(path, CheckpointError), open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(HEADER_PREFIX)
-        length = header_bytes(prefix) - HEADER_PREFIX
+        length = header_size(prefix) - HEADER_PREFIX
         text = file.read(length) if length <= size else b""
     if len(prefix) < HEADER_PREFIX or len(text) != length:
         raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
-    check_by_reference(path)
+    check_with_safetensors(path)
     header = parse_json(text, dict[str, dict[str, Any]], f"{path}: corrupted", CheckpointError)
     metadata = header.pop("__metadata__", {})
     entries = {}
@@ -179,21 +179,21 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     """Cast `data` from one dtype of safetensors to another; UsageError beyond float16's range."""
     if source == target:
         return data
-    values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else NAMES[source][0])
+    values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else DTYPE_SIZES[source][0])
     if source == "BF16":  # the upper half of float32
         values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed = values.astype(np.float32)  # torch, too, rounds float64 twice
         if target == "BF16":
             return _to_bfloat16(narrowed).view(np.uint8).data
-        narrowed = narrowed.astype(NAMES[target][0])
+        narrowed = narrowed.astype(DTYPE_SIZES[target][0])
     if target == "F16" and bool(np.any(np.isinf(narrowed) & np.isfinite(values))):
         raise UsageError(f"--dtype float16: {name} has values out of range; use bfloat16")
     narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
     return narrow_bytes.data
 
 
-def joined(upper: memoryview, lower: memoryview) -> memoryview:
+def join_remainder(upper: memoryview, lower: memoryview) -> memoryview:
     """Return float32 of bfloat16 and signed remainders of 8 bits; see `codes`."""
     bits = np.frombuffer(upper, np.int16).astype(np.int32) << 8
     result: NDArray[np.uint8] = ((bits + np.frombuffer(lower, np.int8)) << 8).view(np.uint8)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdpctl.checkpoint.adapter_findings import findings_on_adapters
-from fsdpctl.checkpoint.asset_findings import Assets, check_vocabulary, compare_assets
+from fsdpctl.checkpoint.adapter_findings import check_adapters
+from fsdpctl.checkpoint.asset_findings import ModelAssets, check_vocabulary, compare_assets
 from fsdpctl.checkpoint.findings import Finding, compare_names, compare_values
 from fsdpctl.checkpoint.manifest import PARAMETER
-from fsdpctl.checkpoint.pretrained import assets_beside, files_of_weights, open_weights, read_assets
-from fsdpctl.checkpoint.source import FileTensors, Tensors, tensor_keys
+from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_model_assets, weight_files
+from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, tensor_keys
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_hugging_face
@@ -19,7 +19,7 @@ from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CONFIG_JSON
 
 
-def findings_on(
+def verify_export(
     export: Path, base: Path | None, *, has_weights: bool = True, is_trained: bool = True
 ) -> list[Finding]:
     """Return the findings on a model, adapters or both in a directory, compared with their base.
@@ -28,23 +28,23 @@ def findings_on(
     `has_weights` tells whether its weights are there. CheckpointError if a file of the export
     cannot be read; UsageError if one of the base.
     """
-    found, assets = list[Finding](), Assets(read_assets(export), export)
+    found, assets = list[Finding](), ModelAssets(read_assets(export), export)
     if is_hugging_face(export):
-        ours, theirs, found = _under_same_names(export, base, assets)
+        ours, theirs, found = _open_both(export, base, assets)
         found += () if theirs is None else compare_names(ours, theirs)
         found += compare_values(ours, theirs, is_trained=is_trained)
         found += check_vocabulary(ours, assets)
         if base is not None and not is_gguf(export):
-            found += compare_assets(assets, Assets(assets_beside(base), base))
+            found += compare_assets(assets, ModelAssets(read_model_assets(base), base))
     if has_adapters(export) and base is not None:
-        with _of_base(base):
+        with _errors_of_base(base):
             model = _model_in(base)
-        found += findings_on_adapters(export, model, has_weights=has_weights)
+        found += check_adapters(export, model, has_weights=has_weights)
     return found
 
 
 @contextmanager
-def _of_base(base: Path) -> Iterator[None]:
+def _errors_of_base(base: Path) -> Iterator[None]:
     try:
         yield
     except FsdpctlError as error:
@@ -55,24 +55,24 @@ def _model_in(path: Path) -> ModelConfig:
     return compose_config(["model=hf", f"model.path={path}"]).config.model
 
 
-def _under_same_names(
-    export: Path, base: Path | None, assets: Assets
-) -> tuple[Tensors, Tensors | None, list[Finding]]:
+def _open_both(
+    export: Path, base: Path | None, assets: ModelAssets
+) -> tuple[TensorSource, TensorSource | None, list[Finding]]:
     """Open both: under the names in their files if these are equal, else under the model's."""
-    ours = _in_model(export) if is_gguf(export) else _stored(export)
+    ours = _open_in_model(export) if is_gguf(export) else _open_stored(export)
     names = ours.names(PARAMETER)
     if base is None:
         return ours, None, []
     is_ours = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
-    with _of_base(base):
-        theirs = None if is_ours else _stored(base)
+    with _errors_of_base(base):
+        theirs = None if is_ours else _open_stored(base)
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
     if theirs is not None and names == theirs.names(PARAMETER) and not ties:
         return ours, theirs, []
     try:
-        with _of_base(base):
-            by_model = _in_model(base)
-        in_model = _in_model(export)
+        with _errors_of_base(base):
+            by_model = _open_in_model(base)
+        in_model = _open_in_model(export)
     except FsdpctlError as error:  # UsageError: of a family that fsdpctl does not train
         if theirs is None:
             raise
@@ -84,15 +84,15 @@ def _under_same_names(
     return in_model, by_model, [Finding("weights", text)] if others else []
 
 
-def _stored(folder: Path) -> FileTensors:
+def _open_stored(folder: Path) -> FileTensors:
     try:
-        files = files_of_weights(folder)
+        files = weight_files(folder)
     except UsageError as error:  # which has what to do for training
         raise CheckpointError(str(error).removeprefix("model.path=").split(". Set")[0]) from None
     return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
 
 
-def _in_model(path: Path) -> Tensors:
+def _open_in_model(path: Path) -> TensorSource:
     weights = open_weights(_model_in(path))
     for key in tensor_keys(weights):
         weights.info(key)  # raises if a part is missing

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpctl.checkpoint.consolidate import shard_weights
-from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
-from fsdpctl.checkpoint.pretrained import assets_beside, open_base, open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.consolidate import write_sharded_weights
+from fsdpctl.checkpoint.pretrained import open_base, open_weights, read_model_assets
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote_run import open_checkpoint
+from fsdpctl.checkpoint.remote_checkpoints import open_checkpoint
+from fsdpctl.checkpoint.run_checkpoints import find_checkpoint, incomplete_checkpoints_in
 from fsdpctl.commands.printing import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import cached_model
@@ -43,7 +43,7 @@ Source = Annotated[
 def resolve_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
     found = find_checkpoint(source)
-    note(*passed_over_in(source))
+    note(*incomplete_checkpoints_in(source))
     return found
 
 
@@ -61,11 +61,11 @@ def verify_base(reader: CheckpointReader) -> None:
     info = reader.manifest.base
     if info is None:
         return
-    from fsdpctl.checkpoint.base import Base
+    from fsdpctl.checkpoint.initial_weights import BaseWeights
     from fsdpctl.comm.collectives import Collectives
 
     with doing("verifying the base model"):
-        Base(info, open_base(info, reader), str(reader)).verified(Collectives())
+        BaseWeights(info, open_base(info, reader), str(reader)).verify(Collectives())
 
 
 def shard_checkpoint(
@@ -77,7 +77,7 @@ def shard_checkpoint(
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""
     from fsdpctl.checkpoint.load import check_weights
-    from fsdpctl.models.registry import build_model
+    from fsdpctl.models.build_model import build_model
 
     source = cached_model(source)
     if source.is_dir() and not is_hugging_face(source):
@@ -85,10 +85,10 @@ def shard_checkpoint(
     config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    about = About(
-        config=only_model_settings(to_settings(config)), attachments=assets_beside(source)
+    about = CheckpointMetadata(
+        config=only_model_settings(to_settings(config)), attachments=read_model_assets(source)
     )
-    total = shard_weights(weights, destination, num_files=world_size, about=about)
+    total = write_sharded_weights(weights, destination, num_files=world_size, about=about)
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
 
@@ -113,8 +113,8 @@ def _to_json(reader: CheckpointReader) -> dict[str, Any]:
     for key, about in content["tensors"].items():
         about["bytes"] = reader.manifest.tensors[key].nbytes
         about["spans"] = [
-            {"file": part.file.path.name, "start": part.stored.span.start,
-             "stop": part.stored.span.stop}
+            {"file": part.file.path.name, "start": part.span.span.start,
+             "stop": part.span.span.stop}
             for part in reader.parts(key)
         ]  # fmt: skip
     return {"path": str(reader), "bytes": reader.num_bytes, **content}

@@ -9,7 +9,7 @@ import typer
 from fsdpctl.checkpoint.checksums import ExportedDirectory
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.findings import Finding
-from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.gguf_export import write_gguf
 from fsdpctl.checkpoint.publish import CARD, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES, write_synced
@@ -99,7 +99,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
         say(f"{folder}: {count:,} bytes of adapters, {step}")
     else:
         verify_base(reader)
-        about["merges"] = merge
+        about["merge"] = merge
         if format == "gguf":
             exported = write_gguf(reader, folder, dtype=EXPORT_DTYPES[dtype or "float32"], **about)
         else:
@@ -113,7 +113,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
 
 def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
     """Verify an export, to which a model card is added if it is a directory."""
-    from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
+    from fsdpctl.checkpoint.verify_export import verify_export  # imports torch
     from fsdpctl.run.card import model_card
 
     words, info = reader.manifest.config, reader.manifest.base
@@ -126,7 +126,7 @@ def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
         write_synced(export / CARD, model_card(reader, is_peft=is_peft))
         exported = ExportedDirectory(export)
         _read_all(exported, exported.counts()["bytes"])
-    findings = findings_on(export, base, is_trained=reader.manifest.progress.step > 0)
+    findings = verify_export(export, base, is_trained=reader.manifest.progress.step > 0)
     say(*map(str, findings), f"{export}: verified")
     _refuse_lost(export, findings)
 
@@ -182,13 +182,13 @@ def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Find
             raise
         findings.append(Finding("files", str(error), is_lost=True))
     if base is not None:
-        from fsdpctl.checkpoint.verify_export import findings_on  # imports torch
+        from fsdpctl.checkpoint.verify_export import verify_export  # imports torch
 
         adapters = not is_hugging_face(folder)
         path = cached_model(Path(base), "config" if adapters else "weights")
         if not path.exists():
             raise UsageError(f"--base {base}: not found{nearest_path_hint(base)}")
-        findings += findings_on(folder, path, has_weights=has_weights(path))
+        findings += verify_export(folder, path, has_weights=has_weights(path))
     return counts, findings
 
 

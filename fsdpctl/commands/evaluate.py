@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.checkpoint.base import first_weights, pretrained_weights
-from fsdpctl.checkpoint.folders import find_checkpoint
+from fsdpctl.checkpoint.initial_weights import initial_weights, open_pretrained
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.config_args import Settings, normalize
 from fsdpctl.commands.printing import AsJson, say, show_json
@@ -86,8 +86,8 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
     folder = weights_folder(config.model)
     with doing(f"loading {folder}"):
         model = make_model(config, device, strategy=single_rank_strategy(config), empty=True)
-        base, _ = pretrained_weights(config.model, folder, model.collectives)
-        load_weights(first_weights(config.model, model.module, config.train.seed, base), model)
+        base, _ = open_pretrained(config.model, folder, model.collectives)
+        load_weights(initial_weights(config.model, model.module, config.train.seed, base), model)
     vocab_size = data.vocab_size or vocabulary_of(config, data)
     batches = Batches(stream.samples(config.train.seq_len), plan.batches, 0, vocab_size)
     total = batches.num_validation_batches(0)

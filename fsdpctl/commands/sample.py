@@ -12,11 +12,11 @@ import torch
 import typer
 
 from fsdpctl.chats.values import Message
-from fsdpctl.checkpoint.base import checked_weights
+from fsdpctl.checkpoint.initial_weights import open_checked
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
+from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_attachments
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.commands.chat_preview import prompt_tokens
 from fsdpctl.commands.checkpoint import resolve_checkpoint
@@ -34,7 +34,7 @@ from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import DISPLAY, doing
 from fsdpctl.io.texts import printable
-from fsdpctl.models.decoder_check import attention_of
+from fsdpctl.models.decoder_check import attention_for
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.assets import end_tokens
 from fsdpctl.training.assemble import make_model, single_rank_strategy
@@ -108,7 +108,7 @@ class TextGenerator:
         """Load the model, to generate at most `count` tokens."""
         config, weights, files = _open_model(source)
         # Compiling takes longer than it saves on a few tokens.
-        changed = {"train.compile": False, "model.attention": attention_of(config.model)}
+        changed = {"train.compile": False, "model.attention": attention_for(config.model)}
         self.config = stored_config(config.changed(changed))
         self.source, self._count = source, count
         model, usual = config.model, default_seq_len(config.model.name, config.model.max_seq_len)
@@ -190,10 +190,10 @@ def _check_text(prompt: str) -> None:
         raise UsageError("--prompt: not UTF-8") from None
 
 
-def _open_model(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
+def _open_model(source: Path) -> tuple[Config, TensorSource, dict[str, bytes]]:
     if is_hugging_face(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config, checked_weights(reader, Collectives())[0], attached_files(reader)
+    return config, open_checked(reader, Collectives())[0], read_attachments(reader)

@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
-from fsdpctl.checkpoint.manifest import Progress, read_manifest
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, incomplete_checkpoints, step_of
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.commands.printing import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
@@ -135,7 +136,7 @@ def read_status(run_dir: Path) -> Status:
     recent, last = _of_newest_start(steps, starts), steps[-1] if steps else None
     step = max(last.step if last else 0, newest.step if newest else 0)
     validated = max((line.step for line in lines if isinstance(line.val_loss, float)), default=0)
-    is_done = progress is not None and total is not None and progress.is_over(total, patience)
+    is_done = progress is not None and total is not None and progress.is_finished(total, patience)
     if is_done and progress and progress.owes_validation:
         is_done = validated >= progress.step
     state, message = _state(run_dir, record, is_done=is_done)
@@ -156,7 +157,7 @@ def read_status(run_dir: Path) -> Status:
         tokens_per_second=_median([x.tokens_per_second for x in recent]),
         samples_per_second=_median([x.samples_per_second for x in recent]),
         checkpoint=newest,
-        warnings=[*warnings, *passed_over(run_dir / CHECKPOINTS)],
+        warnings=[*warnings, *incomplete_checkpoints(run_dir / CHECKPOINTS)],
     )
 
 

@@ -243,7 +243,7 @@ def _exit_with(message: str, code: int) -> NoReturn:
 
 
 def _next_commands(run_dir: Path) -> str:
-    from fsdpctl.checkpoint.folders import newest_checkpoint
+    from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint
     from fsdpctl.run.directory import best_checkpoint, read_config
 
     chat = merge = best = ""

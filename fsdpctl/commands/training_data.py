@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint
 from fsdpctl.commands.printing import say
 from fsdpctl.config.model import NO_DECODER
 from fsdpctl.data.data_set import DataSet

@@ -17,7 +17,7 @@ from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.overrides import OVERRIDES_KEY, apply_overrides, read_run_config
-from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words, has_adapters
+from fsdpctl.config.peft import ADAPTER_KEYS, adapter_settings, has_adapters
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
@@ -157,7 +157,7 @@ def adapter_values(
         return {}
     if choices.get("model") != HF_OPTION:
         raise UsageError(f"model.lora.path={path}: only valid with model={HF_OPTION}")
-    words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
+    words = adapter_settings(str(KEYS["model.lora.path"].parse(path)))
     try:
         values = {name: KEYS[name].parse(text) for name, text in words.items()}
     except UsageError as error:

@@ -1,8 +1,7 @@
-"""Adapters of the library PEFT: their names, and the settings in adapter_config.json."""
+"""The settings of PEFT adapters, from adapter_config.json."""
 
 import os
 import re
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 from fsdpctl.errors import UsageError
 from fsdpctl.io.untrusted import as_type, read_json
 
-DOWN, UP = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
-OF_EXPERTS = ".expert_adapters."  # between the name of experts and of one of their matrices
-PREFIX = "base_model.model."  # of PEFT's names of tensors
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
 # Of adapter_config.json: what the computation doesn't depend on. `fan_in_fan_out` is that of the
@@ -27,7 +23,7 @@ _INITIALIZATIONS = ("true", "false", "none", "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapters:
+class _AdapterConfig:
     """The fields of adapter_config.json that fsdpctl reads."""
 
     peft_type: str
@@ -43,18 +39,18 @@ class _Adapters:
     init_lora_weights: bool | str | None = True
 
 
-def keeps_ties(path: str) -> bool:
+def saves_tied_weights(path: str) -> bool:
     """Return whether an embedding and a head that are one parameter are saved as one."""
-    return bool(_about(path).ensure_weight_tying)
+    return bool(_read_config(path).ensure_weight_tying)
 
 
-def _about(path: str) -> _Adapters:
+def _read_config(path: str) -> _AdapterConfig:
     where = f"model.lora.path={path}"
     file = Path(path) / ADAPTER_CONFIG
     if not file.exists():
         raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
     content = read_json(file, dict[str, Any])
-    about = as_type(content, _Adapters, str(file))
+    about = as_type(content, _AdapterConfig, str(file))
     for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
         if value != only:
             raise UsageError(f"{where}: {name}={value}: expected {only}")
@@ -66,17 +62,17 @@ def _about(path: str) -> _Adapters:
         )
     for name, value in content.items():
         is_unset = value in (None, "", [], {}) or value is False
-        if not is_unset and name not in (*_Adapters.__dataclass_fields__, *_IRRELEVANT):
+        if not is_unset and name not in (*_AdapterConfig.__dataclass_fields__, *_IRRELEVANT):
             raise UsageError(f"{where}: {name}={str(value)[:80]}: not supported")
     return about
 
 
-def adapter_words(path: str) -> dict[str, str]:
+def adapter_settings(path: str) -> dict[str, str]:
     """Return the settings (`model.lora.KEY`) of the adapters in `model.lora.path`.
 
     UsageError if the directory has no adapters, or unsupported ones.
     """
-    where, about = f"model.lora.path={path}", _about(path)
+    where, about = f"model.lora.path={path}", _read_config(path)
     words = {
         "model.lora.rank": str(about.r),
         "model.lora.alpha": str(about.lora_alpha),
@@ -87,7 +83,7 @@ def adapter_words(path: str) -> dict[str, str]:
     if isinstance(modules, list) or (modules is None and about.target_parameters):
         # Regular expressions of untrusted files are not run; the names of tensors are checked. Only
         # one of the modules has to exist, as in PEFT.
-        targets = {*(modules or ()), *map(_of_parameter, about.target_parameters or ())}
+        targets = {*(modules or ()), *map(_layer_of_parameter, about.target_parameters or ())}
         words["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
     if saved := sorted({*(about.modules_to_save or ())}):
         # As in PEFT, the end of a name can be that of a word: norm is input_layernorm too.
@@ -100,7 +96,7 @@ def adapter_words(path: str) -> dict[str, str]:
     return words
 
 
-def _of_parameter(name: str) -> str:
+def _layer_of_parameter(name: str) -> str:
     layer = name.removesuffix(".weight")
     return layer if layer != name or "experts" in name else f"experts.{name}"
 
@@ -117,39 +113,3 @@ def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]
         f"{path}: only the weights of the model are read, not the adapters next to them; to train "
         f"with these too, set model.lora.path={path}",
     )
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith((f".{DOWN}.weight", f".{UP}.weight"))
-
-
-def adapted_layers(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the layers that have an adapter, from parameter names."""
-    end = f".{DOWN}.weight"
-    return sorted(name.removesuffix(end) for name in names if name.endswith(end))
-
-
-def adapted_weight(layer: str) -> str:
-    """Return the name of the parameter that the adapter of a layer, or of experts, is added to."""
-    return layer.replace(OF_EXPERTS, ".") if OF_EXPERTS in layer else f"{layer}.weight"
-
-
-def names_in_peft(names: Collection[str]) -> dict[str, str]:
-    """Return PEFT's name of each adapter by ours; `names` are in the order of the module.
-
-    Several matrices of the same experts are nested: the first is innermost.
-    """
-    words: dict[str, list[str]] = {}  # by the name of the experts
-    parts = {name: name.partition(OF_EXPERTS) for name in names}
-    for experts, is_stacked, rest in parts.values():
-        word = rest.partition(".")[0]
-        if is_stacked and word not in words.setdefault(experts, []):
-            words[experts].append(word)
-    found = {}
-    for name, (experts, is_stacked, rest) in parts.items():
-        word, _, end = rest.partition(".")
-        found[name] = PREFIX + name
-        if is_stacked:
-            depth = len(words[experts]) - 1 - words[experts].index(word)
-            found[name] = f"{PREFIX}{experts}.{'base_layer.' * depth}{end}"
-    return found

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.offloaded_inputs import HostInputs, OffloadedInput
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import block_names
-from fsdpctl.models.operators import OPERATORS
+from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.models.module_spec import block_names
 from fsdpctl.plan.recomputation import BlockCheckpointing
 
 _PRODUCTS = ("mm", "addmm")
@@ -280,7 +280,7 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
         is_own = config.model.is_script_module
-        is_random = config.model.lora.dropout > 0 or getattr(module, "is_random", True)
+        is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
         treatments = about.treatments(len(blocks))
         checkpoint_blocks(blocks, treatments, keeps_buffers=is_own, is_random=is_random)
     for block in blocks if config.train.compile else ():

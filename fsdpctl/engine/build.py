@@ -19,7 +19,7 @@ from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import HostParams, ShardedUnit, UnshardBuffer
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import replace_meta_parameters, torch_dtype
+from fsdpctl.models.module_spec import replace_meta_parameters, torch_dtype
 from fsdpctl.plan.layout import FlatLayout, aligned_chunk
 from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision

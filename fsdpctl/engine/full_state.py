@@ -13,7 +13,7 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import expose_full_param, unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError, did_you_mean
-from fsdpctl.models.describe import all_named_parameters
+from fsdpctl.models.module_spec import all_named_parameters
 
 
 @torch.no_grad()

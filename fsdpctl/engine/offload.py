@@ -18,7 +18,7 @@ from fsdpctl.comm.flat_shard import HostScalars, HostUpdate, OffloadedGradient, 
 from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.host_worker import Copier, HostTask, HostWorker, StreamEvent, T, wait_event
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.models.describe import torch_dtype
+from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import HOST_BUFFERS, HostMemory
 

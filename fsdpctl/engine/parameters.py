@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdpctl.engine.backward_tracker import in_backward
 from fsdpctl.errors import EngineError, ModuleError
-from fsdpctl.models.describe import all_named_parameters
+from fsdpctl.models.module_spec import all_named_parameters
 from fsdpctl.plan.layout import ParamSpec
 
 _GRAD: Any = Tensor.grad  # the descriptor

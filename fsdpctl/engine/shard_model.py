@@ -16,7 +16,7 @@ from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.hooks import is_sharded
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import EngineError, ModuleError, UsageError
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
@@ -134,11 +134,11 @@ def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
     """Return the units of a module; UsageError if `sharding` has something other than classes."""
     asked = sharding.units
     if asked == "auto":
-        return divide_module(module, None)
+        return module_units(module, None)
     classes = [*asked] if isinstance(asked, Collection) else []
     if not classes or not all(isinstance(each, type) for each in classes):
         raise UsageError(f'units: expected "auto" or a list of module classes, got {asked!r:.60}')
-    return divide_module(module, [each.__name__ for each in classes])
+    return module_units(module, [each.__name__ for each in classes])
 
 
 def _described(

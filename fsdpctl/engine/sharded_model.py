@@ -19,7 +19,7 @@ from fsdpctl.engine.rank_checks import GradPresence, check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_unshard_buffers
 from fsdpctl.errors import EngineError, ModuleError, did_you_mean
-from fsdpctl.models.describe import torch_dtype
+from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.strategy import Strategy
 
 # torch's message for a write to an expanded tensor.

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdpctl.comm.collectives import AllGatherInput, Collectives, Handle
 from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.host_worker import Copier, HostWorker, StreamEvent, pinned_allocations
-from fsdpctl.models.describe import torch_dtype
+from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.precision import Dtype
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter

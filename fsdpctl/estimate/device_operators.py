@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.library_kernels import with_kernels
-from fsdpctl.models.kernels import assuming
+from fsdpctl.models.attention_kernels import assume_device
 from fsdpctl.plan.attention_kernels import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
 from fsdpctl.plan.layout import round_up
 
@@ -152,7 +152,7 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
         else:
             F.scaled_dot_product_attention = _cpu_attention(attention, kernel)
         kernels = with_kernels() if device == "cuda" else nullcontext()
-        with assuming(device, kernel), kernels:
+        with assume_device(device, kernel), kernels:
             yield
     finally:
         F.scaled_dot_product_attention = attention

@@ -13,7 +13,7 @@ from fsdpctl.estimate.cluster_specs import ASSUMED, with_specs
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.texts import three_digits
-from fsdpctl.models.row_documents import ASSUMED_TOKENS
+from fsdpctl.models.packed_documents import ASSUMED_TOKENS
 from fsdpctl.resolve.auto_values import total_steps
 from fsdpctl.resolve.run_data import notes_on_epochs
 

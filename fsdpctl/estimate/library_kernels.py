@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.peft import OF_EXPERTS
+from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 
 _CHUNK_TOKENS = 64  # tokens, of the delta rules
 _SCAN_TOKENS = 2048  # tokens between two states that a selective scan keeps
@@ -189,7 +189,9 @@ def fuse_experts(module: nn.Module) -> None:
     """Let stacked experts without biases and adapters run as one operator, in place."""
     for each in module.modules():
         weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
-        more = (getattr(each, name, None) for name in ("gate_up_proj_bias", OF_EXPERTS.strip(".")))
+        more = (
+            getattr(each, name, None) for name in ("gate_up_proj_bias", EXPERT_ADAPTERS.strip("."))
+        )
         if all(extra is None for extra in more) and all(
             isinstance(w, Tensor) and w.ndim == 3 for w in weights
         ):

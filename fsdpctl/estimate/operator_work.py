@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.models.context import ALL_TO_ALL
+from fsdpctl.models.context_parallel import ALL_TO_ALL
 from fsdpctl.predict.hardware import GATHERING
 from fsdpctl.predict.model_pass import Work, WorkKind
 

@@ -22,9 +22,9 @@ from fsdpctl.estimate.device_operators import (
 )
 from fsdpctl.estimate.operator_work import work_of
 from fsdpctl.io.resources import without_gc
-from fsdpctl.models.describe import dtype_name
-from fsdpctl.models.operators import OPERATORS
-from fsdpctl.models.quantized import UNPACK, unpack
+from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.models.module_spec import dtype_name
+from fsdpctl.models.quantized import DEQUANTIZE, dequantize_parts
 from fsdpctl.predict.hardware import UNPACKING
 from fsdpctl.predict.model_pass import (
     Alloc,
@@ -80,7 +80,7 @@ class _AllocationTracer(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed_value(args[0])
-        if func is UNPACK:
+        if func is DEQUANTIZE:
             self._unpack(*args)
             return None
         if (function := OPERATORS.get(func)) is not None:
@@ -106,7 +106,7 @@ class _AllocationTracer(TorchDispatchMode):
         found = self.work.setdefault(self.position, [])
         before = len(found)
         with self:
-            unpack(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
+            dequantize_parts(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
         part = [each._replace(name=UNPACKING + packing) for each in found[before:]]
         found[before:] = times * part
 

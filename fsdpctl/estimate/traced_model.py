@@ -21,10 +21,10 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.library_kernels import fuse_experts, packages_of
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
-from fsdpctl.models.describe import divide_module, torch_dtype
-from fsdpctl.models.quantized import count_weights, pairs
-from fsdpctl.models.registry import build_model, count_active
-from fsdpctl.models.row_documents import assumed_documents
+from fsdpctl.models.build_model import build_model, count_active_parameters
+from fsdpctl.models.module_spec import module_units, torch_dtype
+from fsdpctl.models.packed_documents import assumed_documents
+from fsdpctl.models.quantized import code_pairs, count_weights
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.batch_plan import ContextParallel
@@ -227,9 +227,9 @@ def _built(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> Bu
     module = _build(config, chunk_tokens, facts)
     return BuiltModel(
         num_params=sum(count_weights(module).values()),
-        num_active=count_active(module),
+        num_active=count_active_parameters(module),
         num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),
-        whole=MetaModule(module, divide_module(module, None)),
+        whole=MetaModule(module, module_units(module, None)),
     )
 
 
@@ -288,7 +288,7 @@ class TracedModel:
                     size,
                     self._device,
                     context=self._context,
-                    are_rows=not self._holds_documents,
+                    one_per_row=not self._holds_documents,
                 )
             if self._keeps_logits and not chunk_tokens:
                 kept[:] = [module(tokens, **about).float()]
@@ -300,7 +300,7 @@ class TracedModel:
 
         sizes = (micro_batch_size, seq_len, chunk_tokens)
         if (key := (sizes, checkpointing)) not in self._model_passes:
-            pairs.cache_clear()  # its table is part of what a first pass allocates
+            code_pairs.cache_clear()  # its table is part of what a first pass allocates
             import_kernels(self._device)
             checkpointing.treatments(self.num_blocks)
             self._model_passes[key] = self._traced_pass(run, checkpointing, sizes)

@@ -21,7 +21,7 @@ from fsdpctl.estimate.planned_steps import (
     reducing_passes,
 )
 from fsdpctl.estimate.traced_model import MetaModule, PassTracer
-from fsdpctl.models.describe import dtype_name, torch_dtype
+from fsdpctl.models.module_spec import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, Offload, ranks_per_replica

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.base import checked_weights
-from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.initial_weights import open_checked
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, newest_checkpoint
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.launch import LaunchConfig
@@ -66,7 +66,7 @@ def prepare_run(
     """
     opened = prepare(composed, role, task=task, resume=resume)
     state = inspect_run_dir(opened.config, resume)
-    may_lack = state.source is None and remote_of(state.config) is not None
+    may_lack = state.source is None and remote_checkpoints_of(state.config) is not None
     if not may_lack and is_finished(state, reporter.result):
         return None
     waiting = f"waiting for the workers of the last start of {state.run_dir}"
@@ -108,7 +108,7 @@ def prepare_run(
 def check_start(opened: Prepared, state: RunDirState) -> dict[str, bytes]:
     """Check what a start needs besides memory; return the files next to its weights."""
     check_same_data(state.run_dir, opened.data, state.data_fingerprint)
-    if (remote := remote_of(state.config)) is not None:
+    if (remote := remote_checkpoints_of(state.config)) is not None:
         remote.check_writable()
     return collect_assets(state.config, opened.data)
 
@@ -124,7 +124,7 @@ def check_dry_run(opened: Prepared, state: RunDirState) -> str:
     if reader is not None:
         with doing(f"verifying {reader}"):
             deque(reader.verify(), 0)
-            checked_weights(reader, Collectives())
+            open_checked(reader, Collectives())
     return ""
 
 
@@ -148,13 +148,13 @@ def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
 
 
 def _upload_remaining(state: RunDirState) -> None:
-    remote = remote_of(state.config)
+    remote = remote_checkpoints_of(state.config)
     if remote is None or state.source is not None:  # newer ones are there
         return
     for folder in complete_checkpoints(state.run_dir / CHECKPOINTS):
         with doing(f"uploading {folder}"):
             remote.upload(folder)
-            remote.remove_old(state.config.checkpoint, folder)
+            remote.remove_expired(state.config.checkpoint, folder)
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from fsdpctl.chats.values import with_count
 from fsdpctl.checkpoint.pretrained import weights_folder
-from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import SCRIPT_PREFIX
 from fsdpctl.config.schema import LENGTH_KEYS, Config, Origin
@@ -17,9 +17,9 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.io.packages import versions
 from fsdpctl.io.resources import num_cores, threads_per_rank
 from fsdpctl.io.texts import format_bytes, shorten_snapshots
+from fsdpctl.models.build_model import count_active_parameters
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights, quantized_shapes
-from fsdpctl.models.registry import count_active
 from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.machine import executed_strategy, note_on_tf32, shares_memory
 from fsdpctl.resolve.prepare import Prepared
@@ -77,7 +77,7 @@ def _model(opened: Prepared) -> str:
     if config.model.is_script_module:
         name = config.model.name.removeprefix(SCRIPT_PREFIX)
         return f"{name}, {_count(count)} parameters{in_part}, {_dtypes(opened)}"
-    if (active := count_active(opened.module)) != count:
+    if (active := count_active_parameters(opened.module)) != count:
         in_part = f" ({_count(active)} active){in_part}"
     weights = "" if config.model.path is None else ", random weights"
     if config.model.is_pretrained:
@@ -115,7 +115,7 @@ def _experts(opened: Prepared) -> str:
     if opened.config.model.router_aux_loss == "global":
         on = "with the token counts of all ranks; its value depends on the micro-batches"
     off = "off: config.json has no output_router_logits"
-    return f"auxiliary loss {f'on: {on}' if opened.module.balances_experts else off}"
+    return f"auxiliary loss {f'on: {on}' if opened.module.adds_aux_loss else off}"
 
 
 def _in_float32(opened: Prepared) -> str:
@@ -253,7 +253,7 @@ def _changed_versions(state: RunDirState) -> str:
 
 
 def _run_directory(state: RunDirState) -> str:
-    remote = remote_of(state.config)
+    remote = remote_checkpoints_of(state.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
     source = f" of {state.source}" if state.source else ""
     stands = {ResumeState.NEW: "new", ResumeState.FINISHED: f"finished at step {state.step}"}.get(

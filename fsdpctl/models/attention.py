@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.models.context import repeated, to_heads, to_tokens
-from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
-from fsdpctl.models.row_documents import Documents
-from fsdpctl.models.sinks import attend_on_cpu, attend_to_sequences
+from fsdpctl.models.attention_kernels import (
+    compute_dtype,
+    device_type,
+    has_varlen_kernel,
+    must_repeat_kv,
+)
+from fsdpctl.models.attention_sinks import cpu_attention_with_sinks, varlen_attention_with_sinks
+from fsdpctl.models.context_parallel import heads_to_tokens, repeat_heads, tokens_to_heads
+from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.plan.batch_plan import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreOptions:
     """The computation of scores, by default products divided by the root of a head's width."""
 
     scale: float | None = None  # their factor, in place of that
@@ -31,7 +36,7 @@ class Scores:
         return self.softcap is None and not self.dropout
 
 
-PLAIN = Scores()
+DEFAULT_SCORES = ScoreOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class AttentionMask:
     offsets: Tensor | None = None  # int32: where sequences begin in all rows as one, and their end
     longest: int = 0  # at least the tokens of the longest sequence
     bias: Tensor | None = None  # added to scores: 0, or minus infinity for tokens out of sight
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
     context: ContextParallel | None = None  # of ranks that share each row
 
 
@@ -50,15 +55,15 @@ def attention_mask(
     x: Tensor,
     head_dim: int,
     window: int | None,
-    documents: Documents | None,
-    scores: Scores = PLAIN,
+    documents: PackedDocuments | None,
+    scores: ScoreOptions = DEFAULT_SCORES,
 ) -> AttentionMask | None:
     """Return the mask of a layer; None: full rows, causally.
 
     `x` is of shape (batch, length, ...), in the compute dtype. `window` are the tokens in sight.
     """
     context = None if documents is None else documents.context
-    if documents is not None and documents.are_rows:
+    if documents is not None and documents.one_per_row:
         documents = None
     batch, length = x.shape[0], x.shape[1] * (1 if context is None else context.size)
     mask = _row_mask(x, (batch, length, head_dim), window, documents, scores)
@@ -69,12 +74,12 @@ def _row_mask(
     x: Tensor,
     sizes: tuple[int, int, int],
     window: int | None,
-    documents: Documents | None,
-    scores: Scores,
+    documents: PackedDocuments | None,
+    scores: ScoreOptions,
 ) -> AttentionMask | None:
-    dtype, (batch, length, head_dim) = computed_dtype(x), sizes
+    dtype, (batch, length, head_dim) = compute_dtype(x), sizes
     device = device_type(x) if documents is None else documents.device_type
-    as_sequences = scores.has_kernel and takes_sequences(device, dtype, head_dim)
+    as_sequences = scores.has_kernel and has_varlen_kernel(device, dtype, head_dim)
     if documents is None:
         is_full = window is None or length <= window
         if is_full and (scores.sinks is None or not as_sequences):
@@ -101,7 +106,11 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, scores: Scores = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    scores: ScoreOptions = DEFAULT_SCORES,
 ) -> Tensor:
     """Attend to the tokens that `mask` allows: by default each token and those before it.
 
@@ -114,45 +123,54 @@ def attend(
         return _attend(q, k, v, mask, scores)
     if scores.sinks is not None:
         own = scores.sinks.chunk(mask.context.size)[mask.context.index]
-        scores = Scores(scores.scale, scores.softcap, own, scores.dropout)
-    return to_tokens(_attend(*to_heads(q, k, v, mask.context), mask, scores), mask.context)
+        scores = ScoreOptions(scores.scale, scores.softcap, own, scores.dropout)
+    return heads_to_tokens(
+        _attend(*tokens_to_heads(q, k, v, mask.context), mask, scores), mask.context
+    )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: ScoreOptions) -> Tensor:
     if mask.offsets is not None:
-        return _attend_flat(q, k, v, mask, scores)
+        return _attend_varlen(q, k, v, mask, scores)
     if mask.bias is not None:
         return _attention(q, k, v, mask=mask.bias, scores=scores)
     if mask.documents is None:
         return _attention(q, k, v, scores=scores)
     if torch.compiler.is_compiling():
         return _attention(q, k, v, mask=mask.documents.mask(mask.window), scores=scores)
-    return _attend_each(q, k, v, mask.window, mask.documents, scores)
+    return _attend_per_document(q, k, v, mask.window, mask.documents, scores)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scores: Scores = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scores: ScoreOptions = DEFAULT_SCORES,
 ) -> Tensor:
     if scores.sinks is not None or scores.softcap is not None:
-        return _attend_plainly(q, k, v, mask, scores)
+        return _attend_with_matmuls(q, k, v, mask, scores)
     shares = q.shape[1] != k.shape[1]
-    if shares and must_repeat(q, masked=mask is not None):
-        k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
+    if shares and must_repeat_kv(q, masked=mask is not None):
+        k, v, shares = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=scores.dropout, is_causal=mask is None,
         scale=scores.scale, enable_gqa=shares,
     )  # fmt: skip
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _attend_with_matmuls(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreOptions
+) -> Tensor:
     """Attend causally, or with a mask, with scores that no kernel of torch computes."""
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     if mask is not None and mask.dtype == torch.bool:
         mask = _as_bias(mask, q.dtype)
     is_plain = scores.has_kernel and not torch.compiler.is_compiling()
     if scores.sinks is not None and is_plain and device_type(q) == "cpu":
-        return attend_on_cpu(q, k, v, scores.sinks, mask, scale)
+        return cpu_attention_with_sinks(q, k, v, scores.sinks, mask, scale)
     if mask is None:
         mask = _as_bias(_window_mask(q.shape[2], None, q.device), q.dtype)
     odds = q @ k.transpose(2, 3) * scale
@@ -166,8 +184,13 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores
     return F.dropout(odds[..., : k.shape[2]], scores.dropout) @ v
 
 
-def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents, scores: Scores
+def _attend_per_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    documents: PackedDocuments,
+    scores: ScoreOptions,
 ) -> Tensor:
     """Attend within each document separately: half the time of a mask on the CPU."""
 
@@ -186,16 +209,18 @@ def _attend_each(
     return torch.cat([torch.cat([next(mixed) for _ in each], 2) for each in documents.lengths])
 
 
-def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: Scores) -> Tensor:
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: ScoreOptions
+) -> Tensor:
     """Attend with all rows as one, by the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
     batch, heads, length, width = q.shape
-    dtype, offsets = computed_dtype(q), mask.offsets
+    dtype, offsets = compute_dtype(q), mask.offsets
     assert offsets is not None
     shares = k.shape[1] != heads
-    if shares and not _shares_heads():
-        k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
+    if shares and not _varlen_has_gqa():
+        k, v, shares = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
 
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)
@@ -203,7 +228,9 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: S
     window = -1 if mask.window is None else mask.window - 1
     if scores.sinks is not None:
         rest = mask.longest, window, scores.scale
-        mixed: Any = attend_to_sequences(flat(q), flat(k), flat(v), scores.sinks, offsets, rest)
+        mixed: Any = varlen_attention_with_sinks(
+            flat(q), flat(k), flat(v), scores.sinks, offsets, rest
+        )
     else:
         call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
         about: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}
@@ -217,11 +244,11 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: S
 def import_kernels(device_type: str) -> None:
     """Import what attention over packed sequences needs, which is not possible while tracing."""
     if device_type == "cuda":
-        _shares_heads()  # imports the operators too
+        _varlen_has_gqa()  # imports the operators too
 
 
 @cache
-def _shares_heads() -> bool:
+def _varlen_has_gqa() -> bool:
     """Return whether this torch's kernel supports fewer heads of keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -21,8 +21,8 @@ from fsdpctl.config.decoder_config import config_dict, model_type_of, with_confi
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.errors import UsageError
-from fsdpctl.models.context import use_exchange
-from fsdpctl.models.row_documents import make_documents, spans
+from fsdpctl.models.context_parallel import use_exchange
+from fsdpctl.models.packed_documents import document_ranges, pack_documents
 from fsdpctl.models.small_copy import small_copy
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -31,20 +31,20 @@ from fsdpctl.plan.batch_plan import ContextParallel
 
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences
-_SHARED = 12  # tokens of each rank that shares a row
-_MOST_TOKENS = 512  # of a sample
+_TOKENS_PER_RANK = 12  # tokens of each rank that shares a row
+_MAX_TOKENS = 512  # of a sample
 _WINDOW, _RANGE = 4, 7  # of layers with a window; of positions, before rotary embeddings change
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
-_RANGES = ("original_max_position_embeddings", "max_position_embeddings")
-_POSITIONS = ("n_positions", "max_position_embeddings")
-_SWITCHING = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
+_RANGE_KEYS = ("original_max_position_embeddings", "max_position_embeddings")
+_POSITION_KEYS = ("n_positions", "max_position_embeddings")
+_SWITCHING_ROPE_TYPES = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _TOLERANCE = 1e-4  # of the largest logit; float32 differs by 1e-6, documents that mix by 1e-3
-_SECONDS = 60.0  # for which a thread waits for the others
+_TIMEOUT_SECONDS = 60.0  # for which a thread waits for the others
 _CPU = torch.device("cpu")
 
 
-class Found(NamedTuple):
+class DecoderTraits(NamedTuple):
     """The behavior of a decoder."""
 
     # Why our attention does not compute what that of transformers does; empty: it does.
@@ -53,13 +53,13 @@ class Found(NamedTuple):
     ignores_padding: bool  # padding after a document does not change it
 
 
-def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
+def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     """Return the configuration with the attention and `data.packing` that suit, and messages.
 
     UsageError if the model sees later tokens, or documents would be mixed.
     """
     found, family = check_decoder(config.model), model_type_of(config.model)
-    config = config.changed({"model.attention": attention_of(config.model)})
+    config = config.changed({"model.attention": attention_for(config.model)})
     notes = list[str]()
     if found.problem:
         notes.append(f"model.attention={TRANSFORMERS} (auto): {family}: {found.problem}")
@@ -78,7 +78,7 @@ def with_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     return config, tuple(notes)
 
 
-def attention_of(model: ModelConfig) -> str | None:
+def attention_for(model: ModelConfig) -> str | None:
     """Return `model.attention`, which is that of transformers if ours does not compute the same."""
     problem = check_decoder(model).problem
     if problem and model.attention not in (None, TRANSFORMERS):
@@ -86,12 +86,12 @@ def attention_of(model: ModelConfig) -> str | None:
     return TRANSFORMERS if problem else model.attention
 
 
-def check_decoder(model: ModelConfig) -> Found:
+def check_decoder(model: ModelConfig) -> DecoderTraits:
     """Return what a small copy of the model does; UsageError if that is not supported."""
     asked = (
         TRANSFORMERS if model.attention == TRANSFORMERS else None
     )  # our kernels compute the same
-    return _checked(replace(model, name="", attention=asked))
+    return _cached_traits(replace(model, name="", attention=asked))
 
 
 def check_shared_rows(config: Config) -> None:
@@ -100,24 +100,24 @@ def check_shared_rows(config: Config) -> None:
     if shared == 1:
         return
     content = config_dict(model)
-    problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUTS if content.get(n)), "")
+    problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUT_KEYS if content.get(n)), "")
     if not problem and model.router_aux_loss == "model" and content.get("output_router_logits"):
         problem = (
             "its auxiliary loss is that of full rows; set model.router_aux_loss to global or none"
         )
     factor = next(each for each in range(2, shared + 1) if shared % each == 0)
-    if problem := problem or _shared(model, factor):
+    if problem := problem or _shared_rows_problem(model, factor):
         family = content["model_type"]
         raise UsageError(f"train.context_parallel={shared}: model: {family}: {problem}")
 
 
 @lru_cache(maxsize=8)
-def _checked(model: ModelConfig) -> Found:
+def _cached_traits(model: ModelConfig) -> DecoderTraits:
     failure = Exception()
     for each in (_with_short_ranges(model), model):  # sizes of a family may depend on its ranges
         try:
-            with quiet():
-                return _try(each)
+            with seeded_no_grad():
+                return _traits(each)
         except UsageError:
             raise
         except Exception as error:  # the code of a family raises what it likes
@@ -127,7 +127,7 @@ def _checked(model: ModelConfig) -> Found:
     raise UsageError(f"model: {problem}") from failure
 
 
-def _try(model: ModelConfig) -> Found:
+def _traits(model: ModelConfig) -> DecoderTraits:
     module: TransformersDecoder = small_copy(model)
     drawn = copy.deepcopy(module)
     for name, each in drawn.named_modules():
@@ -146,18 +146,22 @@ def _try(model: ModelConfig) -> Found:
     elif _differ(whole, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
-        places = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in spans(lengths))
+        places = (
+            (row, *x) for row, lengths in enumerate(_LENGTHS) for x in document_ranges(lengths)
+        )
         alone = [module(tokens[row : row + 1, start:end]) for row, start, end in places]
-        problem = "" if model.attention == TRANSFORMERS else _problem(module, tokens, whole)
-        packed = module(tokens, documents=make_documents(_LENGTHS, _CPU)).flatten(0, 1)
+        problem = (
+            "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, whole)
+        )
+        packed = module(tokens, documents=pack_documents(_LENGTHS, _CPU)).flatten(0, 1)
         pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)
         same = [not _differ(one, other[0]) for one, other in pairs]
-        return Found(problem, all(same), all(same[:: len(_LENGTHS[0])]))
+        return DecoderTraits(problem, all(same), all(same[:: len(_LENGTHS[0])]))
     name = type(module.transformers_model).__name__
     raise UsageError(f"model: {name}: {rejection}")
 
 
-def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
+def _attention_problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
     module.attention.use(ours=True)
     problem = "its attention is another one"
     try:
@@ -174,21 +178,21 @@ def _problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
 
 
 @cache
-def _shared(model: ModelConfig, ranks: int) -> str:
+def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
     def run(context: ContextParallel) -> Tensor:
-        documents = make_documents(((tokens.shape[1],),), _CPU, context=context, are_rows=True)
+        documents = pack_documents(((tokens.shape[1],),), _CPU, context=context, one_per_row=True)
         part = tokens.chunk(ranks, 1)[context.index]
         with torch.no_grad():  # a setting of the thread
             logits: Tensor = modules[context.index](part, documents=documents)
         return logits
 
     try:
-        with quiet():
+        with seeded_no_grad():
             module = small_copy(_with_short_ranges(model))
-            tokens = _tokens(module, 1, ranks * _SHARED)
+            tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
             whole = module(tokens)
             modules = [copy.deepcopy(module) for _ in range(ranks)]  # they write to themselves
-            differs = _differ(whole, torch.cat(as_ranks(ranks, run), 1))
+            differs = _differ(whole, torch.cat(run_as_ranks(ranks, run), 1))
     except UsageError as error:
         return f"not supported: {error}"
     except Exception:  # the code of a family raises what it likes
@@ -196,9 +200,9 @@ def _shared(model: ModelConfig, ranks: int) -> str:
     return "not supported; its layers do more than attend along a row" if differs else ""
 
 
-def as_ranks(ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
+def run_as_ranks(ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
     """Return what `run` returns as each rank; threads exchange tensors in place of processes."""
-    barrier = threading.Barrier(ranks, timeout=_SECONDS)
+    barrier = threading.Barrier(ranks, timeout=_TIMEOUT_SECONDS)
     sent: dict[int, Tensor] = {}
     errors: list[BaseException] = []
 
@@ -229,11 +233,11 @@ def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
 
 def _with_short_ranges(model: ModelConfig) -> ModelConfig:
     def sized(name: str, size: int) -> int:
-        if name in _WINDOWS:
+        if name in _WINDOW_KEYS:
             return min(size, _WINDOW)
-        if name in _RANGES and switches:
+        if name in _RANGE_KEYS and switches:
             return min(size, _RANGE)
-        return max(size, _MOST_TOKENS) if name in _POSITIONS else size
+        return max(size, _MAX_TOKENS) if name in _POSITION_KEYS else size
 
     def short(content: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -243,7 +247,7 @@ def _with_short_ranges(model: ModelConfig) -> ModelConfig:
         }  # fmt: skip
 
     content = config_dict(model)
-    switches = any(kind in str(content) for kind in _SWITCHING)
+    switches = any(kind in str(content) for kind in _SWITCHING_ROPE_TYPES)
     return with_config(model, short(content))
 
 
@@ -253,7 +257,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def seeded_no_grad() -> Iterator[None]:
     """Draw from a generator of its own, without gradients."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

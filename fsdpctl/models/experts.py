@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.config.decoder_config import CONFIG_LOCATION
-from fsdpctl.config.peft import OF_EXPERTS
 from fsdpctl.errors import UsageError
+from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 from fsdpctl.models.quantized import quantized_shapes
 from fsdpctl.models.stacked_experts import stacked_experts
 
 # Attributes of a model of transformers with the factor of its auxiliary loss.
-_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
+_AUX_LOSS_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 _OTHER_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
 
-Counts = Callable[[Tensor], Tensor]
+ReduceCounts = Callable[[Tensor], Tensor]
 
 
 def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
@@ -34,7 +34,7 @@ def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
         if only_frozen and param.requires_grad:
             continue
         shape = packed.get(name, tuple(param.shape))
-        owner, is_adapter, _ = name.partition(OF_EXPERTS)
+        owner, is_adapter, _ = name.partition(EXPERT_ADAPTERS)
         count = shape[0] if len(shape) == 3 and "expert" in name else 0
         if is_adapter and owner in stacks:
             count = stacks[owner].num_experts
@@ -49,7 +49,9 @@ def aux_loss_factor(model: Any) -> float:
         if found := getattr(model, name, None):
             way = "set it to 0, or model.router_aux_loss=none to train without it"
             raise UsageError(f"{CONFIG_LOCATION}: {name}={found}: not supported; {way}")
-    found = next((value for name in _FACTORS if (value := getattr(model, name, None))), 0.0)
+    found = next(
+        (value for name in _AUX_LOSS_FACTORS if (value := getattr(model, name, None))), 0.0
+    )
     routers: list[Any] = []
     for part in model.modules():  # the backbone of some families has a list of its own
         recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -59,7 +61,9 @@ def aux_loss_factor(model: Any) -> float:
     return float(found) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
 
 
-def global_balance(routers: Any, data: Tensor, model: Any, reduce_counts: Counts | None) -> Tensor:
+def global_balance_loss(
+    routers: Any, data: Tensor, model: Any, reduce_counts: ReduceCounts | None
+) -> Tensor:
     """Return the load-balancing loss with each expert's share of tokens taken over all ranks.
 
     The loss of Fedus et al., Switch Transformer, 2021, eq. 4, over all layers at once as in

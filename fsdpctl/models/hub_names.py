@@ -16,7 +16,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 Shape = tuple[int, ...]
 # Operations, with their dimensions, of conversions that place whole tensors one after another.
-_JOINED = (("Concatenate", 0),)
+_CONCATENATED = (("Concatenate", 0),)
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # of earlier versions
@@ -32,7 +32,9 @@ class StoredParts:
     copies: tuple[str, ...] = ()  # other stored tensors that must be equal, since they are tied
 
 
-def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str, StoredParts]:
+def map_stored_tensors(
+    module: TransformersDecoder, stored: Sequence[str]
+) -> dict[str, StoredParts]:
     """Return the parts of each tensor of the model by name, among the tensors `stored` in files.
 
     Tensors without parts are left out, and so is what transformers itself ignores. UsageError if a
@@ -40,7 +42,7 @@ def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str
     """
     from transformers.core_model_loading import dot_natural_key
 
-    renames = _Renames(module)
+    renames = _Renaming(module)
     found: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = renames.target(name)
@@ -48,7 +50,7 @@ def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str
     shapes, buffers = renames.shapes, renames.buffers
     parts = {}
     for name, by_pattern in found.items():
-        order = tuple(_in_order(name, by_pattern, renames))
+        order = tuple(_order_parts(name, by_pattern, renames))
         copies = order[1:] if set(by_pattern) == {""} else ()
         if name in shapes or not renames.ignores(name):
             kept = order[: len(order) - len(copies)]
@@ -61,7 +63,7 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
     from transformers.core_model_loading import revert_weight_conversion
 
     model = module.transformers_model
-    shapes = _Renames(module).shapes
+    shapes = _Renaming(module).shapes
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         reverted = revert_weight_conversion(model, whole)
@@ -70,7 +72,7 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
     return {name: tuple(each.shape) for name, each in reverted.items()}
 
 
-class _Renames:
+class _Renaming:
     """transformers' conversion tables for one model."""
 
     def __init__(self, module: TransformersDecoder) -> None:
@@ -90,7 +92,7 @@ class _Renames:
             **{name: tuple(each.shape) for name, each in params.items()},
             **{name: tuple(kept[name].shape) for name in self.buffers},
         }
-        self._first = first_names(module)
+        self._first = tied_names(module)
         self._whole = dict.fromkeys(module.state_dict(), True)
 
     def target(self, name: str) -> tuple[str, str]:
@@ -108,14 +110,14 @@ class _Renames:
         return name.endswith(_CONSTANTS) or any(re.search(each, name) for each in patterns)
 
 
-def first_names(module: nn.Module) -> dict[str, str]:
+def tied_names(module: nn.Module) -> dict[str, str]:
     """Return the name under which a tied parameter is known, by its other names."""
     first = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
 
-def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames) -> list[str]:
+def _order_parts(name: str, by_pattern: Mapping[str, list[str]], renames: _Renaming) -> list[str]:
     if set(by_pattern) == {""}:
         return by_pattern[""]
     converter = renames.by_pattern[next(pattern for pattern in by_pattern if pattern)]
@@ -124,7 +126,7 @@ def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames)
     if steps in (_STACKED, _STACKED_PAIRS):
         for of_pattern in lists:
             _check_numbers(name, of_pattern)
-    if steps == _JOINED or (steps == _STACKED and len(lists) == 1):
+    if steps == _CONCATENATED or (steps == _STACKED and len(lists) == 1):
         return [each for of_pattern in lists for each in of_pattern]
     if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
         return [each for of_expert in zip(*lists, strict=True) for each in of_expert]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
-from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models import stacked_experts
-from fsdpctl.models.dropped import dropped_linear
-from fsdpctl.models.products import is_transposed, read_elsewhere
-from fsdpctl.models.quantized import PACKINGS, FrozenLinear, Packing, Projection
+from fsdpctl.models.adapter_names import LORA_B
+from fsdpctl.models.linear_layers import is_transposed, layers_read_directly
+from fsdpctl.models.lora_dropout import dropout_linear
+from fsdpctl.models.quantized import QUANT_FORMATS, FrozenLinear, QuantFormat, UninitializedLinear
 
-TARGETS, TRAINABLE, ALSO = "model.lora.targets", "model.trainable", "model.lora.also"
+TARGETS, TRAINABLE, FULLY_TRAINED = "model.lora.targets", "model.trainable", "model.lora.also"
 _EXPERTS = "experts"
 ALL_LINEAR = "all_linear"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -38,18 +38,18 @@ class LoraLinear(FrozenLinear):
         rows, columns = self.rows, self.columns
         width, out = (rows, columns) if self.is_transposed else (columns, rows)
         self.dropout = config.dropout
-        self.lora_A: nn.Linear = Projection(width, config.rank, bias=False, device="meta")
-        self.lora_B: nn.Linear = Projection(config.rank, out, bias=False, device="meta")
+        self.lora_A: nn.Linear = UninitializedLinear(width, config.rank, bias=False, device="meta")
+        self.lora_B: nn.Linear = UninitializedLinear(config.rank, out, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         is_dropped = self.training and self.dropout > 0
-        down = dropped_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
+        down = dropout_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
         return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
 
 
-def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
+def init_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
     """Initialize an adapter: A uniformly up to 1 / sqrt(in), as in PEFT, and B with zeros."""
-    if name.endswith(f".{UP}.weight"):
+    if name.endswith(f".{LORA_B}.weight"):
         whole.zero_()
         return
     bound = 1 / math.sqrt(whole.shape[1])
@@ -57,31 +57,35 @@ def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
     whole.copy_(values.uniform_(-bound, bound, generator=generator))
 
 
-def choose_trained(module: nn.Module, config: ModelConfig) -> None:
+def set_trainable(module: nn.Module, config: ModelConfig) -> None:
     """Add adapters and freeze parameters by `config`, in place; UsageError if none matches."""
     if config.lora.rank is None:
         if config.trainable is not None:
-            _freeze_all_but(module, config.trainable)
+            _train_only(module, config.trainable)
         return
-    also = modules_also(module, config.lora.also)
+    also = fully_trained_modules(module, config.lora.also)
     params = [param for name in also for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
-        _pack(module, PACKINGS[config.base_dtype], also, experts=config.quantize_experts)
+        _quantize_linear_layers(
+            module, QUANT_FORMATS[config.base_dtype], also, experts=config.quantize_experts
+        )
     targets, stacked = _targets(module, config.lora, also)
     if also and not targets and not stacked:
         problem = f"conflicts with {TARGETS}={config.lora.targets}: no layer is left for adapters"
-        raise UsageError(f"{ALSO}={config.lora.also}: {problem}")
+        raise UsageError(f"{FULLY_TRAINED}={config.lora.also}: {problem}")
     module.requires_grad_(False)
     for name, words in stacked.items():
-        stacked_experts.adapt(module.get_submodule(name), words, config.lora)
+        stacked_experts.add_adapters(module.get_submodule(name), words, config.lora)
     for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
     for param in params:
         param.requires_grad_()
 
 
-def _pack(module: nn.Module, packing: Packing, left: Collection[str], *, experts: bool) -> None:
-    read = read_elsewhere(module)
+def _quantize_linear_layers(
+    module: nn.Module, packing: QuantFormat, left: Collection[str], *, experts: bool
+) -> None:
+    read = layers_read_directly(module)
     for name, base in list(_linear_layers(module)):
         if name not in read and name not in left:
             frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
@@ -89,7 +93,7 @@ def _pack(module: nn.Module, packing: Packing, left: Collection[str], *, experts
             _replace(module, name, frozen)
     for name, each in stacked_experts.stacked_experts(module) if experts else ():
         if name not in left:
-            stacked_experts.pack(name, each, packing)
+            stacked_experts.quantize_experts(name, each, packing)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -97,8 +101,8 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(module.get_submodule(parent), key, layer)
 
 
-def _freeze_all_but(module: nn.Module, text: str) -> None:
-    chosen = NameFilter.of(TRAINABLE, text)
+def _train_only(module: nn.Module, text: str) -> None:
+    chosen = NameFilter.parse(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
     words = {word for name in names for word in name.split(".")}
     chosen.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", words)
@@ -106,11 +110,11 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
         param.requires_grad_(chosen.matches(name))
 
 
-def modules_also(module: nn.Module, text: str | None) -> set[str]:
+def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
     """Return the names of the modules that `model.lora.also` selects, and of those in them."""
     if text is None:
         return set()
-    chosen = NameFilter.of(ALSO, text, ends=True)
+    chosen = NameFilter.parse(FULLY_TRAINED, text, ends=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
     ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
     leaves = [each for each in ends if not each.isdigit()]
@@ -127,15 +131,17 @@ def _targets(
     Those are selected only by a part that names experts: their matrices are called like layers.
     Modules that are trained whole, `also`, get none, as in PEFT.
     """
-    layers, read = dict(_linear_layers(module)), read_elsewhere(module)
-    chosen, has_all_linear = NameFilter.of(TARGETS, config.targets, ends=True).without_all_linear()
+    layers, read = dict(_linear_layers(module)), layers_read_directly(module)
+    chosen, has_all_linear = NameFilter.parse(
+        TARGETS, config.targets, ends=True
+    ).without_all_linear()
     if chosen is None:
         return {x: each for x, each in layers.items() if x not in read and x not in also}, {}
     stacked = {
         name: [
             word
-            for word in stacked_experts.matrices_of(each)
-            if any(chosen.matches_by(_EXPERTS, each) for each in (name, f"{name}.{word}"))
+            for word in stacked_experts.expert_matrices(each)
+            if any(chosen.matches_because_of(_EXPERTS, each) for each in (name, f"{name}.{word}"))
         ]
         for name, each in stacked_experts.stacked_experts(module)
     }
@@ -176,14 +182,14 @@ class NameFilter:
     patterns: Mapping[str, re.Pattern[str]]  # by the names of the list, or the pattern itself
 
     @staticmethod
-    def of(key: str, text: str, *, ends: bool = False) -> "NameFilter":
+    def parse(key: str, text: str, *, ends: bool = False) -> "NameFilter":
         """Read the value of a setting.
 
         `ends`: a name of a list is the end of a matching name, not any part of it. UsageError if it
         is neither a list of names nor a regular expression.
         """
         if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
-            names = _listed(key, text)
+            names = _parse_names(key, text)
             return NameFilter(key, text, {x: re.compile(_pattern_for(x, ends)) for x in names})
         try:
             return NameFilter(key, text, {text: re.compile(text)})
@@ -200,7 +206,7 @@ class NameFilter:
     def matches(self, name: str) -> bool:
         return any(each.search(name) for each in self.patterns.values())
 
-    def matches_by(self, word: str, name: str) -> bool:
+    def matches_because_of(self, word: str, name: str) -> bool:
         masked = name.replace(word, "")
         found = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
         return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in found)
@@ -217,7 +223,7 @@ class NameFilter:
                 raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
 
 
-def _listed(key: str, text: str) -> list[str]:
+def _parse_names(key: str, text: str) -> list[str]:
     names = [each.strip(" \t'\"") for each in text.strip().strip("[]").split(",")]
     if names := list(dict.fromkeys(filter(None, names))):
         if (other := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:

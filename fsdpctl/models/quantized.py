@@ -26,25 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.models.fused import fuses, run_fused
-from fsdpctl.models.kernels import device_type
-from fsdpctl.models.operators import operator
+from fsdpctl.models.attention_kernels import device_type
+from fsdpctl.models.custom_ops import fuses, operator, run_fused
 
 # Quantiles of a normal distribution, as published with QLoRA.
-VALUES = (
+NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-BLOCK, _BLOCKS = 64, 256
-GROUP = BLOCK * _BLOCKS  # weights
+BLOCK, _BLOCKS_PER_GROUP = 64, 256
+GROUP = BLOCK * _BLOCKS_PER_GROUP  # weights
 # Groups that are dequantized at a time. Fewer need less memory, and on a GPU more launches.
-_AT_ONCE = {"cuda": 1024}
-_AT_ONCE_ELSEWHERE = 128
+_GROUPS_AT_ONCE = {"cuda": 1024}
+_GROUPS_AT_ONCE_ELSEWHERE = 128
 
 
-class Packing(ABC):
+class QuantFormat(ABC):
     """How weights are stored as bytes."""
 
     name: str
@@ -53,30 +52,30 @@ class Packing(ABC):
 
     @property
     def group_bytes(self) -> int:
-        return self._constants + _BLOCKS * self._block
+        return self._constants + _BLOCKS_PER_GROUP * self._block
 
-    def packed_bytes(self, numel: int) -> int:
+    def num_bytes(self, numel: int) -> int:
         groups, rest = divmod(numel, GROUP)
         blocks = -(-rest // BLOCK)
         return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
 
     def empty(self, numel: int, device: torch.device) -> nn.Parameter:
-        packed = torch.empty(self.packed_bytes(numel), dtype=torch.uint8, device=device)
+        packed = torch.empty(self.num_bytes(numel), dtype=torch.uint8, device=device)
         return nn.Parameter(packed, requires_grad=False)
 
     @torch.no_grad()
     def quantize(self, weights: Tensor) -> Tensor:
         """Return the bytes of the flattened `weights`, which begin with a group."""
         flat = weights.reshape(-1)
-        packed = torch.empty(self.packed_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
-        step = _AT_ONCE_ELSEWHERE * GROUP
+        packed = torch.empty(self.num_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
+        step = _GROUPS_AT_ONCE_ELSEWHERE * GROUP
         for start in range(0, len(flat), step):
             part = flat[start : start + step].float()
             end = start // GROUP * self.group_bytes
             for values in part.split((len(part) // GROUP * GROUP, len(part) % GROUP)):
                 if len(values):
                     padded = F.pad(values, (0, -len(values) % BLOCK))
-                    blocks = min(len(padded) // BLOCK, _BLOCKS)
+                    blocks = min(len(padded) // BLOCK, _BLOCKS_PER_GROUP)
                     made = self._quantized(padded.view(-1, blocks, BLOCK)).view(-1)
                     packed[end : end + len(made)] = made
                     end += len(made)
@@ -86,20 +85,25 @@ class Packing(ABC):
         """Return the weights of `shape` in `dtype`, computed in float32."""
         numel, size = prod(shape), self.group_bytes
         weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=packed.device)
-        groups, step = numel // GROUP, _AT_ONCE.get(device_type(packed), _AT_ONCE_ELSEWHERE)
+        groups, step = (
+            numel // GROUP,
+            _GROUPS_AT_ONCE.get(device_type(packed), _GROUPS_AT_ONCE_ELSEWHERE),
+        )
         whole = groups // step * step
         for start, stop, times in ((0, whole, groups // step), (whole, groups, 1)):
             if start < stop:
                 rows = packed[start * size : stop * size].view(stop - start, size)
-                UNPACK(weights[start * GROUP : stop * GROUP], rows, _BLOCKS, times, self.name)
+                DEQUANTIZE(
+                    weights[start * GROUP : stop * GROUP], rows, _BLOCKS_PER_GROUP, times, self.name
+                )
         if rest := numel % GROUP:
             last = packed[groups * size :].view(1, -1)
-            values = pairs(packed.device)
+            values = code_pairs(packed.device)
             self.dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK), values)
         return weights[:numel].view(shape)
 
     def dequantize_groups(self, target: Tensor, packed: Tensor, values: Tensor) -> None:
-        self.dequantize_into(target, packed.view(-1, self.group_bytes), _BLOCKS, values)
+        self.dequantize_into(target, packed.view(-1, self.group_bytes), _BLOCKS_PER_GROUP, values)
 
     @abstractmethod
     def _quantized(self, weights: Tensor) -> Tensor:
@@ -110,11 +114,11 @@ class Packing(ABC):
         """Write the weights of rows of bytes, of `blocks` each; `values` are those of `pairs`."""
 
 
-class _Nf4(Packing):
+class _Nf4(QuantFormat):
     name, _constants, _block = "nf4", 8, BLOCK // 2 + 1
 
     def _quantized(self, weights: Tensor) -> Tensor:
-        values = torch.tensor(VALUES, dtype=torch.float64)
+        values = torch.tensor(NF4_VALUES, dtype=torch.float64)
         between = ((values[1:] + values[:-1]) / 2).float()
         largest = weights.abs().amax(-1)
         scaled = weights / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
@@ -140,7 +144,7 @@ class _Nf4(Packing):
         target.view(weights.shape).copy_(weights.mul_((squares * squares).unsqueeze(-1)))
 
 
-class _Int8(Packing):
+class _Int8(QuantFormat):
     name, _constants, _block = "int8", 0, BLOCK + 2
 
     def _quantized(self, weights: Tensor) -> Tensor:
@@ -157,7 +161,7 @@ class _Int8(Packing):
         target.view(weights.shape).copy_(weights.mul_(known))
 
 
-class _Float32(Packing):
+class _Float32(QuantFormat):
     name, _constants, _block = "float32", 0, 4 * BLOCK
 
     def _quantized(self, weights: Tensor) -> Tensor:
@@ -168,26 +172,26 @@ class _Float32(Packing):
 
 
 NF4, INT8 = _Nf4(), _Int8()
-PACKINGS: dict[str, Packing] = {each.name: each for each in (NF4, INT8, _Float32())}
+QUANT_FORMATS: dict[str, QuantFormat] = {each.name: each for each in (NF4, INT8, _Float32())}
 
 
 @lru_cache
-def pairs(device: torch.device) -> Tensor:
-    values = torch.tensor(VALUES, dtype=torch.float32, device=device)
+def code_pairs(device: torch.device) -> Tensor:
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
 
 
-def unpack(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
+def dequantize_parts(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
     """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts.
 
     A fused kernel needs no memory for parts.
     """
-    values = pairs(rows.device)
+    values = code_pairs(rows.device)
     if fuses(rows.device) and len(rows) > 1 and packing in (NF4.name, INT8.name):
-        run_fused(PACKINGS[packing].dequantize_groups, target, rows.view(-1), values)
+        run_fused(QUANT_FORMATS[packing].dequantize_groups, target, rows.view(-1), values)
         return
     for weights, part in zip(target.chunk(times), rows.chunk(times), strict=True):
-        PACKINGS[packing].dequantize_into(weights, part, blocks, values)
+        QUANT_FORMATS[packing].dequantize_into(weights, part, blocks, values)
 
 
 # ---- operators ---------------------------------------------------------------------------
@@ -198,14 +202,14 @@ def unpack(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) 
 def _linear(
     x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
-    weight = PACKINGS[packing].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[packing].dequantize(packed, shape, x.dtype)
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _linear_backward(
     gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
-    weight = PACKINGS[packing].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[packing].dequantize(packed, shape, gradient.dtype)
     return gradient.matmul(weight.t() if transposed else weight)
 
 
@@ -221,12 +225,12 @@ def _backward_shape(
     return gradient.new_empty(*gradient.shape[:-1], shape[not transposed])
 
 
-UNPACK = operator("unpack", unpack, None, writes=["target"])
+DEQUANTIZE = operator("unpack", dequantize_parts, None, writes=["target"])
 _FORWARD = operator("packed_linear", _linear, _linear_shape)
 _BACKWARD = operator("packed_linear_backward", _linear_backward, _backward_shape)
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     """A product that keeps the bytes of its weights for backward, and not the weights."""
 
     @staticmethod
@@ -241,17 +245,17 @@ class _Product(torch.autograd.Function):
         return (_BACKWARD(gradient, packed, *ctx.about), *[None] * (2 + len(ctx.about)))
 
 
-class PackedWeights(nn.Module):
+class QuantizedModule(nn.Module):
     """A module with weights that may be packed."""
 
-    packing: Packing | None
+    quant_format: QuantFormat | None
 
-    def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def quantized_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the weights that are packed, by the parameter's name."""
         raise NotImplementedError
 
 
-class FrozenLinear(PackedWeights):
+class FrozenLinear(QuantizedModule):
     """A linear layer with the weight of another one, which may be packed, and its bias."""
 
     def __init__(self, base: Any, *, is_transposed: bool) -> None:
@@ -261,24 +265,24 @@ class FrozenLinear(PackedWeights):
         self.weight, self.bias = base.weight, base.bias
         is_known = isinstance(base, FrozenLinear)
         self.rows, self.columns = (base.rows, base.columns) if is_known else base.weight.shape
-        self.packing = base.packing if is_known else None
+        self.quant_format = base.quant_format if is_known else None
 
-    def quantize(self, packing: Packing) -> None:
+    def quantize(self, quant_format: QuantFormat) -> None:
         """Replace the weight by an uninitialized one that is packed."""
-        self.packing = packing
-        self.weight = packing.empty(self.rows * self.columns, self.weight.device)
+        self.quant_format = quant_format
+        self.weight = quant_format.empty(self.rows * self.columns, self.weight.device)
 
-    def packed_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {} if self.packing is None else {"weight": (self.rows, self.columns)}
+    def quantized_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {} if self.quant_format is None else {"weight": (self.rows, self.columns)}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packing is None:
+        if self.quant_format is None:
             return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
-        about = ([self.rows, self.columns], self.is_transposed, self.packing.name)
-        return _Product.apply(x, self.weight, self.bias, *about)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+        about = ([self.rows, self.columns], self.is_transposed, self.quant_format.name)
+        return _QuantizedLinear.apply(x, self.weight, self.bias, *about)  # type: ignore[no-any-return,no-untyped-call]  # torch's
 
 
-class Projection(nn.Linear):
+class UninitializedLinear(nn.Linear):
     """An uninitialized projection, which is initialized by name later."""
 
     def reset_parameters(self) -> None:
@@ -290,13 +294,13 @@ def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}.{key}" if name else key: shape
         for name, each in module.named_modules()
-        if isinstance(each, PackedWeights)
-        for key, shape in each.packed_shapes().items()
+        if isinstance(each, QuantizedModule)
+        for key, shape in each.quantized_shapes().items()
     }
 
 
-def packing_of(module: nn.Module) -> Packing | None:
-    found = (each.packing for each in module.modules() if isinstance(each, PackedWeights))
+def quant_format_of(module: nn.Module) -> QuantFormat | None:
+    found = (each.quant_format for each in module.modules() if isinstance(each, QuantizedModule))
     return next(filter(None, found), None)
 
 

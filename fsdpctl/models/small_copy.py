@@ -20,15 +20,15 @@ from fsdpctl.config.decoder_config import (
 )
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import block_names, replace_meta_parameters
+from fsdpctl.models.module_spec import block_names, replace_meta_parameters
 from fsdpctl.models.transformers_build import build_transformers, fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 VOCABULARY = 64
-_KINDS = 4  # of blocks, in the copy
-_OF_A_HEAD = 8  # width
+_MAX_KINDS = 4  # of blocks, in the copy
+_HEAD_DIM = 8  # width
 # Widths that matter for the size of the copy, not for what its tokens see.
-_SHRUNK = {
+_MAX_SIZES = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
     "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
     "ffn_hidden_size": 64, "n_inner": 64, "num_experts": 16, "num_local_experts": 16,
@@ -38,7 +38,7 @@ _SHRUNK = {
     "mamba_d_state": 16, "ssm_state_size": 16, "n_positions": 512,
     "max_position_embeddings": 1 << 16, "encoder_hash_byte_group_vocab": VOCABULARY,
 }  # fmt: skip
-_MOST = 1 << 27  # parameters of the copy, of which a check makes three
+_MAX_PARAMETERS = 1 << 27  # parameters of the copy, of which a check makes three
 _COUNTS, _WIDTHS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
 _DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_COUNTS, _WIDTHS)]
 _LAYERS = ("num_hidden_layers", "num_blocks")  # of other parts, such as of images
@@ -50,46 +50,50 @@ def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -
     module = meta_copy(model)
     allocate(module)
     for name, param in module.named_parameters():
-        draw(name, param)
+        init_by_name(name, param)
     return module.train(False).to(device)
 
 
 def meta_copy(model: ModelConfig) -> nn.Module:
     """Return the same with parameters on the meta device, and buffers on the CPU."""
-    return copy.deepcopy(_made(replace(model, name="")))
+    return copy.deepcopy(_cached_meta_copy(replace(model, name="")))
 
 
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
-def _made(model: ModelConfig) -> nn.Module:
+def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     content = config_dict(model)
     told = read_configuration(content, CONFIG_LOCATION).to_dict()  # with what the file leaves out
     few = {name: token for name, token in _TOKENS.items() if told.get(name) is not None}
-    content = {**content, **_shrunk(told), **few}
+    content = {**content, **_shrink(told), **few}
     heads = {name: told[name] for name in told if name.endswith("head_dim")}
-    shrunk, module = _small(content, model) or _small({**content, **heads}, model) or _whole(model)
+    shrunk, module = (
+        _first_small(content, model)
+        or _first_small({**content, **heads}, model)
+        or _full_width(model)
+    )
     _check_buffers(module, shrunk)
     return module
 
 
-def _small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
+def _first_small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
     """Return the first copy of narrower parts that is small, and runs; None if there is none."""
-    for make in (_narrow, None, *(partial(_divided, by=each) for each in _DIVISIONS)):
+    for make in (_narrow, None, *(partial(_divide, by=each) for each in _DIVISIONS)):
         try:
             shrunk = with_config(model, make(content) if make else content)
-            module = _cut(shrunk, "meta")
-            if _count(module) > _MOST:
+            module = _build_few_blocks(shrunk, "meta")
+            if _count(module) > _MAX_PARAMETERS:
                 continue
             if make:
-                _run(module)
+                _check_forward(module)
             return shrunk, module
         except Exception:  # a family whose sizes depend on these, whose code raises what it likes
             continue
     return None
 
 
-def _whole(model: ModelConfig) -> _Copy:
-    module = _cut(model, "meta")
-    if (count := _count(module)) > _MOST:
+def _full_width(model: ModelConfig) -> _Copy:
+    module = _build_few_blocks(model, "meta")
+    if (count := _count(module)) > _MAX_PARAMETERS:
         name = type(module.transformers_model).__name__
         raise UsageError(f"model: {name}: not supported; a small copy has {count:,} parameters")
     return model, module
@@ -99,7 +103,7 @@ def _count(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
+def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
     told, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
     sizes = {name: each for name, each in told.items() if type(each) is int and named.search(name)}
@@ -109,33 +113,33 @@ def _divided(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same with narrow heads, if that makes the residual stream narrower."""
     config = read_configuration(content, CONFIG_LOCATION)
-    head = min(getattr(config, "head_dim", None) or _OF_A_HEAD, _OF_A_HEAD)
+    head = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
     width = min(config.num_attention_heads * head, config.hidden_size)
     narrow = with_other_sizes(content, {"hidden_size": width}, CONFIG_LOCATION)
     return with_other_sizes(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if it does not follow
 
 
-def _shrunk(told: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink(told: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in told.items():
-        if isinstance(value, dict) and (inner := _shrunk(value)):
+        if isinstance(value, dict) and (inner := _shrink(value)):
             few = {each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int}
             found[name] = {**value, **inner, **few}
-        elif name in _SHRUNK and type(value) is int:
-            found[name] = min(value, _SHRUNK[name])
+        elif name in _MAX_SIZES and type(value) is int:
+            found[name] = min(value, _MAX_SIZES[name])
     return found
 
 
 @torch.no_grad()
-def _run(module: TransformersDecoder) -> None:
+def _check_forward(module: TransformersDecoder) -> None:
     tried = copy.deepcopy(module).train(False)
     allocate(tried)
     tried.attention.use(ours=False)  # which may not serve the family; only sizes are tried
-    tried(torch.zeros(1, _OF_A_HEAD, dtype=torch.int64))
+    tried(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
 
 
 @torch.no_grad()
-def draw(name: str, whole: Tensor) -> None:
+def init_by_name(name: str, whole: Tensor) -> None:
     """Initialize a parameter by its name: of matrices, the outputs have the size of the inputs."""
     if whole.ndim <= 1:
         whole.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -151,7 +155,7 @@ def allocate(module: nn.Module) -> None:
     replace_meta_parameters(module, lambda param: torch.zeros_like(param, device="cpu"))
 
 
-def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
+def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
     with torch.device(device):
         module = build_transformers(model)
     if device == "meta":
@@ -167,7 +171,7 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
         shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
         kind = (type(block), shapes, tuple(str(each[number]) for each in lists.values()))
         kinds.setdefault(kind, number)
-    kept = sorted({*[*kinds.values()][:_KINDS], *range(min(2, count))})
+    kept = sorted({*[*kinds.values()][:_MAX_KINDS], *range(min(2, count))})
     for key, value in lists.items():
         setattr(config, key, [value[number] for number in kept])
     config.num_hidden_layers = len(kept)
@@ -178,7 +182,7 @@ def _cut(model: ModelConfig, device: str) -> TransformersDecoder:
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    built = _built_buffers(model)
+    built = _reference_buffers(model)
     read = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():
         is_unknown = bool(buffer.isnan().any())
@@ -188,7 +192,7 @@ def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
         buffer.copy_(built[name])
 
 
-def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
+def _reference_buffers(model: ModelConfig) -> dict[str, Tensor]:
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -200,6 +204,6 @@ def _built_buffers(model: ModelConfig) -> dict[str, Tensor]:
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
     try:
-        return dict(_cut(model, "cpu").named_buffers())
+        return dict(_build_few_blocks(model, "cpu").named_buffers())
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -17,40 +17,47 @@ from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.models.operators import operator
-from fsdpctl.models.quantized import BLOCK, GROUP, PACKINGS, PackedWeights, Packing, Projection
+from fsdpctl.models.custom_ops import operator
+from fsdpctl.models.quantized import (
+    BLOCK,
+    GROUP,
+    QUANT_FORMATS,
+    QuantFormat,
+    QuantizedModule,
+    UninitializedLinear,
+)
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-_ROWS = 8  # grouped products on GPUs need rows of 16 bytes
+_RANK_MULTIPLE = 8  # grouped products on GPUs need rows of 16 bytes
 Shape = tuple[int, ...]
 
 
 # ---- products with packed matrices -------------------------------------------------------
 
 
-def _product(
+def _forward(
     x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
     count, *matrix = shape
     if len(x) < count and prod(matrix) % GROUP == 0:  # as when text is generated: not all are used
         used = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
         packed = packed.view(count, -1)[used].view(-1)
-        weight = PACKINGS[packing].dequantize(packed, (len(x), *matrix), x.dtype)
+        weight = QUANT_FORMATS[packing].dequantize(packed, (len(x), *matrix), x.dtype)
         right = weight if transposed else weight.transpose(-2, -1)
         return torch.bmm(x.unsqueeze(1), right).squeeze(1)
-    weight = PACKINGS[packing].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[packing].dequantize(packed, shape, x.dtype)
     return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
 
 
-def _product_backward(
+def _backward(
     gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
-    weight = PACKINGS[packing].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[packing].dequantize(packed, shape, gradient.dtype)
     right = weight.transpose(-2, -1) if transposed else weight
     return F.grouped_mm(gradient.contiguous(), right, offs=ends)
 
 
-def _product_shape(
+def _forward_shape(
     x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
     return x.new_empty(len(x), shape[1 + transposed])
@@ -62,11 +69,11 @@ def _backward_shape(
     return gradient.new_empty(len(gradient), shape[2 - transposed])
 
 
-_FORWARD = operator("packed_experts", _product, _product_shape)
-_BACKWARD = operator("packed_experts_backward", _product_backward, _backward_shape)
+_FORWARD = operator("packed_experts", _forward, _forward_shape)
+_BACKWARD = operator("packed_experts_backward", _backward, _backward_shape)
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedGroupedMm(torch.autograd.Function):
     """A product that keeps the bytes of its matrices for backward, and not the matrices."""
 
     @staticmethod
@@ -91,8 +98,8 @@ class ExpertAdapter(nn.Module):
 
     def __init__(self, width: int, out: int, ranks: int) -> None:
         super().__init__()
-        self.lora_A = Projection(width, ranks, bias=False, device="meta")
-        self.lora_B = Projection(ranks, out, bias=False, device="meta")
+        self.lora_A = UninitializedLinear(width, ranks, bias=False, device="meta")
+        self.lora_B = UninitializedLinear(ranks, out, bias=False, device="meta")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Project rows that are sorted by expert, from (rows, in) to (rows, out)."""
@@ -102,7 +109,7 @@ class ExpertAdapter(nn.Module):
         return F.grouped_mm(F.grouped_mm(x, into, offs=ends), back, offs=ends)
 
 
-class StackedExperts(PackedWeights):
+class StackedExperts(QuantizedModule):
     """The forward of experts that `adopt` has changed; the rest is that of their class."""
 
     shapes: Mapping[str, Shape]  # of the matrices, (experts, …)
@@ -110,8 +117,8 @@ class StackedExperts(PackedWeights):
     scale: float
     num_experts: int
 
-    def packed_shapes(self) -> Mapping[str, Shape]:
-        return self.shapes if self.packing is not None else {}
+    def quantized_shapes(self) -> Mapping[str, Shape]:
+        return self.shapes if self.quant_format is not None else {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; of shape (tokens, width)."""
@@ -122,9 +129,9 @@ class StackedExperts(PackedWeights):
         counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
         name = "gate_up_proj" if this.has_gate else "up_proj"
-        rows = self._product(name, hidden_states[order // top], numbers, ends)
+        rows = self._multiply(name, hidden_states[order // top], numbers, ends)
         rows = this._apply_gate(rows) if this.has_gate else this.act_fn(rows)
-        rows = self._product("down_proj", rows, numbers, ends)
+        rows = self._multiply("down_proj", rows, numbers, ends)
         if this.has_post_expert_norm:
             rows = this.post_expert_norm(rows)
         rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -132,17 +139,17 @@ class StackedExperts(PackedWeights):
         back[order] = torch.arange(len(order), device=order.device)
         return rows[back].view(tokens, top, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _product(self, word: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    def _multiply(self, word: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
         this: Any = self
         weight: Tensor = getattr(self, word)
         out: Tensor
-        if self.packing is None:
+        if self.quant_format is None:
             right = weight if this.is_transposed else weight.transpose(-2, -1)
             x = x.to(weight.dtype)
             out = F.grouped_mm(x, right, offs=ends)
         else:
-            about = [*self.shapes[word]], this.is_transposed, self.packing.name
-            out = _Product.apply(x, weight, ends, *about)  # type: ignore[no-untyped-call]  # torch's
+            about = [*self.shapes[word]], this.is_transposed, self.quant_format.name
+            out = _QuantizedGroupedMm.apply(x, weight, ends, *about)  # type: ignore[no-untyped-call]  # torch's
         if this.has_bias:
             out = out + getattr(self, f"{word}_bias")[numbers]
         if word in self.expert_adapters:
@@ -153,11 +160,11 @@ class StackedExperts(PackedWeights):
 def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the experts of a model of transformers that are called through its interface."""
     for name, each in module.named_modules():
-        if hasattr(each, "_is_expert_parallel") and matrices_of(each):
+        if hasattr(each, "_is_expert_parallel") and expert_matrices(each):
             yield name, each
 
 
-def matrices_of(experts: nn.Module) -> list[str]:
+def expert_matrices(experts: nn.Module) -> list[str]:
     if isinstance(experts, StackedExperts):
         return [*experts.shapes]
     found = experts._parameters.items()
@@ -165,24 +172,24 @@ def matrices_of(experts: nn.Module) -> list[str]:
 
 
 @cache
-def _adopted(kind: type) -> type:
+def _with_our_forward(kind: type) -> type:
     return type(kind.__name__, (StackedExperts, kind), {"__module__": kind.__module__})
 
 
-def adopt(experts: Any) -> StackedExperts:
+def use_our_forward(experts: Any) -> StackedExperts:
     """Let experts, the same object, compute with `StackedExperts.forward`."""
     if not isinstance(experts, StackedExperts):
-        shapes = {word: tuple(getattr(experts, word).shape) for word in matrices_of(experts)}
+        shapes = {word: tuple(getattr(experts, word).shape) for word in expert_matrices(experts)}
         kind: type = type(experts)
-        experts.__class__ = _adopted(kind)
-        experts.shapes, experts.packing, experts.scale = shapes, None, 1.0
+        experts.__class__ = _with_our_forward(kind)
+        experts.shapes, experts.quant_format, experts.scale = shapes, None, 1.0
         experts.expert_adapters = nn.ModuleDict()
     return experts  # type: ignore[no-any-return]  # its class was replaced
 
 
-def pack(name: str, experts: Any, packing: Packing) -> None:
+def quantize_experts(name: str, experts: Any, packing: QuantFormat) -> None:
     """Replace the matrices by uninitialized packed ones; UsageError if experts share blocks."""
-    adopted = adopt(experts)
+    adopted = use_our_forward(experts)
     for word, (count, rows, columns) in adopted.shapes.items():
         if rows * columns % BLOCK:
             raise UsageError(
@@ -191,19 +198,19 @@ def pack(name: str, experts: Any, packing: Packing) -> None:
             )
         device = getattr(adopted, word).device
         setattr(adopted, word, packing.empty(count * rows * columns, device))
-    adopted.packing = packing
+    adopted.quant_format = packing
 
 
-def adapt(experts: Any, words: list[str], config: LoraConfig) -> None:
+def add_adapters(experts: Any, words: list[str], config: LoraConfig) -> None:
     """Add an adapter to each of the matrices `words`; UsageError if its settings cannot be."""
     assert config.rank is not None
-    if config.rank % _ROWS:
-        problem = f"adapters of experts need a multiple of {_ROWS}"
+    if config.rank % _RANK_MULTIPLE:
+        problem = f"adapters of experts need a multiple of {_RANK_MULTIPLE}"
         raise UsageError(f"model.lora.rank={config.rank}: {problem}")
     if config.dropout:
         problem = "not supported with adapters of experts"
         raise UsageError(f"model.lora.dropout={config.dropout:g}: {problem}")
-    adopted: Any = adopt(experts)
+    adopted: Any = use_our_forward(experts)
     adopted.scale = config.scale
     for word in (each for each in adopted.shapes if each in words):
         count, rows, columns = adopted.shapes[word]

@@ -20,43 +20,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.errors import UsageError
-from fsdpctl.models.attention import AttentionMask, Scores, attend, attention_mask
-from fsdpctl.models.kernels import computed_dtype, device_type
-from fsdpctl.models.row_documents import Documents, make_documents, send
+from fsdpctl.models.attention import AttentionMask, ScoreOptions, attend, attention_mask
+from fsdpctl.models.attention_kernels import compute_dtype, device_type
+from fsdpctl.models.packed_documents import PackedDocuments, copy_to_device, pack_documents
 
 _NAME = "fsdpctl"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the files of families that use it
 # Arguments that change nothing, or whose meaning is that of the mask.
-_KNOWN = (
+_IGNORED_ARGUMENTS = (
     "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "max_length_q",
     "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic", "output_router_logits",
 )  # fmt: skip
-_KINDS = {
+_MASK_KINDS = {
     frozenset({"causal_mask_function"}): "full",
     frozenset({"causal_mask_function", "sliding_window_overlay"}): "window",
     frozenset({"causal_mask_function", "chunked_overlay"}): "chunk",
 }
 
 
-class _Running(threading.local):
+class _CurrentForward(threading.local):
     """The forward that runs in this thread."""
 
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
 
 
-_running = _Running()
+_current = _CurrentForward()
 
 
 @dataclass(slots=True)
-class _Sight:
+class _LayerMask:
     """The tokens that the layers of a kind see in a forward."""
 
-    documents: Documents | None
+    documents: PackedDocuments | None
     window: int | None = None
     pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other kinds
     made: dict[object, AttentionMask | None] = field(default_factory=dict)
 
-    def mask(self, q: Tensor, scores: Scores) -> AttentionMask | None:
+    def mask(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
         if torch.compiler.is_compiling():  # Dynamo runs recomputed blocks that fill a dict eagerly
             return self._make(q, scores)
         key = q.shape[-1], scores.has_kernel, scores.sinks is None
@@ -64,10 +64,10 @@ class _Sight:
             self.made[key] = self._make(q, scores)
         return self.made[key]
 
-    def _make(self, q: Tensor, scores: Scores) -> AttentionMask | None:
+    def _make(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
         if self.pairs is None:
             return attention_mask(q[:, 0], q.shape[-1], self.window, self.documents, scores)
-        bias = torch.zeros_like(self.pairs, dtype=computed_dtype(q))
+        bias = torch.zeros_like(self.pairs, dtype=compute_dtype(q))
         return AttentionMask(None, bias=bias.masked_fill_(~self.pairs, -torch.inf))
 
 
@@ -78,29 +78,29 @@ class TransformersAttention:
         _register()
         modules = list(model.modules())
         files = {sys.modules[type(each).__module__] for each in modules}
-        self.can_be_ours = any(hasattr(each, _INTERFACE) for each in files)
+        self.supports_ours = any(hasattr(each, _INTERFACE) for each in files)
         found: list[Any] = [getattr(each, "config", None) for each in modules]
         configs = {id(each): each for each in found if hasattr(each, "_attn_implementation")}
-        self._usual = [(each, each._attn_implementation) for each in configs.values()]
+        self._defaults = [(each, each._attn_implementation) for each in configs.values()]
         self.use(ours=True)
         for each in modules:
             if any(kind in str(getattr(each, "rope_type", "")) for kind in ("dynamic", "longrope")):
-                each.forward = partial(_rotations, each.forward)
+                each.forward = partial(_rotary_per_document, each.forward)
 
     def use(self, *, ours: bool) -> None:
         """Compute with our attention from now on, if the model can, or with its own."""
-        self.is_ours = ours and self.can_be_ours
-        for config, usual in self._usual:
+        self.is_ours = ours and self.supports_ours
+        for config, usual in self._defaults:
             config._attn_implementation_internal = _NAME if self.is_ours else usual
 
     @contextmanager
-    def among(self, documents: Documents | None) -> Iterator[None]:
+    def within(self, documents: PackedDocuments | None) -> Iterator[None]:
         """Run a forward on the rows of `documents`; its backward may follow the block."""
-        _running.documents = documents
+        _current.documents = documents
         try:
             yield
         finally:
-            _running.documents = None
+            _current.documents = None
 
 
 @cache
@@ -108,47 +108,49 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _sight)
+    AttentionMaskInterface.register(_NAME, _layer_mask)
     for name in ("eager", "sdpa"):
         plain = getattr(masking_utils, f"{name}_mask")
-        AttentionMaskInterface.register(name, partial(_apart, plain))
+        AttentionMaskInterface.register(name, partial(_within_documents, plain))
 
 
-def _sight(
+def _layer_mask(
     *,
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any],
     local_size: int | None = None,
     **about: Any,
-) -> _Sight:
-    documents = _running.documents
-    kind = _KINDS.get(frozenset(_parts(mask_function)))
+) -> _LayerMask:
+    documents = _current.documents
+    kind = _MASK_KINDS.get(frozenset(_mask_function_names(mask_function)))
     if kind is None or q_length != kv_length:
         from transformers.masking_utils import sdpa_mask
 
         sizes = {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
         about = {**about, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        pairs = _apart(sdpa_mask, mask_function=mask_function, **sizes, **about)
-        return _Sight(None, pairs=pairs)
+        pairs = _within_documents(sdpa_mask, mask_function=mask_function, **sizes, **about)
+        return _LayerMask(None, pairs=pairs)
     if kind == "chunk" and local_size is not None:
-        return _Sight(_chunks(documents, local_size, about["batch_size"], q_length, about))
-    return _Sight(documents, local_size)
+        return _LayerMask(
+            _split_into_chunks(documents, local_size, about["batch_size"], q_length, about)
+        )
+    return _LayerMask(documents, local_size)
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
+def _mask_function_names(function: Callable[..., Any]) -> Iterator[str]:
     cells = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
     inner = [each for cell in cells if isinstance(cell, tuple) for each in cell if callable(each)]
     name = str(getattr(function, "__qualname__", "")).partition(".")[0]
     if name != "and_masks":
         yield name
     for each in inner:
-        yield from _parts(each)
+        yield from _mask_function_names(each)
 
 
-def _chunks(
-    documents: Documents | None, size: int, rows: int, length: int, about: Any
-) -> Documents | None:
+def _split_into_chunks(
+    documents: PackedDocuments | None, size: int, rows: int, length: int, about: Any
+) -> PackedDocuments | None:
     lengths = ((length,),) * rows if documents is None else documents.lengths
     if max(map(max, lengths)) <= size:
         return documents
@@ -157,17 +159,19 @@ def _chunks(
     )
     device = torch.device(about["device"])
     if documents is None:
-        return make_documents(split, device, like=device_type(torch.empty(0, device=device)))
+        return pack_documents(
+            split, device, kernel_device_type=device_type(torch.empty(0, device=device))
+        )
     like, context = documents.device_type, documents.context
-    return make_documents(split, device, like=like, context=context)
+    return pack_documents(split, device, kernel_device_type=like, context=context)
 
 
-def _apart(
+def _within_documents(
     plain: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **about: Any
 ) -> Any:
     """Return a mask of all pairs of tokens without those of two documents."""
-    documents = _running.documents
-    if documents is None or (documents.are_rows and documents.context is None):
+    documents = _current.documents
+    if documents is None or (documents.one_per_row and documents.context is None):
         return plain(*args, mask_function=mask_function, **about)
     if documents.context is not None:
         raise UsageError("attention that needs a mask of all pairs of tokens")
@@ -193,11 +197,17 @@ def _attention(
     **about: Any,
 ) -> tuple[Tensor, None]:
     softcap, s_aux = about.pop("softcap", None), about.pop("s_aux", None)
-    unknown = [name for name, given in about.items() if name not in _KNOWN and given is not None]
-    if not isinstance(attention_mask, _Sight) or any(about[name] is not False for name in unknown):
+    unknown = [
+        name
+        for name, given in about.items()
+        if name not in _IGNORED_ARGUMENTS and given is not None
+    ]
+    if not isinstance(attention_mask, _LayerMask) or any(
+        about[name] is not False for name in unknown
+    ):
         raise UsageError(f"attention with {', '.join(unknown) or 'another mask'}")
     width, of_values = query.shape[-1], value.shape[-1]
-    scores = Scores(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
+    scores = ScoreOptions(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
     if of_values != width:  # as in latent attention; kernels for packed rows take one width
         query, key, value = (
             F.pad(each, (0, max(width, of_values) - each.shape[-1])) for each in (query, key, value)
@@ -206,7 +216,7 @@ def _attention(
     return mixed[..., :of_values].transpose(1, 2).contiguous(), None
 
 
-def _rotations(
+def _rotary_per_document(
     forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **about: Any
 ) -> Any:
     """Return the rotary embeddings of each document as if it were alone.
@@ -216,16 +226,16 @@ def _rotations(
     module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
     for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
         setattr(module, name, 0)  # an earlier forward may have been longer
-    documents = _running.documents
+    documents = _current.documents
     if documents is None:
         return forward(x, position_ids, *args, **about)
-    short = _short_positions(module)
+    short = _short_context(module)
     lengths = [[each if each > short else 0 for each in row] for row in documents.lengths]
     keys = [
         [key for key, each in zip(*pair, strict=True) for _ in range(each)]
         for pair in zip(lengths, documents.lengths, strict=True)
     ]
-    ends = documents.own(send(torch.tensor(keys), position_ids.device))
+    ends = documents.local_part(copy_to_device(torch.tensor(keys), position_ids.device))
     found: tuple[Tensor, ...] = ()
     for end in sorted(set(chain(*lengths))):
         own = ends == end
@@ -238,7 +248,7 @@ def _rotations(
     return found if isinstance(turned, tuple) else found[0]
 
 
-def _short_positions(module: Any) -> int:
+def _short_context(module: Any) -> int:
     """Return the positions up to which rotary embeddings are those of short documents."""
     rope = module.config.rope_parameters
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]

@@ -17,15 +17,15 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import TRANSFORMERS
 
-_WIDTH = 8  # of the norms that are tried
-_known: dict[tuple[object, ...], type | None] = {}
+_TRIED_WIDTH = 8  # of the norms that are tried
+_fused_classes: dict[tuple[object, ...], type | None] = {}
 
 
 def build_transformers(
     config: ModelConfig, *, transformers_norms: bool = False
 ) -> TransformersDecoder:
     """Build the module on the current device, which is usually meta; see `build_plain`."""
-    model = built(config)
+    model = build_causal_lm(config)
     if not transformers_norms:
         fuse_norms(model)
     decoder = TransformersDecoder(model, config.router_aux_loss)
@@ -33,7 +33,7 @@ def build_transformers(
     return decoder
 
 
-def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     told = read_configuration(config_dict(config), CONFIG_LOCATION)
@@ -84,18 +84,18 @@ def initializer(module: TransformersDecoder, name: str) -> Callable[[nn.Module],
 
 
 @lru_cache(maxsize=1)
-def _drawer(config: ModelConfig) -> TransformersDecoder:
+def _meta_module(config: ModelConfig) -> TransformersDecoder:
     with torch.device("meta"):
         return build_transformers(config)
 
 
 @torch.no_grad()
-def draw_parameter(name: str, whole: Tensor, number: int, config: ModelConfig) -> None:
+def init_as_transformers(name: str, whole: Tensor, number: int, config: ModelConfig) -> None:
     """Initialize a parameter in place as transformers does, with the seed `number`.
 
     Only this parameter of its module has memory, so that nothing else takes from the generator.
     """
-    module = _drawer(config)
+    module = _meta_module(config)
     parent, _, leaf = name.rpartition(".")
     owner = copy.copy(module.get_submodule(parent))
     values = torch.zeros(whole.shape, dtype=torch.float32)
@@ -106,7 +106,7 @@ def draw_parameter(name: str, whole: Tensor, number: int, config: ModelConfig) -
     whole.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above
 
 
-class _Norm(nn.Module):
+class _FusedRmsNorm(nn.Module):
     """The forward of norms that scale each vector to unit root mean square, by torch's operator.
 
     transformers computes them in five operators, and keeps two results in float32 for backward.
@@ -119,7 +119,7 @@ class _Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), norm._parameters.get("weight"), _epsilon_of(norm))
 
 
-class _NormPlusOne(nn.Module):
+class _FusedRmsNormPlusOne(nn.Module):
     """The same for norms that store their weights less one, as Gemma's."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,30 +134,30 @@ def fuse_norms(model: nn.Module) -> None:
         if kind.__name__.endswith("RMSNorm"):
             flags = (value for value in vars(each).values() if isinstance(value, bool))
             like = (kind, *flags, *each._parameters)  # a class may have norms without weights
-            if like not in _known:
-                _known[like] = _fused(each)
-            each.__class__ = _known[like] or kind
+            if like not in _fused_classes:
+                _fused_classes[like] = _fused_class(each)
+            each.__class__ = _fused_classes[like] or kind
 
 
 def _epsilon_of(norm: Any) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _fused(norm: nn.Module) -> type | None:
+def _fused_class(norm: nn.Module) -> type | None:
     """Return a class for norms like `norm` whose forward is the operator; None: another result."""
     if not {*norm._parameters} <= {"weight"} or not isinstance(_epsilon_of(norm), float):
         return None
     kind = type(norm)
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        weight, x = (torch.randn(*n, _WIDTH, generator=generator) for n in ((), (2, 3)))
+        weight, x = (torch.randn(*n, _TRIED_WIDTH, generator=generator) for n in ((), (2, 3)))
         tried = copy.copy(norm)
         tried.__dict__["_parameters"] = {name: nn.Parameter(weight) for name in norm._parameters}
         try:
             expected = tried(x)
         except Exception:  # it needs more than hidden states
             return None
-        for base in (_Norm, _NormPlusOne)[: 1 + len(norm._parameters)]:
+        for base in (_FusedRmsNorm, _FusedRmsNormPlusOne)[: 1 + len(norm._parameters)]:
             made = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
             tried.__class__ = made
             if isinstance(expected, Tensor) and torch.allclose(tried(x), expected, atol=1e-6):

@@ -13,29 +13,29 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.errors import UsageError
-from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
-from fsdpctl.models.row_documents import Documents
+from fsdpctl.models.experts import ReduceCounts, aux_loss_factor, global_balance_loss
+from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.models.transformers_attention import TransformersAttention
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
 
 
-class Cache:
+class KeyValueCache:
     """The cache of transformers. Once the first call has filled it, calls take one token each."""
 
     def __init__(self) -> None:
-        self.kept: object = None
+        self.past_key_values: object = None
         self._length = 0  # tokens in it
 
     def __len__(self) -> int:
         return self._length
 
-    def keep(self, kept: object, count: int) -> None:
+    def update(self, kept: object, count: int) -> None:
         """Keep the cache of a model that has processed `count` more tokens.
 
         A model that returns None processes all tokens again.
         """
-        self.kept = kept
+        self.past_key_values = kept
         self._length = 0 if kept is None else self._length + count
 
 
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
 
 @contextmanager
-def evaluating(module: Decoder) -> Iterator[None]:
+def eval_mode(module: Decoder) -> Iterator[None]:
     """Put `module` into eval mode in the block. Then each of its modules has its own mode again."""
     modes = [(each, each.training) for each in module.modules()]
     was_training = module.training
@@ -66,7 +66,7 @@ def evaluating(module: Decoder) -> Iterator[None]:
             each.training = mode
 
 
-def _draws(config: dict[str, Any]) -> bool:
+def _has_dropout(config: dict[str, Any]) -> bool:
     """Return whether a rate of dropout is not zero, or there is one of jitter.
 
     Routers with jitter may draw even if it is zero, as those of Phi-3.5-MoE do.
@@ -74,10 +74,10 @@ def _draws(config: dict[str, Any]) -> bool:
     nested = (each for each in config.values() if isinstance(each, dict))
     named = ((str(key), each) for key, each in config.items())
     has_rate = any("jitter" in key or ("drop" in key and each) for key, each in named)
-    return has_rate or any(map(_draws, nested))
+    return has_rate or any(map(_has_dropout, nested))
 
 
-class OwnHead(nn.Linear):
+class OutputHead(nn.Linear):
     """The projection to the vocabulary, with what the model does to its result, and its loss.
 
     Some models scale logits or limit them. So the loss is computed from the results of the model's
@@ -96,9 +96,9 @@ class OwnHead(nn.Linear):
         self.out_features, self.in_features = plain.weight.shape
         shell = copy.copy(model)
         shell.__dict__["_modules"] = dict(model._modules)
-        self._given = _Given(getattr(model, backbone))
+        self._given = _PrecomputedBackbone(getattr(model, backbone))
         shell._modules[backbone] = self._given
-        shell._modules[head] = _Projection(self)
+        shell._modules[head] = _HeadProjection(self)
         self._shell = (shell,)  # hidden: its modules are not this one's
 
     def forward(
@@ -143,7 +143,7 @@ class OwnHead(nn.Linear):
             self._given.outputs = None
 
 
-class _Given(nn.Module):
+class _PrecomputedBackbone(nn.Module):
     """A backbone whose outputs exist already."""
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -159,7 +159,7 @@ class _Given(nn.Module):
             return getattr(self._backbone[0], name)
 
     @property
-    def decoder(self) -> "_Given":
+    def decoder(self) -> "_PrecomputedBackbone":
         """The part that some models call instead."""
         return self
 
@@ -167,7 +167,7 @@ class _Given(nn.Module):
         return self.outputs
 
 
-class _Projection(nn.Module):
+class _HeadProjection(nn.Module):
     """Multiplies by the weight of a head, whose hooks are not run."""
 
     def __init__(self, head: nn.Linear) -> None:
@@ -200,15 +200,15 @@ class TransformersDecoder(nn.Module):
         if not self._backbone or not head or not isinstance(projection, nn.Linear):
             problem = "not supported; expected a model that is a backbone and a linear output head"
             raise UsageError(f"model: {type(model).__name__}: {problem}")
-        setattr(model, head, OwnHead(model, self._backbone, head))
+        setattr(model, head, OutputHead(model, self._backbone, head))
         for name, child in model.named_children():
             self.add_module(name, child)
         self._head = head
         self._model = (model,)  # hidden: its modules are this one's
         self._aux_loss = router_aux_loss
-        self.reduce_counts: Counts | None = None  # sums expert counts over ranks
+        self.reduce_counts: ReduceCounts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
-        self._caches = _can_cache(model.config)
+        self._caches = _supports_cache(model.config)
         self.attention = TransformersAttention(model)
         taken = inspect.signature(forward).parameters
         self._takes_positions = "position_ids" in taken
@@ -222,7 +222,7 @@ class TransformersDecoder(nn.Module):
         return self._model[0]
 
     @cached_property  # finding routers visits all modules
-    def balances_experts(self) -> bool:
+    def adds_aux_loss(self) -> bool:
         """Whether the auxiliary loss of the routers is part of the loss."""
         if self._aux_loss == "none" or not aux_loss_factor(self.transformers_model):
             return False
@@ -230,9 +230,9 @@ class TransformersDecoder(nn.Module):
         return self._aux_loss == "global" or bool(getattr(config, "output_router_logits", False))
 
     @property
-    def is_random(self) -> bool:
+    def draws_random_numbers(self) -> bool:
         """Whether a forward in training draws random numbers, by the keys of its configuration."""
-        return _draws(self.transformers_model.config.to_dict())
+        return _has_dropout(self.transformers_model.config.to_dict())
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
         super().train(mode)
@@ -242,13 +242,13 @@ class TransformersDecoder(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.transformers_model.get_input_embeddings()  # type: ignore[no-any-return]
 
-    def get_output_embeddings(self) -> OwnHead:
+    def get_output_embeddings(self) -> OutputHead:
         return getattr(self, self._head)  # type: ignore[no-any-return]
 
     def full_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, of all tokens at once."""
         model = copy.copy(self.transformers_model)
-        head = _Projection(self.get_output_embeddings())
+        head = _HeadProjection(self.get_output_embeddings())
         model.__dict__["_modules"] = {**model._modules, self._head: head}
         return model.forward(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
 
@@ -257,8 +257,8 @@ class TransformersDecoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         chunk_tokens: int | None = None,
-        cache: Cache | None = None,
-        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
+        documents: PackedDocuments | None = None,
     ) -> Tensor:
         """Return logits of shape (batch, length, vocab_size), or a summed loss.
 
@@ -275,16 +275,16 @@ class TransformersDecoder(nn.Module):
         """
         settings: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
-            settings["position_ids"] = documents.own_positions
+            settings["position_ids"] = documents.local_positions
         if self._takes_mask and self.attention.is_ours and cache is None:
             # Without a mask, documents are sought in positions, which waits for the device.
             settings["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
-        adds = targets is not None and self.training and self.balances_experts
+        adds = targets is not None and self.training and self.adds_aux_loss
         if adds:
             settings["output_router_logits"] = True
-        if cache is not None and cache.kept is not None:
-            settings[self._cache_name] = cache.kept
-        with self.attention.among(documents):
+        if cache is not None and cache.past_key_values is not None:
+            settings[self._cache_name] = cache.past_key_values
+        with self.attention.within(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,
                 use_cache=cache is not None and self._caches,
@@ -292,13 +292,17 @@ class TransformersDecoder(nn.Module):
                 **settings,
             )
         if cache is not None:
-            cache.keep(getattr(outputs, self._cache_name, None), tokens.shape[1])
+            cache.update(getattr(outputs, self._cache_name, None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss
         # The tokens that are data, not what fills a batch; (batch, length) or (batch, 1).
-        data = (targets != -100).any(-1, keepdim=True) if documents is None else documents.own_data
+        data = (
+            (targets != -100).any(-1, keepdim=True)
+            if documents is None
+            else documents.local_data_mask
+        )
         factor = self._balance(hidden, outputs, data.expand_as(targets))
         return loss + (targets != -100).sum() * factor
 
@@ -307,14 +311,16 @@ class TransformersDecoder(nn.Module):
         model = self.transformers_model
         factor = aux_loss_factor(model)
         if self._aux_loss == "global":
-            return factor * global_balance(outputs.router_logits, data, model, self.reduce_counts)
+            return factor * global_balance_loss(
+                outputs.router_logits, data, model, self.reduce_counts
+            )
         mask = (data | ~data.any()).long()  # without tokens the mean would not be a number
         head = self.get_output_embeddings()
         settings = {"output_router_logits": True, "attention_mask": mask}
         return factor * head.run(hidden[:, -1:], outputs, **settings).aux_loss  # type: ignore[no-any-return]  # transformers'
 
 
-def _can_cache(config: Any) -> bool:
+def _supports_cache(config: Any) -> bool:
     """Return whether transformers counts cached tokens: not if all layers are recurrent."""
     import transformers
 

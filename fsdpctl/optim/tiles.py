@@ -20,7 +20,7 @@ from fsdpctl.comm.quantized_states import (
     masked_copy_,
     split_24_bits,
 )
-from fsdpctl.models.fused import fuses, run_fused
+from fsdpctl.models.custom_ops import fuses, run_fused
 from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import NUM_TILES, SCALE_BLOCK, TILE

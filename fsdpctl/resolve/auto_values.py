@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.checkpoint.pretrained import find_tokenizer
 from fsdpctl.config.data import CHAT, TOKENS
 from fsdpctl.config.model import SCRIPT_PREFIX
 from fsdpctl.config.schema import BATCH_SIZE_KEYS, C, Config
@@ -124,7 +124,7 @@ def _usual_warmup(c: Config, f: AutoInputs) -> int | None:
 def _tokenizer(c: Config, f: AutoInputs) -> str | None:
     path = Path(str(c.model.path))
     reads_text = c.data.name != TOKENS or c.model.is_pretrained
-    return tokenizer_beside(path) if c.model.path and reads_text and path.exists() else None
+    return find_tokenizer(path) if c.model.path and reads_text and path.exists() else None
 
 
 # ---- with the data -----------------------------------------------------------------------------

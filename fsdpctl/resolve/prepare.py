@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.initial_weights import open_initial_weights
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.remote_run import remote_of
+from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.gguf_model import notes_on_gguf
@@ -29,9 +29,9 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.files import ensure_cache, read_text_file
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CACHE, OVERRIDES_FILE, RUN_CONFIG, RUNS
-from fsdpctl.models.decoder_check import with_decoder
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.decoder_check import adapt_to_decoder
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
 from fsdpctl.resolve.auto_values import (
     AUTO_VALUES,
@@ -195,7 +195,7 @@ class _Preparation:
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # whose tensors must be those that the file describes
         config = with_vocabulary(with_auto_values(config, Stage.MODEL, inputs))
-        config, on_packing = with_decoder(config)
+        config, on_packing = adapt_to_decoder(config)
         config = with_auto_values(config, Stage.DECODER, inputs)
         if not self.is_run:
             return config, ()
@@ -233,12 +233,12 @@ class _Preparation:
         if not self.is_run:
             return None, ()
         module = self.task.module if self.task else build_model(config.model)
-        check_trained_params(config, divide_module(module, None))
+        check_trained_params(config, module_units(module, None))
         if self.task is not None:
             return module, self.task.notes
         are_here = not (self.role.is_dry and print_missing_weights(str(config.model.path)))
         if config.model.is_pretrained and are_here:
-            check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
+            check_weights(open_initial_weights(config.model, module, config.train.seed), module)
         assert inputs.data is not None
         return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
 
@@ -283,7 +283,7 @@ def _stored_config(config: Config) -> tuple[Config, set[str]] | None:
             lines = read_text_file(run_dir / OVERRIDES_FILE).splitlines()
             words = read_run_config(run_dir / RUN_CONFIG)
             return config_from_settings(words), {each.partition("=")[0] for each in lines}
-        remote = remote_of(config)
+        remote = remote_checkpoints_of(config)
         if remote is not None and (stored := remote.newest()) is not None:
             return config_from_settings(stored.manifest.config), set()
     return None

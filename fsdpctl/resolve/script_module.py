@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fsdpctl.checkpoint.tensors import DTYPE_NAMES
+from fsdpctl.checkpoint.staging import DTYPE_NAMES
 from fsdpctl.comm.flat_shard import persistent_buffers
 from fsdpctl.config.compose import Composed, compose_config, parse_settings
 from fsdpctl.config.model import SCRIPT_PREFIX
@@ -22,7 +22,7 @@ from fsdpctl.data.script_data import ScriptData
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.shard_model import check_module
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import dtype_name
+from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.plan.strategy import FSDPCTL
 
 # Of decoders and their tokens, and of estimates, which trace a decoder.

@@ -6,19 +6,19 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdpctl.checkpoint.fitted import TIED
-from fsdpctl.checkpoint.peft import rows_in
-from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.checkpoint.peft import stored_rows
+from fsdpctl.checkpoint.pretrained import find_tokenizer
+from fsdpctl.checkpoint.resized_embeddings import TIE_WORD_EMBEDDINGS
 from fsdpctl.config.decoder_config import canonical_json, config_dict, config_value
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import keeps_ties
+from fsdpctl.config.peft import saves_tied_weights
 from fsdpctl.config.schema import C, Config
 from fsdpctl.data.new_tokens import open_run_tokenizer
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
-from fsdpctl.models.describe import vocabulary_shapes
-from fsdpctl.models.lora import modules_also
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
+from fsdpctl.models.lora import fully_trained_modules
+from fsdpctl.models.module_spec import vocabulary_shapes
 
 _MULTIPLE = 64  # of rows, for GPUs
 
@@ -36,7 +36,7 @@ def with_vocabulary(config: C) -> C:
         return config
     data, size = config.data, config.model.vocab_size
     if data.tokenizer is None and here:
-        data = replace(data, tokenizer=tokenizer_beside(Path(str(path))))
+        data = replace(data, tokenizer=find_tokenizer(Path(str(path))))
     if data.tokenizer is None and path is not None and not here:  # only its sizes are known
         return config.changed({"model.vocab_size": _padded(size + len(data.new_token_texts))})
     tokenizer = open_run_tokenizer(data)
@@ -67,15 +67,15 @@ def _padded(count: int) -> int:
 
 def _as_in_peft(config: C, path: str) -> C:
     model = config.model
-    module = build_plain(model)
+    module = build_base_model(model)
     shapes, names = vocabulary_shapes(module)
-    found = rows_in(Path(path), names)
-    also = modules_also(module, model.lora.also)
+    found = stored_rows(Path(path), names)
+    also = fully_trained_modules(module, model.lora.also)
     is_saved = any(name.rpartition(".")[0] in also for name in names)
-    is_tied = len(names) > len(shapes) and bool(config_value(model, TIED))
-    if is_saved and is_tied and not (keeps_ties(path) and len(found) == len(names)):
+    is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_WORD_EMBEDDINGS))
+    if is_saved and is_tied and not (saves_tied_weights(path) and len(found) == len(names)):
         config = replace(config, model=_untied(model))
-    base, rows = tokenizer_beside(Path(str(model.path))), max(found.values(), default=0)
+    base, rows = find_tokenizer(Path(str(model.path))), max(found.values(), default=0)
     if config.data.tokenizer in (None, base) and _has_new_tokens(path, base):
         config = config.changed({"data.tokenizer": path})
     if rows <= (model.vocab_size or 0):
@@ -95,6 +95,6 @@ def _has_new_tokens(adapters: str, base: str | None) -> bool:
 
 def _untied(model: ModelConfig) -> ModelConfig:
     """Return a model whose head is a parameter of its own, as PEFT makes it."""
-    overrides = json.loads(model.overrides or "{}") | {TIED: False}
-    content = config_dict(model) | {TIED: False}
+    overrides = json.loads(model.overrides or "{}") | {TIE_WORD_EMBEDDINGS: False}
+    content = config_dict(model) | {TIE_WORD_EMBEDDINGS: False}
     return replace(model, overrides=canonical_json(overrides), config_json=canonical_json(content))

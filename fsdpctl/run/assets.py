@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, OF_THE_MODEL
-from fsdpctl.checkpoint.pretrained import assets_beside, read_assets
+from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, MODEL_CONFIG_FILES
+from fsdpctl.checkpoint.pretrained import read_assets, read_model_assets
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
@@ -30,8 +30,8 @@ _COPIED_IDS = (
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     """Return the files by name: those of the model, and those of the data's tokenizer."""
     path, tokenizer = config.model.path, data.tokenizer
-    own = {} if path is None else assets_beside(Path(path))
-    found = {name: content for name, content in own.items() if name in OF_THE_MODEL}
+    own = {} if path is None else read_model_assets(Path(path))
+    found = {name: content for name, content in own.items() if name in MODEL_CONFIG_FILES}
     is_models = tokenizer.vocab_size == data.vocab_size  # else the tokens may be of another one
     if is_models:
         found |= _files_of(tokenizer, config.model, found)

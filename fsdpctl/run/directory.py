@@ -9,23 +9,28 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 
-from fsdpctl.checkpoint.folders import (
+from fsdpctl.checkpoint.load import state_kinds
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.remote_checkpoints import (
+    RemoteCheckpoints,
+    open_checkpoint,
+    remote_checkpoints_of,
+)
+from fsdpctl.checkpoint.run_checkpoints import (
     complete_checkpoints,
     copy_checkpoint,
     find_checkpoint,
+    incomplete_checkpoints,
     newest_checkpoint,
-    passed_over,
-    point_to,
-    remove_unfinished,
+    remove_interrupted_saves,
+    replace_link,
     restore_links,
+    resume_hint,
     step_folder,
     step_of,
-    way_on,
 )
-from fsdpctl.checkpoint.load import state_kinds
-from fsdpctl.checkpoint.manifest import Progress, read_manifest
-from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.remote_run import RemoteCheckpoints, open_checkpoint, remote_of
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.config.model import SCRIPT_PREFIX
 from fsdpctl.config.model_path import CONFIG_JSON_KEY
 from fsdpctl.config.overrides import read_run_config
@@ -131,8 +136,12 @@ def inspect_run_dir(
     directory is not of this run, or the checkpoint of another model; CheckpointError if corrupted.
     """
     if resume == "auto":
-        return _inspect_for_resume(config, None if ignores_remote else remote_of(config))
-    new_run_dir = new_run_dir or _new_run_dir(Path(str(config.train.run_dir)), remote_of(config))
+        return _inspect_for_resume(
+            config, None if ignores_remote else remote_checkpoints_of(config)
+        )
+    new_run_dir = new_run_dir or _new_run_dir(
+        Path(str(config.train.run_dir)), remote_checkpoints_of(config)
+    )
     config = config.changed({"train.run_dir": str(new_run_dir)})
     if resume == "never":
         return RunDirState(config, ResumeState.NEW, 0)
@@ -177,7 +186,7 @@ def _new_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
     return next(
         each
         for each in itertools.chain([run_dir], names)
-        if not each.exists() and (remote is None or not remote.named(each.name).complete())
+        if not each.exists() and (remote is None or not remote.of_run(each.name).complete())
     )
 
 
@@ -202,7 +211,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
         _check_same_run(stored.url, stored.url, stored.manifest.config, now)
     here = -1 if newest is None else step_of(newest)
     there = stored.open() if stored is not None and stored.step > here else None
-    incomplete = passed_over(run_dir / CHECKPOINTS)
+    incomplete = incomplete_checkpoints(run_dir / CHECKPOINTS)
     if newest is None and incomplete and there is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
     done = there.manifest.progress if there is not None else _progress_at(newest)
@@ -213,7 +222,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
     assert config.train.steps is not None
     done = _validated(done, run_dir)
     train, known = config.train, recorded_fingerprint(run_dir, done.data_fingerprint)
-    is_over = not done.owes_validation and done.is_over(config.train.steps, train.patience)
+    is_over = not done.owes_validation and done.is_finished(config.train.steps, train.patience)
     standing = ResumeState.FINISHED if is_over else ResumeState.RESUMES
     return RunDirState(config, standing, done.step, before, kept, there, tuple(incomplete), known)
 
@@ -238,13 +247,13 @@ def _progress_at(newest: Path | None) -> Progress | None:
         return None if newest is None else CheckpointReader(newest).manifest.progress
     except CheckpointError as error:
         assert newest is not None
-        raise CheckpointError(f"{error}{way_on(newest)}") from None
+        raise CheckpointError(f"{error}{resume_hint(newest)}") from None
 
 
 def _validated(done: Progress, run_dir: Path) -> Progress:
     """Return the progress with a validation that was complete only after the save."""
     loss = validation_loss_at(run_dir / METRICS, done.step) if done.owes_validation else None
-    return done if loss is None else done.validated(loss)
+    return done if loss is None else done.after_validation(loss)
 
 
 def best_checkpoint(newest: Path) -> Path | None:
@@ -360,14 +369,14 @@ def prepare_run_dir(
         checkpoints.mkdir(exist_ok=True)
         if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
-        remove_unfinished(checkpoints)
+        remove_interrupted_saves(checkpoints)
         write_assets(run_dir, assets)
         if state.source is not None:
             copy_checkpoint(state.source, step_folder(checkpoints, state.step))
         restore_links(checkpoints)
         # Last: a start that is interrupted before this line does not count.
         files.write_atomic(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
-    return point_to(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
+    return replace_link(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
 
 
 def prepare_restart(state: RunDirState, number: int) -> None:
@@ -384,5 +393,5 @@ def prepare_restart(state: RunDirState, number: int) -> None:
             with files.open_nofollow(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
-        remove_unfinished(run_dir / CHECKPOINTS)
+        remove_interrupted_saves(run_dir / CHECKPOINTS)
         files.write_atomic(run_dir / RUN_CONFIG, config_to_yaml(state.config), durable=True)

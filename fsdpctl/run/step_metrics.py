@@ -15,9 +15,9 @@ from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.decoder_config import config_value, model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.models.build_model import count_active_parameters
 from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.quantized import count_weights
-from fsdpctl.models.registry import count_active
 from fsdpctl.optim.record import StepStats
 
 Phase = Literal["data", "compute", "optimizer"]
@@ -91,7 +91,7 @@ class ModelFlops:
 def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -> ModelFlops:
     if config.model.is_script_module:
         return ModelFlops(0, None)
-    per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
+    per_token = flops_per_token(config.model, count_active_parameters(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     gpu = None
     if device.type == "cuda" and config.precision.param_dtype == "bfloat16":  # of its peak

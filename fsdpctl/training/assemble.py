@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.base import Base, checked_weights, first_weights, pretrained_weights
-from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
+from fsdpctl.checkpoint.initial_weights import (
+    BaseWeights,
+    initial_weights,
+    open_checked,
+    open_pretrained,
+)
 from fsdpctl.checkpoint.load import load_into, load_weights
-from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint, resume_hint
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.mesh import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
@@ -28,10 +33,10 @@ from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.run_files import CHECKPOINTS
-from fsdpctl.models.context import use_exchange
-from fsdpctl.models.describe import block_names, torch_dtype
-from fsdpctl.models.quantized import packing_of, quantized_shapes
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.build_model import build_model, initialize_parameter
+from fsdpctl.models.context_parallel import use_exchange
+from fsdpctl.models.module_spec import block_names, torch_dtype
+from fsdpctl.models.quantized import quant_format_of, quantized_shapes
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -124,23 +129,25 @@ def make_trained_model(
         ours.mesh.measure_waits()
         ours.overlap_param_gather = True
     else:
-        from fsdpctl.peers.model import peer_model  # takes a second
-        from fsdpctl.peers.setup import PeerSetup
+        from fsdpctl.torch_engines.model import build_torch_engine  # takes a second
+        from fsdpctl.torch_engines.settings import TorchEngineSettings
 
         plain, strategy = make_module(config), get_strategy(config.strategy.name)
         ranks = collectives_for(device).size
-        setup = PeerSetup(
+        setup = TorchEngineSettings(
             config.engine.name,
             tuple(block_names(plain)),
             ranks_per_replica(strategy, ranks, config.strategy.dp_shard_size),
-            reshards=strategy.reshard_after_forward,
+            reshard_after_forward=strategy.reshard_after_forward,
             prefetch=config.prefetch.planned,
             param_dtype=torch_dtype(str(config.precision.param_dtype)),
             reduce_dtype=torch_dtype(str(config.precision.reduce_dtype)),
             master_dtype=torch_dtype(str(config.precision.master_dtype)),
             compiles=config.train.compile,
         )
-        model = peer_model(plain, setup, device, None if empty else _initializer(config, plain))
+        model = build_torch_engine(
+            plain, setup, device, None if empty else _initializer(config, plain)
+        )
     module: Any = model.module
     module.reduce_counts = model.collectives.all_reduce  # of the routers' tokens
     return model
@@ -148,7 +155,7 @@ def make_trained_model(
 
 def _initializer(config: Resolved, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
-    quantized, packing = quantized_shapes(module), packing_of(module)
+    quantized, packing = quantized_shapes(module), quant_format_of(module)
 
     def draw(name: str, whole: Tensor) -> None:
         RANK_STATUS.at(LOADING)
@@ -239,7 +246,7 @@ def make_trainer(
 
 def _load(
     plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: ScriptTask | None
-) -> tuple[TrainingParts, Progress, list[Base]]:
+) -> tuple[TrainingParts, Progress, list[BaseWeights]]:
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
     if len(set(ranks.all_gather_object(data.fingerprint))) > 1:
@@ -273,7 +280,7 @@ def _data(config: Resolved) -> DataSet:
 
 def _fill(
     config: Resolved, model: TrainedModel, optimizer: Optimizer, newest: Path | None
-) -> tuple[Progress, list[Base]]:
+) -> tuple[Progress, list[BaseWeights]]:
     if newest is not None:
         return _resume(newest, model, optimizer)
     if not config.model.is_pretrained:
@@ -281,21 +288,25 @@ def _fill(
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
     (found, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
     folder = Path(found)
-    weights, below = pretrained_weights(config.model, folder, model.collectives)
-    bases = [Base(below.info, below.weights, below.source, is_named=False)] if below else []
+    weights, below = open_pretrained(config.model, folder, model.collectives)
+    bases = (
+        [BaseWeights(below.info, below.weights, below.named_by, is_named=False)] if below else []
+    )
     if not all(shard.trainable for shard in model.flat_shards()):
-        bases.append(Base.new(folder, weights, model.collectives))
-    load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
+        bases.append(BaseWeights.new(folder, weights, model.collectives))
+    load_weights(initial_weights(config.model, model.module, config.train.seed, weights), model)
     return Progress(), bases
 
 
-def _resume(newest: Path, model: TrainedModel, optimizer: Optimizer) -> tuple[Progress, list[Base]]:
+def _resume(
+    newest: Path, model: TrainedModel, optimizer: Optimizer
+) -> tuple[Progress, list[BaseWeights]]:
     try:
         reader = CheckpointReader(newest)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{way_on(newest)}") from None
-    weights, base = checked_weights(reader, model.collectives)
+        raise CheckpointError(f"{error}{resume_hint(newest)}") from None
+    weights, base = open_checked(reader, model.collectives)
     try:
         return load_into(reader, model, optimizer, weights), [base] if base is not None else []
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{way_on(newest)}") from None
+        raise CheckpointError(f"{error}{resume_hint(newest)}") from None

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.mixture import MixedSamples
-from fsdpctl.models.row_documents import Documents, make_documents, send
-from fsdpctl.models.transformers_decoder import OwnHead
+from fsdpctl.models.packed_documents import PackedDocuments, copy_to_device, pack_documents
+from fsdpctl.models.transformers_decoder import OutputHead
 
 
 def summed_loss(
@@ -18,17 +18,21 @@ def summed_loss(
 
     Logits are computed for `chunk_tokens` tokens at a time; 0: for all at once.
     """
-    tokens, targets = send(batch.tokens, device), send(batch.targets, device)
+    tokens, targets = copy_to_device(batch.tokens, device), copy_to_device(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None, **documents_of(batch, device))
     return loss
 
 
-def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
+def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, PackedDocuments]:
     if not batch.lengths:
         return {}
     are_rows = not batch.isolates_documents
-    documents = make_documents(
-        batch.lengths, device, context=batch.context, are_rows=are_rows, ends=batch.ends
+    documents = pack_documents(
+        batch.lengths,
+        device,
+        context=batch.context,
+        one_per_row=are_rows,
+        padding_starts=batch.ends,
     )
     return {"documents": documents}
 
@@ -39,9 +43,9 @@ class SourceLosses:
     def __init__(self, module: nn.Module, batches: Batches, device: torch.device) -> None:
         """Begin a step. There are none without a mixture, or a head that computes losses."""
         self._device = device
-        self._head: OwnHead | None = None
+        self._head: OutputHead | None = None
         if isinstance(batches.samples, MixedSamples):
-            self._head = next((m for m in module.modules() if isinstance(m, OwnHead)), None)
+            self._head = next((m for m in module.modules() if isinstance(m, OutputHead)), None)
             self._count = len(batches.samples.sources)
             self._losses = torch.zeros(self._count, dtype=torch.float64, device=device)
             self._tokens = torch.zeros(self._count, dtype=torch.float64)
@@ -63,11 +67,11 @@ class SourceLosses:
         self._tokens += is_of.double() @ (batch.targets >= 0).sum(1).double()
         # Not a product: a loss that is not finite is that of its source only.
         rows = losses.sum(1, dtype=torch.float64)
-        self._losses += torch.where(send(is_of, self._device), rows, 0.0).sum(1)
+        self._losses += torch.where(copy_to_device(is_of, self._device), rows, 0.0).sum(1)
 
     def sums(self) -> Tensor | None:
         """Return the losses and target tokens of each source, (2, sources) in float64."""
         if self._head is None:
             return None
         self._head.token_losses = None
-        return torch.stack([self._losses, send(self._tokens, self._device)])
+        return torch.stack([self._losses, copy_to_device(self._tokens, self._device)])

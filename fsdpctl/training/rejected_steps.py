@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.training_progress import AcceptedStep, Progress
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import NonFiniteError

@@ -14,8 +14,8 @@ from torch import Tensor
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.data.script_data import ScriptBatch
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import dtype_name
-from fsdpctl.models.row_documents import send
+from fsdpctl.models.module_spec import dtype_name
+from fsdpctl.models.packed_documents import copy_to_device
 from fsdpctl.run.step_metrics import RESERVED_NAMES
 
 _NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
@@ -40,7 +40,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
     """Send the tensors of a batch to the device; what holds them keeps its class."""
     if isinstance(value, Tensor):
         is_plain = not value.is_cuda and value.layout is torch.strided
-        return send(value, device) if is_plain else value.to(device)
+        return copy_to_device(value, device) if is_plain else value.to(device)
     if callable(getattr(value, "to", None)):  # such as BatchEncoding, PackedSequence
         sent = value.to(device)
         return value if sent is None else sent

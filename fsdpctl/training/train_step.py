@@ -27,10 +27,12 @@ from fsdpctl.training.learning_rate import lr_factor
 from fsdpctl.training.script_loss import NamedSums, script_loss
 
 if TYPE_CHECKING:
-    from fsdpctl.peers.model import PeerModel  # imports PyTorch's engines, which takes a second
+    from fsdpctl.torch_engines.model import (
+        TorchEngineModel,  # imports PyTorch's engines, which takes a second
+    )
 
 Optimizer = ShardedAdamW | ShardedSGD  # ShardedMuon is a ShardedAdamW
-TrainedModel: TypeAlias = "ShardedModel | PeerModel"
+TrainedModel: TypeAlias = "ShardedModel | TorchEngineModel"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.io.run_files import STOP
@@ -188,11 +188,11 @@ class Trainer:
 
     def is_over(self) -> bool:
         done = Progress(self.step, best=self.best)
-        return done.is_over(self.total_steps, self.parts.config.train.patience)
+        return done.is_finished(self.total_steps, self.parts.config.train.patience)
 
     def record_validation(self, loss: float) -> bool:
         """Note the loss of this step's validation; return whether none before was lower."""
-        done = self.progress().validated(loss)
+        done = self.progress().after_validation(loss)
         self.owes_validation, self.best = False, done.best
         return done.best is not None and done.best.step == self.step
 

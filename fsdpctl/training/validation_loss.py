@@ -13,8 +13,8 @@ from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.data_set import Corpus, DataSet
 from fsdpctl.data.packing import IGNORE_INDEX
 from fsdpctl.data.script_data import ScriptData
-from fsdpctl.models.row_documents import send
-from fsdpctl.models.transformers_decoder import Decoder, evaluating
+from fsdpctl.models.packed_documents import copy_to_device
+from fsdpctl.models.transformers_decoder import Decoder, eval_mode
 from fsdpctl.run.step_metrics import finite
 from fsdpctl.training.decoder_loss import documents_of, summed_loss
 from fsdpctl.training.script_loss import NamedSums, script_loss
@@ -60,7 +60,7 @@ def validation_loss(
             for micro_step in range(part.num_validation_passes(number)):
                 reseed(number, micro_step, collectives.rank)
                 batch = part.validation(number, collectives.rank, micro_step)
-                with evaluating(model):
+                with eval_mode(model):
                     loss, count = _pass_loss(model, batch, device, chunk_tokens, named)
                 total[0] += loss
                 total[1] += count
@@ -86,9 +86,9 @@ def _pass_loss(
     count = int((batch.targets != IGNORE_INDEX).sum())
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens), count
-    tokens = send(batch.tokens, device)
+    tokens = copy_to_device(batch.tokens, device)
     logits = model(tokens, **documents_of(batch, device)).float().flatten(0, 1)
-    targets = send(batch.targets, device).flatten()
+    targets = copy_to_device(batch.targets, device).flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
     return losses.double().sum(), count
 

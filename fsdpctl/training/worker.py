@@ -146,8 +146,8 @@ def _run(
     *,
     only_measures: bool,
 ) -> None:
-    from fsdpctl.models.fused import fusing
-    from fsdpctl.models.kernels import rounded_products, using
+    from fsdpctl.models.attention_kernels import tf32_matmuls, use_kernel
+    from fsdpctl.models.custom_ops import fusing
     from fsdpctl.training.assemble import make_trainer
     from fsdpctl.training.callbacks.memory import write_snapshot
     from fsdpctl.training.train_step import LaunchContext
@@ -157,8 +157,8 @@ def _run(
     trainer, config = None, plan.config
     try:
         with (
-            using(config.model.attention),
-            rounded_products(to_tf32=config.uses_tf32),
+            use_kernel(config.model.attention),
+            tf32_matmuls(to_tf32=config.uses_tf32),
             fusing(config.launch.device if config.train.compile else None),
         ):
             trainer = make_trainer(plan, world, context, task=task, **about)

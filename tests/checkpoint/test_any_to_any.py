@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.load import load_into
-from fsdpctl.checkpoint.manifest import Progress, tensor_key
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.manifest import tensor_key
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -64,7 +65,7 @@ def save_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
     for strategy in strategies:
         model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
         train(model, optimizer, range(2))
-        snapshot = take_snapshot(model, optimizer, rank, About(Progress(2)))
+        snapshot = take_snapshot(model, optimizer, rank, CheckpointMetadata(Progress(2)))
         write_checkpoint(folder / f"{strategy}-{world_size}", snapshot, model.collectives)
         losses = train(model, optimizer, range(2, 4))
         if rank == 0:

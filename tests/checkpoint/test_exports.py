@@ -10,15 +10,15 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fsdpctl.checkpoint.consolidate import consolidate, shard_weights
+from fsdpctl.checkpoint.consolidate import consolidate, write_sharded_weights
 from fsdpctl.checkpoint.load import check_weights
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.pretrained import open_weights, read_model_assets
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import only_model_settings, to_settings
 from fsdpctl.errors import CheckpointError
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
 from tests.models.decoders import compose, load, load_decoder, save_decoder
 
 
@@ -33,10 +33,10 @@ def sharded(family: str, folder: Path) -> CheckpointReader:
     save_file({name: _at_router(name, each) for name, each in load_file(file).items()}, file)
     config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
     words = only_model_settings(to_settings(config))
-    about = About(config=words, attachments=assets_beside(folder / "in"))
+    about = CheckpointMetadata(config=words, attachments=read_model_assets(folder / "in"))
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    shard_weights(weights, folder / "c", num_files=2, about=about)
+    write_sharded_weights(weights, folder / "c", num_files=2, about=about)
     return CheckpointReader(folder / "c")
 
 

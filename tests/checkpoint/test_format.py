@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from docs.examples.read_checkpoint import read_tensor
-from fsdpctl.checkpoint.consolidate import shard_weights
-from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.consolidate import write_sharded_weights
+from fsdpctl.checkpoint.manifest import FileInfo, Manifest, TensorInfo
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.staging import DTYPES, tensor_bytes, tensor_from_bytes
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     cast,
@@ -20,11 +21,11 @@ from fsdpctl.checkpoint.tensor_file import (
     rank_file,
     write_tensor_file,
 )
-from fsdpctl.checkpoint.tensors import DTYPES, tensor_bytes, tensor_of
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
 from fsdpctl.plan.layout import Span
 from tests.checkpoint.test_round_trip import save, saves, trained, whole_tensors
 
@@ -82,13 +83,13 @@ class Numbers:
 def test_only_requested_chunks_are_read_and_verified(tmp_path):
     values = torch.arange(1_500_000, dtype=torch.float32).view(1500, 1000)
     folder = tmp_path / "c"
-    shard_weights(Numbers(values), folder, num_files=2, about=About())
+    write_sharded_weights(Numbers(values), folder, num_files=2, about=CheckpointMetadata())
     reader = CheckpointReader(folder)
     for span in (Span(0, 10), Span(262_140, 262_150), Span(740_000, 760_000), Span(0, 1_500_000)):
         found = torch.empty(span.numel)
         for part, data in reader.read("model/x", span):
             within = part.shift(-span.start)
-            found[within.start : within.stop] = tensor_of(data, "F32")
+            found[within.start : within.stop] = tensor_from_bytes(data, "F32")
         assert torch.equal(found, values.view(-1)[span.start : span.stop])
     file = folder / rank_file(0)
     content = bytearray(file.read_bytes())
@@ -108,7 +109,7 @@ def test_casts_equal_those_of_torch(source, target):
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 6e-8])
     values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9]).to(DTYPES[source])
     data = cast(tensor_bytes(values), source, target, "x")
-    found = tensor_of(memoryview(bytearray(data)), target)
+    found = tensor_from_bytes(memoryview(bytearray(data)), target)
     expected = values.to(DTYPES[target])
     assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(found.isnan(), expected.isnan())

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from fsdpctl.checkpoint.consolidate import shard_weights
-from fsdpctl.checkpoint.gguf_file import _TEXTS, _splitter, write_gguf
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.consolidate import write_sharded_weights
+from fsdpctl.checkpoint.gguf_export import _SAMPLE_TEXTS, _find_pre_tokenizer, write_gguf
+from fsdpctl.checkpoint.pretrained import open_weights, read_model_assets
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import to_settings
@@ -35,11 +35,11 @@ def sharded(
 ) -> CheckpointReader:
     save_model(family, folder / "in")
     config = compose_config(["model=hf", f"model.path={folder / 'in'}", *words]).config
-    about = About(
+    about = CheckpointMetadata(
         config=to_settings(config),
-        attachments=assets_beside(folder / "in") | (tokenizer or ByteTokenizer().files()),
+        attachments=read_model_assets(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
-    shard_weights(open_weights(config.model), folder / "sharded", num_files=3, about=about)
+    write_sharded_weights(open_weights(config.model), folder / "sharded", num_files=3, about=about)
     return CheckpointReader(folder / "sharded")
 
 
@@ -132,7 +132,7 @@ def tokenizer(made: Any, normalizer: Any = None, size: int = 700) -> dict[str, A
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    found.train_from_iterator([*_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
+    found.train_from_iterator([*_SAMPLE_TEXTS, "isn't it 1234 of 99 in 2024?\n\n"] * 9, trainer)
     content: dict[str, Any] = json.loads(found.to_str())
     return content
 
@@ -158,13 +158,13 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_splitter_that_gives_the_same_tokens_is_found(name):
-    assert _splitter(tokenizer(NAMES[name])) == name
-    assert _splitter(tokenizer(NAMES[name], normalizers.NFC())) == name
+    assert _find_pre_tokenizer(tokenizer(NAMES[name])) == name
+    assert _find_pre_tokenizer(tokenizer(NAMES[name], normalizers.NFC())) == name
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_splitter_that_gives_other_tokens_has_no_name(name):
-    assert _splitter(tokenizer(UNKNOWN[name])) == ""
+    assert _find_pre_tokenizer(tokenizer(UNKNOWN[name])) == ""
 
 
 def test_a_splitter_that_llama_cpp_approximates_has_a_note(tmp_path):
@@ -178,7 +178,7 @@ def test_a_splitter_that_llama_cpp_approximates_has_a_note(tmp_path):
 
 def test_what_changes_texts_before_they_are_split_has_no_name():
     for each in (normalizers.NFKC(), normalizers.Lowercase(), normalizers.Prepend(" ")):
-        assert _splitter(tokenizer(NAMES["gpt-2"], each)) == ""
+        assert _find_pre_tokenizer(tokenizer(NAMES["gpt-2"], each)) == ""
 
 
 def test_a_file_without_a_known_splitter_has_no_tokenizer_and_says_so(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
-from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.gguf_export import write_gguf
 from fsdpctl.config.gguf_model import config_of_gguf, notes_on_gguf
 from fsdpctl.data.tokenizer import ByteTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.gguf_export import write_gguf
 from fsdpctl.config.gguf_model import notes_on_gguf
 from fsdpctl.data.tokenizer import open_tokenizer
 from tests.checkpoint.test_gguf import LLAMAS, NAMES, sharded, tokenizer

@@ -12,11 +12,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fsdpctl.checkpoint.base import Base
-from fsdpctl.checkpoint.folders import newest_checkpoint, passed_over, remove_unfinished
+from fsdpctl.checkpoint.initial_weights import BaseWeights
 from fsdpctl.checkpoint.load import load_into
-from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import (
+    incomplete_checkpoints,
+    newest_checkpoint,
+    remove_interrupted_saves,
+)
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
@@ -32,7 +36,7 @@ MODES = ("sync", "async")
 
 
 def make_saver(
-    folder: Path, mode: str, keep_last: int = 1, bases: Sequence[Base] = ()
+    folder: Path, mode: str, keep_last: int = 1, bases: Sequence[BaseWeights] = ()
 ) -> Checkpoints:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
@@ -70,7 +74,7 @@ def saves_twice(
 def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
     """As a restarted run does: clean up, load, train, save."""
     if rank == 0:
-        remove_unfinished(folder / CHECKPOINTS)
+        remove_interrupted_saves(folder / CHECKPOINTS)
     newest = newest_checkpoint(folder / CHECKPOINTS)
     assert newest is not None
     model, optimizer = trained("full_shard", steps=0)
@@ -105,7 +109,7 @@ def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mo
         checkpoints = tmp_path / "run" / CHECKPOINTS
         newest = newest_checkpoint(checkpoints)
         assert newest is not None, point
-        assert passed_over(checkpoints) == [], point
+        assert incomplete_checkpoints(checkpoints) == [], point
         read_everything(newest)
         found[newest.name] = found.get(newest.name, 0) + 1
         if newest.name == "step-00000002":

@@ -6,15 +6,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.base import Base, checked_weights, pretrained_weights
 from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.initial_weights import BaseWeights, open_checked, open_pretrained
 from fsdpctl.checkpoint.load import load_into, load_weights
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo, Progress
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.source import Overlay, weight_bytes
+from fsdpctl.checkpoint.tensor_source import Overlay, weight_bytes
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.engine.shard_model import shard_model
@@ -42,7 +43,7 @@ class Counting(nn.Module):
         return found.square().mean()
 
 
-def save(folder: Path, model: ShardedModel, about: About) -> CheckpointReader:
+def save(folder: Path, model: ShardedModel, about: CheckpointMetadata) -> CheckpointReader:
     snapshot = take_snapshot(model, None, model.collectives.rank, about)
     write_checkpoint(folder, snapshot, model.collectives)
     return CheckpointReader(folder)
@@ -59,13 +60,13 @@ def test_buffers_come_from_the_checkpoint_and_frozen_parameters_from_the_base(
 ) -> None:
     torch.manual_seed(0)
     model = shard_model(Counting(), "full_shard")
-    base = save(tmp_path / "base", model, About())
+    base = save(tmp_path / "base", model, CheckpointMetadata())
     optimizer = ShardedAdamW(model, lr=0.1)
     for _ in range(3):
         model(torch.randn(8, 4)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    part = save(tmp_path / "part", model, About(base=BaseInfo("base", "0", "0")))
+    part = save(tmp_path / "part", model, CheckpointMetadata(base=BaseInfo("base", "0", "0")))
     assert "frozen.weight" not in part.names(PARAMETER)
     assert set(part.names(BUFFER)) == {
         "largest", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"
@@ -92,12 +93,12 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     expected = model.state_dict()
     assert biases
     assert all(name.endswith("e_score_correction_bias") for name in biases)
-    base = Base.new(tmp_path / "base", open_weights(config.model), ranks)
-    about = About(Progress(1), to_settings(config), base=base.verified(ranks))
+    base = BaseWeights.new(tmp_path / "base", open_weights(config.model), ranks)
+    about = CheckpointMetadata(Progress(1), to_settings(config), base=base.verify(ranks))
     reader = save(tmp_path / "step-00000001", model, about)
     resumed, evaluated = load(config), load(config)
-    load_into(reader, resumed, None, checked_weights(reader, ranks)[0])
-    weights, _ = pretrained_weights(config.model, reader.folder, ranks)
+    load_into(reader, resumed, None, open_checked(reader, ranks)[0])
+    weights, _ = open_pretrained(config.model, reader.folder, ranks)
     load_weights(weights, evaluated)
     for other in (resumed, evaluated):
         assert all(torch.equal(expected[name], found) for name, found in other.state_dict().items())

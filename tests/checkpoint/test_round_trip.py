@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdpctl.checkpoint.load import load_into
-from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, Progress
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
+from fsdpctl.checkpoint.staging import DTYPES, tensor_from_bytes
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, FsdpctlError
@@ -45,7 +46,7 @@ def train_on(model: ShardedModel, optimizer: ShardedAdamW, steps: int) -> None:
 def save(folder: Path, model: ShardedModel, optimizer: ShardedAdamW) -> None:
     progress = Progress(step=2, samples=10, data_fingerprint="abc")
     ranks = model.collectives
-    about = About(progress, {"model": "odd"}, {"tokenizer.json": b"{}" * 200})
+    about = CheckpointMetadata(progress, {"model": "odd"}, {"tokenizer.json": b"{}" * 200})
     write_checkpoint(folder, take_snapshot(model, optimizer, ranks.rank, about), ranks)
 
 
@@ -56,7 +57,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
         info = reader.info(key)
         found[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         for span, data in reader.read(key):
-            found[key].view(-1)[span.start : span.stop] = tensor_of(data, info.dtype)
+            found[key].view(-1)[span.start : span.stop] = tensor_from_bytes(data, info.dtype)
     return found
 
 
@@ -203,7 +204,7 @@ def test_frozen_parameters_are_saved_unless_a_base_has_them(tmp_path: Path) -> N
     model = shard_model(net, "full_shard")
     saved = []
     for name, base in (("whole", None), ("rest", BaseInfo("base", "0", "0"))):
-        snapshot = take_snapshot(model, None, 0, About(base=base))
+        snapshot = take_snapshot(model, None, 0, CheckpointMetadata(base=base))
         write_checkpoint(tmp_path / name, snapshot, model.collectives)
         saved.append(set(CheckpointReader(tmp_path / name).names(PARAMETER)))
     whole, rest = saved

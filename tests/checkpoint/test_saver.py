@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint import manifest
-from fsdpctl.checkpoint.folders import (
+from fsdpctl.checkpoint.manifest import BaseInfo
+from fsdpctl.checkpoint.publish import missing_space
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import (
     complete_checkpoints,
     find_checkpoint,
+    incomplete_checkpoints,
+    incomplete_checkpoints_in,
     newest_checkpoint,
-    passed_over,
-    passed_over_in,
-    remove_old,
+    remove_expired,
     step_folder,
 )
-from fsdpctl.checkpoint.manifest import BaseInfo
-from fsdpctl.checkpoint.publish import lack_of_space
-from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -94,9 +94,9 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
-    assert lack_of_space(tmp_path / "not" / "there", 1 << 20) == ""
+    assert missing_space(tmp_path / "not" / "there", 1 << 20) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 5 << 20))
-    assert lack_of_space(tmp_path, 3 << 20) == ""
+    assert missing_space(tmp_path, 3 << 20) == ""
     model, optimizer = trained("full_shard")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
@@ -125,7 +125,7 @@ def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
 def test_which_checkpoints_are_kept(tmp_path, keep, left):
     fake_checkpoints(tmp_path, 10, 20, 30, 40, 50, 60)
     (tmp_path / "step-00000070").mkdir()  # not complete: not counted, not touched
-    remove_old(tmp_path, keep)
+    remove_expired(tmp_path, keep)
     assert complete_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
     assert sorted(tmp_path.iterdir()) == [step_folder(tmp_path, step) for step in (*left, 70)]
 
@@ -134,16 +134,16 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
     folder = tmp_path / CHECKPOINTS
     one, two, three = fake_checkpoints(folder, 100, 200, 100_000_000)
     (folder / LATEST).symlink_to(three.name)
-    assert passed_over(folder) == []
+    assert incomplete_checkpoints(folder) == []
     (three / MANIFEST).unlink()
-    (line,) = passed_over_in(tmp_path)
+    (line,) = incomplete_checkpoints_in(tmp_path)
     assert f"{three}: incomplete" in line
     assert line.endswith("the newest complete checkpoint is step-00000200")
     assert find_checkpoint(tmp_path) == newest_checkpoint(folder) == two
     shutil.rmtree(three)
-    (line,) = passed_over_in(tmp_path)
+    (line,) = incomplete_checkpoints_in(tmp_path)
     assert "latest: does not point to a checkpoint" in line
-    assert (find_checkpoint(folder), passed_over_in(one)) == (two, [])
+    assert (find_checkpoint(folder), incomplete_checkpoints_in(one)) == (two, [])
     for each in (one, two):
         (each / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="step-00000100: incomplete"):
@@ -177,7 +177,7 @@ def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeyp
         return BaseInfo("base", "1", "0")
 
     monkeypatch.setattr(checkpoints, "_SILENT_WAIT_SECONDS", 0.1)
-    base = Mock(info=BaseInfo("base", "", "0"), is_named=True, verified=verified)
+    base = Mock(info=BaseInfo("base", "", "0"), is_named=True, verify=verified)
     model, optimizer = trained("full_shard", steps=1)
     saver = make_saver(tmp_path, "async", bases=[base])
     journal: Any = saver._journal

@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from fsdpctl.checkpoint import tensors
-from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.checkpoint.staging import StagingMemory
 
 
 @pytest.mark.parametrize("chunk", [128, 1000, 4096, 1 << 30])
 def test_copies_are_correct_in_reused_chunks(monkeypatch, chunk):
-    monkeypatch.setattr(tensors, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr("fsdpctl.checkpoint.staging._CHUNK_BYTES", chunk)
     sources = [torch.randn(n, dtype=dtype) for n in (3, 100, 0, 700, 1)
                for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
-    staging = Staging()
+    staging = StagingMemory()
     copies = staging.copies(sources)
     assert all(torch.equal(a, b) for a, b in zip(sources, copies, strict=True))
     taken = [each.numel() for each in staging._chunks]

@@ -12,17 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsdpctl.checkpoint.findings import Finding
-from fsdpctl.checkpoint.manifest import BaseInfo, Progress
+from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.verify_export import findings_on
+from fsdpctl.checkpoint.training_progress import Progress
+from fsdpctl.checkpoint.verify_export import verify_export
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.peft import PREFIX
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.models.adapter_names import PEFT_PREFIX
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import make_model
 from tests.commands.run import invoke
@@ -73,7 +74,7 @@ def made(tmp_path_factory):
     words = ["model=hf", f"model.path={base}", "model.lora.rank=8", "precision=fp32",
              "model.lora.targets=[all_linear,experts]", "data.tokenizer=bytes"]  # fmt: skip
     config = stored_config(compose_config(words).config)
-    about = About(Progress(1), to_settings(config), base=BaseInfo(str(base), "", ""))
+    about = CheckpointMetadata(Progress(1), to_settings(config), base=BaseInfo(str(base), "", ""))
     snapshot = take_snapshot(make_model(config, torch.device("cpu")), None, 0, about)
     write_checkpoint(folder / "step-00000001", snapshot, Collectives())
     write_peft(CheckpointReader(folder / "step-00000001"), folder / "adapters")
@@ -93,7 +94,7 @@ def lost(found: list[Finding]) -> list[str]:
 
 
 def test_a_trained_model_has_a_line_for_each_kind_and_nothing_lost(made):
-    found = findings_on(made / "model", made / "base")
+    found = verify_export(made / "model", made / "base")
     assert lost(found) == []
     lines = {each.subject: each for each in found if each.figures}
     assert {kind: each.figures["changed"] for kind, each in lines.items()} == {
@@ -111,7 +112,7 @@ def test_the_change_is_that_of_the_tensors_whatever_their_dtypes(made, tmp_path)
     rounded = [base[name].bfloat16().double() for name in names]
     delta = sum(((ours[a].double() - b) ** 2).sum() for a, b in zip(names, rounded, strict=True))
     expected = float((delta / sum((each**2).sum() for each in rounded)) ** 0.5)
-    lines = {x.subject: x.figures for x in findings_on(export, made / "base") if x.figures}
+    lines = {x.subject: x.figures for x in verify_export(export, made / "base") if x.figures}
     assert lines["experts"]["relative_change"] == pytest.approx(expected, rel=1e-3)
     assert lines["attention"]["changed"] == 0  # the base, rounded
 
@@ -141,7 +142,7 @@ def test_what_weights_lost_is_a_line(made, tmp_path, line):
         shutil.copy(base / MODEL, export / MODEL)
     else:
         change(export / MODEL, ROWS[line])
-    assert any(each.startswith(line) for each in lost(findings_on(export, base)))
+    assert any(each.startswith(line) for each in lost(verify_export(export, base)))
 
 
 FILES: dict[str, Callable[[Path], object]] = {
@@ -167,14 +168,14 @@ FILES: dict[str, Callable[[Path], object]] = {
 def test_what_the_files_with_the_weights_lost_is_a_line(made, tmp_path, line):
     export = copied(made, "model", tmp_path)
     FILES[line](export)
-    assert any(each.startswith(line) for each in lost(findings_on(export, made / "base")))
+    assert any(each.startswith(line) for each in lost(verify_export(export, made / "base")))
 
 
 def test_a_changed_template_and_rope_are_lines_and_not_lost(made, tmp_path):
     export = copied(made, "model", tmp_path)
     (export / "chat_template.jinja").write_text("{{ messages[0] }}")
     change_json(export / "config.json", lambda x: x["rope_parameters"].update(rope_theta=7.0))
-    found = findings_on(export, made / "base")
+    found = verify_export(export, made / "base")
     assert lost(found) == []
     assert {"chat template: differs from the base's", "config.json: differs from the base's in "
             "rope_parameters"} <= {*map(str, found)}  # fmt: skip
@@ -194,7 +195,7 @@ def test_experts_that_the_base_stores_in_another_form_are_the_same(made, tmp_pat
         return made
 
     change(base / MODEL, stacked)
-    found = findings_on(made / "model", base)
+    found = verify_export(made / "model", base)
     assert lost(found) == []
     assert str(found[0]).startswith("weights: 24 tensors under other names than in the base's")
     assert any(x.subject == "experts" and x.figures.get("changed") == 4 for x in found)
@@ -204,13 +205,13 @@ def test_experts_that_the_base_stores_in_another_form_are_the_same(made, tmp_pat
 
 
 def test_adapters_change_as_much_as_their_products(made):
-    found = findings_on(made / "adapters", made / "base")
+    found = verify_export(made / "adapters", made / "base")
     assert lost(found) == []
     lines = {each.subject: each.figures for each in found if each.figures}
     ours, base = load_file(made / "adapters" / ADAPTERS), load_file(made / "base" / MODEL)
     delta = norm = 0.0
     for name in (each for each in base if "_proj.weight" in each and "self_attn" in each):
-        layer = f"{PREFIX}{name.removesuffix('.weight')}"
+        layer = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
         product = 2 * ours[f"{layer}.lora_B.weight"] @ ours[f"{layer}.lora_A.weight"]
         delta, norm = delta + float((product**2).sum()), norm + float((base[name] ** 2).sum())
     assert lines["attention"]["relative_change"] == pytest.approx((delta / norm) ** 0.5, rel=1e-4)
@@ -223,7 +224,7 @@ def test_adapters_change_as_much_as_their_products(made):
 def per_expert(x: Tensors) -> Tensors:
     """The form of servers that have a module for each expert."""
     found = without(x, ".experts.")
-    for layer in (f"{PREFIX}model.layers.{n}.mlp.experts" for n in range(2)):
+    for layer in (f"{PEFT_PREFIX}model.layers.{n}.mlp.experts" for n in range(2)):
         for inner, words in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
             down, up = (x[f"{layer}.{inner}lora_{half}.weight"] for half in "AB")
             for number in range(4):
@@ -249,11 +250,11 @@ def test_adapters_for_each_expert_are_read_as_such_and_counted(made, tmp_path):
     change(export / ADAPTERS, per_expert)
     config = export / "adapter_config.json"
     change_json(config, lambda x: x.pop("target_parameters"))
-    found = findings_on(export, made / "base")
+    found = verify_export(export, made / "base")
     assert lost(found) == []
     assert any("two matrices each: vLLM reads it" in x.text for x in found)
     change(export / ADAPTERS, lambda x: without(x, f"{EXPERTS}.2."))
-    lines = lost(findings_on(export, made / "base"))
+    lines = lost(verify_export(export, made / "base"))
     assert lines == [f"experts: lost: {EXPERTS}: adapters of 3 of 4 experts"]
 
 
@@ -271,7 +272,7 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
     "attention: lost: model.layers.0.attn.k_proj, model.layers.0.attn.o_proj and 6 more: the base "
     "has no such layer": lambda x: {n.replace("self_attn", "attn"): y for n, y in x.items()},
     "adapters: lost: model.layers.0.mlp.experts.base_layer.lora_A.weight":
-        lambda x: {n.removeprefix(PREFIX): y for n, y in x.items()},
+        lambda x: {n.removeprefix(PEFT_PREFIX): y for n, y in x.items()},
     f"attention: lost: {LAYER}.weight: NaN or infinite":
         lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
     f"attention: lost: {LAYER}: 16 to 32, rank 8 and 8, do not fit the base, 32 to 32":
@@ -281,9 +282,9 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
     "experts: lost: model.layers.0.mlp.experts, model.layers.1.mlp.experts: in and out are swapped":
         swapped,
     "adapters: lost: model.layers.0.mlp.experts.lora_gate_and_up_A: a form that PEFT and vLLM":
-        lambda x: x | {f"{PREFIX}{EXPERTS}.lora_gate_and_up_A": torch.ones(4, 32, 8)},
+        lambda x: x | {f"{PEFT_PREFIX}{EXPERTS}.lora_gate_and_up_A": torch.ones(4, 32, 8)},
     "adapters: lost: model.norm.lora_magnitude_vector: neither LoRA nor a parameter":
-        lambda x: x | {f"{PREFIX}model.norm.lora_magnitude_vector": torch.ones(32)},
+        lambda x: x | {f"{PEFT_PREFIX}model.norm.lora_magnitude_vector": torch.ones(32)},
 }  # fmt: skip
 
 
@@ -291,19 +292,19 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
 def test_what_adapters_lost_is_a_line(made, tmp_path, line):
     export = copied(made, "adapters", tmp_path)
     change(export / ADAPTERS, OF_ADAPTERS[line])
-    found = lost(findings_on(export, made / "base"))
+    found = lost(verify_export(export, made / "base"))
     assert any(each.startswith(line) for each in found), found
 
 
 def test_targets_that_the_base_lacks_are_named(made, tmp_path):
     export = copied(made, "adapters", tmp_path)
     change_json(export / "adapter_config.json", lambda x: x["target_modules"].append("c_attn"))
-    (line,) = lost(findings_on(export, made / "base"))
+    (line,) = lost(verify_export(export, made / "base"))
     assert line == "adapter_config.json: lost: target_modules: the base has no c_attn"
 
 
 def test_a_checkpoint_as_base_has_no_configuration_to_differ_from(made):
-    found = findings_on(made / "model", made / "step-00000001")
+    found = verify_export(made / "model", made / "step-00000001")
     assert not [each for each in lost(found) if each.startswith("config.json")]
 
 
@@ -318,7 +319,7 @@ def test_published_adapters_name_no_directory_of_the_machine(made, tmp_path):
 def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(made, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(made / "base" / name, tmp_path)
-    found = findings_on(made / "adapters", tmp_path, has_weights=False)
+    found = verify_export(made / "adapters", tmp_path, has_weights=False)
     assert lost(found) == []
     assert "attention: 8 of 8 tensors changed" in map(str, found)
 
@@ -377,9 +378,9 @@ def test_a_damaged_file_is_named_in_one_line(made, tmp_path, kind, file, content
 
 def test_adapters_of_rank_0_fit_nothing(made, tmp_path):
     export = copied(made, "adapters", tmp_path)
-    empty = {f"{PREFIX}{LAYER}.lora_A.weight": torch.ones(0, 32),
-             f"{PREFIX}{LAYER}.lora_B.weight": torch.ones(32, 0)}  # fmt: skip
+    empty = {f"{PEFT_PREFIX}{LAYER}.lora_A.weight": torch.ones(0, 32),
+             f"{PEFT_PREFIX}{LAYER}.lora_B.weight": torch.ones(32, 0)}  # fmt: skip
     change(export / ADAPTERS, lambda x: empty)
     assert "adapters: lost: none for a layer of the base" in lost(
-        findings_on(export, made / "base")
+        verify_export(export, made / "base")
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdpctl.checkpoint.folders import remove_unfinished
+from fsdpctl.checkpoint.run_checkpoints import remove_interrupted_saves
 from fsdpctl.commands import app, printing
 from fsdpctl.commands.training_data import samples_of_step
 from fsdpctl.config.compose import compose_config
@@ -274,7 +274,7 @@ def test_deep_directories_in_other_places_are_one_line(deep, run, monkeypatch, c
     monkeypatch.setenv("FSDPCTL_QUIET", "1")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     os.rename(deep, "run/checkpoints/step-00000001.tmp-1")
-    remove_unfinished(run / "checkpoints")
+    remove_interrupted_saves(run / "checkpoints")
     os.rename("run/checkpoints/step-00000001.tmp-1", place := "run/logs/deep")
     for words in (
         ("status", "run"),

@@ -53,7 +53,7 @@ def test_only_an_export_that_lost_nothing_is_uploaded(hub, checkpoint, monkeypat
     from fsdpctl.checkpoint.findings import Finding
 
     lost = [Finding("experts", "3 of 4", is_lost=True)]
-    monkeypatch.setattr("fsdpctl.checkpoint.verify_export.findings_on", lambda *a, **k: lost)
+    monkeypatch.setattr("fsdpctl.checkpoint.verify_export.verify_export", lambda *a, **k: lost)
     code, said = upload(checkpoint)
     assert (code, "1 of 1 findings" in said) == (3, True)
     assert "me/tiny" not in hub.models

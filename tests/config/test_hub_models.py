@@ -5,7 +5,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import hub_models
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
 from fsdpctl.resolve.prepare import prepare
 from tests.commands.run import invoke
 
@@ -30,7 +30,7 @@ def accepts(public: int | str, count: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTINCT.values())
 def test_parameters_add_up_to_the_public_number(name):
-    module = build_plain(config_of(name).model)
+    module = build_base_model(config_of(name).model)
     count = sum(param.numel() for param in module.parameters())
     assert accepts(MODELS[name]["parameters"], count), count
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.checkpoint.staging import StagingMemory
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import shard_model
@@ -144,7 +144,7 @@ def to_device(batch: Tensor, device: torch.device) -> Tensor:
 def saved(model: ShardedModel, optimizer: ShardedAdamW) -> list[Tensor]:
     """What a saver reads of the masters, after the optimizer has gone on."""
     masters = [shard.master for shard in model.flat_shards()]
-    copies = Staging().copies(masters)
+    copies = StagingMemory().copies(masters)
     for master in masters:
         master.mul_(2.0)
     optimizer.zero_grad()

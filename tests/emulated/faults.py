@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.checkpoint.staging import StagingMemory
 from fsdpctl.comm.collectives import AsyncHostCopy, Handle, InPlaceReduction
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine import offload
@@ -277,10 +277,10 @@ def pinned_memory_is_written_while_it_is_sent() -> None:
 
 @fault(SAVES)
 def a_saver_reads_before_its_copies_are_done() -> None:
-    _within(Staging, "copies", torch.cuda, "synchronize", _nothing)
+    _within(StagingMemory, "copies", torch.cuda, "synchronize", _nothing)
 
 
-@instead(Staging, "copies", SAVES)
+@instead(StagingMemory, "copies", SAVES)
 def a_saver_copies_while_the_optimizer_writes(right, self, tensors):
     if not tensors[0].is_cuda:
         return right(self, tensors)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.checkpoint.staging import StagingMemory
 from fsdpctl.comm.collectives import AllGatherInput
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import config_value
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.offloaded_inputs import OffloadedInput
-from fsdpctl.models import registry
+from fsdpctl.models import build_model
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.plan.strategy import STRATEGIES
@@ -87,13 +87,13 @@ def test_replicas_combine_right_behind_a_reduction_on_its_stream(rank, world_siz
 @distributed(world_size=1, on_devices=True)
 def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkeypatch):
     model = compose_config([]).config.model
-    monkeypatch.setattr(registry, "DRAWN_ON_DEVICE", 4096)
-    monkeypatch.setattr(registry, "_DRAWN_AT_ONCE", 512)
+    monkeypatch.setattr(build_model, "MIN_DRAWN_ON_DEVICE", 4096)
+    monkeypatch.setattr(build_model, "_ELEMENTS_AT_ONCE", 512)
 
     def drawn(name: str, width: int) -> torch.Tensor:
         whole = torch.empty(64, width, device="cuda", dtype=torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
-        registry.initialize_parameter(name, whole, seed=0, config=model)
+        build_model.initialize_parameter(name, whole, seed=0, config=model)
         extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         assert extra <= 3 * 512 * 4  # in parts
         return whole
@@ -115,7 +115,7 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
 @distributed(world_size=1, on_devices=True)
 def test_memory_for_the_first_save_is_pinned_beforehand(rank: int, world_size: int) -> None:
     tensors = [torch.randn(n, device="cuda") for n in (700, 3)]
-    staging = Staging()
+    staging = StagingMemory()
     staging.prepare(tensors)
     assert staging._preparing is not None
     staging._preparing.join()

@@ -16,7 +16,7 @@ from fsdpctl.engine.blocks import (
     missing_compiler,
     prepare_blocks,
 )
-from fsdpctl.models.lora import choose_trained
+from fsdpctl.models.lora import set_trainable
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.recomputation import block_checkpointing
 from tests.commands.run import TINY
@@ -78,7 +78,7 @@ def test_recomputation_draws_what_forward_drew(family, settings, draws):
     for recomputes in (False, True):
         module = pair(family, settings)[1].train()
         if adapters is not None:
-            choose_trained(module, config.model)
+            set_trainable(module, config.model)
             with torch.no_grad():
                 for name, param in [*module.named_parameters()]:
                     if param.is_meta:

@@ -12,8 +12,8 @@ from torch import nn
 import fsdpctl
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
-from fsdpctl.models.lora import choose_trained
-from fsdpctl.models.row_documents import make_documents
+from fsdpctl.models.lora import set_trainable
+from fsdpctl.models.packed_documents import pack_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.training.callbacks.reporting import CompilerReport
@@ -35,7 +35,7 @@ def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
     config = compose_config([*TINY, *(["model.lora.rank=2"] if adapted else [])]).config.model
     model = drawn(compose_config(TINY).config.model)
     if adapted:
-        choose_trained(model, config)
+        set_trainable(model, config)
         for name, param in model.named_parameters():
             if param.is_meta:
                 *path, key = name.split(".")
@@ -81,7 +81,7 @@ def run_small(model: Any, step: int) -> None:
 def run_decoder(model: Any, step: int) -> None:
     """Train on full and on packed rows, then validate."""
     tokens = torch.arange(32).view(2, 16)
-    documents = make_documents(LENGTHS, torch.device("cpu"), like="cuda")
+    documents = pack_documents(LENGTHS, torch.device("cpu"), kernel_device_type="cuda")
     loss = model(tokens, tokens, documents=documents if step == 2 else None)
     if step < 3:
         loss.backward()

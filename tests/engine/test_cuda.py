@@ -17,7 +17,7 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Sharding, WeightInit, build_runtime
 from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
@@ -68,7 +68,7 @@ def forced(
         freeze_all_but_vectors(net)
     row = STRATEGIES[strategy]
     nccl = collectives(device)
-    specs = divide_module(net, None)
+    specs = module_units(net, None)
     mesh = make_mesh(nccl, device, nccl.size)
     division = ModelLayout(specs, unit_layouts(specs, 1), row)
     plan = StepPlan(division, mesh.position, precision or Precision(), prefetch or Prefetch())

@@ -23,7 +23,7 @@ from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import WeightInit, build_runtime
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.engine.unit import HostParams
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, get_strategy
@@ -114,7 +114,7 @@ def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") 
     """The clock after a forward and a backward."""
     net = nn.Sequential(*(Block(clock) for _ in range(BLOCKS)))
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
-    specs, device = divide_module(net, ["Block"]), torch.device("cpu")
+    specs, device = module_units(net, ["Block"]), torch.device("cpu")
     mesh = make_mesh(collectives, device, collectives.size)
     division = ModelLayout(specs, unit_layouts(specs, 1), row)
     plan = StepPlan(division, mesh.position, prefetch=prefetch, offload=Offload.parse(offload))

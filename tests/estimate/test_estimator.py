@@ -16,8 +16,8 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import estimates_of, largest_true
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.traced_model import MetaModule, TracedModel
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition
 from fsdpctl.predict.peak import UnevenStepError
@@ -255,7 +255,7 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert (found.num_params, found.tokens_per_step) == (405_853_388_800, 16384 * 4096)
-    assert divide_module(build_model(found.config.model), None)[0].name == "root"
+    assert module_units(build_model(found.config.model), None)[0].name == "root"
 
 
 def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():

@@ -8,8 +8,8 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.planned_steps import SentBytes, sent_per_step
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
@@ -24,7 +24,7 @@ def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     config = make_run_plan(prepare(compose_config(given), CLUSTER).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
-    return sent_per_step(config, divide_module(module, None), micro_batches), num_params
+    return sent_per_step(config, module_units(module, None), micro_batches), num_params
 
 
 @pytest.mark.parametrize("engine", ["fsdpctl", "ddp"])

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
 from fsdpctl.checkpoint.manifest import tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, newest_checkpoint
 from fsdpctl.io.run_files import LATEST
 from fsdpctl.run.metrics import last_step
 from tests.faults.cases import STEPS, Case, case_of

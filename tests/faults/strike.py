@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, newest_checkpoint
 from fsdpctl.run.metrics import last_step
 from tests.faults.cases import STEPS, VALIDATES_EVERY, Case
 from tests.faults.running import Run

@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, tensor_key
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.checkpoint.staging import tensor_from_bytes
+from fsdpctl.checkpoint.tensor_source import TensorSource
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import read_configuration, sizes_and_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config, Resolved
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.models.decoder_check import with_decoder
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.build_model import build_model, initialize_parameter
+from fsdpctl.models.decoder_check import adapt_to_decoder
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -152,7 +153,10 @@ def saved(
     model: ShardedModel, config: Config, folder: Path, assets: Mapping[str, bytes] | None = None
 ) -> CheckpointReader:
     """A checkpoint of a model without its optimizer."""
-    about, ranks = About(Progress(1), to_settings(config), assets or {}), model.collectives
+    about, ranks = (
+        CheckpointMetadata(Progress(1), to_settings(config), assets or {}),
+        model.collectives,
+    )
     write_checkpoint(folder, take_snapshot(model, None, ranks.rank, about), ranks)
     return CheckpointReader(folder)
 
@@ -163,13 +167,13 @@ def load(config: Resolved, strategy: str = "full_shard") -> ShardedModel:
     return model
 
 
-def whole(weights: Tensors, key: str) -> torch.Tensor:
+def whole(weights: TensorSource, key: str) -> torch.Tensor:
     info = weights.info(key)
     read = b"".join(bytes(data) for _, data in weights.read(key))
-    return tensor_of(memoryview(bytearray(read)), info.dtype).view(info.shape)
+    return tensor_from_bytes(memoryview(bytearray(read)), info.dtype).view(info.shape)
 
 
-def fill(module: nn.Module, weights: Tensors) -> None:
+def fill(module: nn.Module, weights: TensorSource) -> None:
     """Give values to the parameters and buffers of a module on the meta device."""
     allocate(module)
     with torch.no_grad():
@@ -196,7 +200,7 @@ def drawn(model: ModelConfig, seed: int = 0) -> TransformersDecoder:
 
 def plain_module(folder: Path, *words: str) -> TransformersDecoder:
     """A model with experts and its weights, without an engine."""
-    config, _ = with_decoder(compose(folder, *words))
+    config, _ = adapt_to_decoder(compose(folder, *words))
     module = make_module(config)
     assert isinstance(module, TransformersDecoder)
     fill(module, open_weights(config.model))

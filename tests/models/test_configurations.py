@@ -12,7 +12,7 @@ from fsdpctl.config.decoder_config import exported_config, sizes_and_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from tests.models.families import VOCABULARY
@@ -77,7 +77,7 @@ def model_of(content: dict[str, Any]) -> ModelConfig:
 
 
 def ours_of(model: ModelConfig, theirs: nn.Module) -> nn.Module:
-    module = build_plain(model)
+    module = build_base_model(model)
     fill_buffers(module)
     allocate(module)
     values = dict(theirs.named_parameters())
@@ -101,7 +101,7 @@ def check(family: str, edit: dict[str, Any]) -> str:
     try:
         model = model_of(content)
         if theirs is None:
-            build_plain(model)
+            build_base_model(model)
             return ""  # it fails in the check of a small copy
         found = ours_of(model, theirs)(tokens)
     except UsageError as error:

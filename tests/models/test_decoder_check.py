@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import SignalError, StoppedError, UsageError
 from fsdpctl.models import decoder_check
-from fsdpctl.models.decoder_check import check_decoder, check_shared_rows, with_decoder
+from fsdpctl.models.decoder_check import adapt_to_decoder, check_decoder, check_shared_rows
 from fsdpctl.models.small_copy import meta_copy
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.run_plan import make_run_plan, stored_config
@@ -42,12 +42,12 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     found = check_decoder(config.model)
     assert (problem in found.problem, bool(found.problem)) == (True, bool(problem))
     assert (found.isolates, found.ignores_padding) == (packs, True)
-    changed, notes = with_decoder(config)
+    changed, notes = adapt_to_decoder(config)
     assert changed.data.packing is (None if packs else False)
     assert len(notes) == bool(problem) + (not packs)
     if not packs:
         with pytest.raises(UsageError, match=f"data.packing=true: {family} mixes"):
-            with_decoder(compose(tmp_path, *words, "data.packing=true"))
+            adapt_to_decoder(compose(tmp_path, *words, "data.packing=true"))
     said = rf"context_parallel=2: model: .*{refusal}"
     for check in (check_shared_rows, make_run_plan) if refusal else ():
         with pytest.raises(UsageError, match=said):
@@ -103,7 +103,7 @@ def test_a_signal_is_no_failure_of_a_family(tmp_path, monkeypatch):
 
     save_decoder("qwen3_moe", tmp_path)
     model = compose(tmp_path).model
-    monkeypatch.setattr(decoder_check, "_try", stop)
+    monkeypatch.setattr(decoder_check, "_traits", stop)
     with pytest.raises(SignalError, match="stopped") as caught:
         check_decoder(model)
     assert caught.value.exit_code == StoppedError.exit_code

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
-from fsdpctl.checkpoint.base import first_weights
 from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.initial_weights import initial_weights
 from fsdpctl.checkpoint.load import check_weights, load_weights
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.pretrained import open_weights, read_model_assets
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.decoder_check import with_decoder
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.build_model import build_model, initialize_parameter
+from fsdpctl.models.decoder_check import adapt_to_decoder
 from fsdpctl.models.transformers_build import fuse_norms
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
@@ -75,7 +75,7 @@ def trains_as_transformers(
     names = [name for name, _ in theirs.named_parameters()]
     make_optimizer = partial(PaddedAdamW, eps=EPS)
     expected = train_reference(theirs, exact_loss, batches, make_optimizer=make_optimizer)
-    config, _ = with_decoder(compose(folder))
+    config, _ = adapt_to_decoder(compose(folder))
     for strategy in strategies:
         model = load(config, strategy)
         model.train(False)  # without dropout, as the other one
@@ -166,7 +166,7 @@ def test_export_has_the_names_of_the_hub(tmp_path):
     config = compose(tmp_path / "in")
     model = load(config)
     folder = tmp_path / "step-00000001"
-    consolidate(saved(model, config, folder, assets_beside(tmp_path / "in")), tmp_path / "out")
+    consolidate(saved(model, config, folder, read_model_assets(tmp_path / "in")), tmp_path / "out")
     before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -250,14 +250,14 @@ def test_adapters_are_those_of_peft(tmp_path):
     save_decoder("qwen3_moe", tmp_path / "in")
     config = compose(tmp_path / "in", "model.lora.rank=2", "optimizer.lr=1e-2")
     model = make_model(config, CPU, empty=True)
-    load_weights(first_weights(config.model, model.module, 0, open_weights(config.model)), model)
+    load_weights(initial_weights(config.model, model.module, 0, open_weights(config.model)), model)
     names = {name for name, param in model.named_parameters() if param.requires_grad}
     assert all(".lora_" in name and "expert" not in name for name in names)
     optimizer = make_optimizer(config, model)
     for ((batch,),) in batches_of(3, 1):
         one_step(model, optimizer, batch, our_loss)
-    reader = saved(model, config, tmp_path / "step-00000001", assets_beside(tmp_path / "in"))
-    consolidate(reader, tmp_path / "merged", merges=True)
+    reader = saved(model, config, tmp_path / "step-00000001", read_model_assets(tmp_path / "in"))
+    consolidate(reader, tmp_path / "merged", merge=True)
     write_peft(reader, tmp_path / "adapters")
     tokens = batches_of(1, 1, seed=9)[0][0][0]
     ours = model(tokens)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
-from fsdpctl.models.experts import global_balance
-from fsdpctl.models.registry import build_model, count_active
-from fsdpctl.models.row_documents import make_documents
+from fsdpctl.models.build_model import build_model, count_active_parameters
+from fsdpctl.models.experts import global_balance_loss
+from fsdpctl.models.packed_documents import pack_documents
 from fsdpctl.optim.sgd import ShardedSGD
 from tests.distributed import distributed
 from tests.engine.test_parity import largest_difference
@@ -55,7 +55,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     out = theirs(input_ids=inputs[:2], attention_mask=mask[:2].long(), **about)
     wanted = F.cross_entropy(out.logits.flatten(0, 1), targets[:2].flatten()) + 0.5 * out.aux_loss
     lengths = tuple((end, LENGTH - end) if 0 < end < LENGTH else (LENGTH,) for end in ends)
-    documents = make_documents(lengths, CPU, are_rows=True, ends=ends)
+    documents = pack_documents(lengths, CPU, one_per_row=True, padding_starts=ends)
     module.transformers_model.eval()
     module.training = True
     loss = module(inputs, targets, 9, documents=documents) / mask.sum()
@@ -84,7 +84,7 @@ def test_a_model_without_routers_has_no_auxiliary_loss(family, tmp_path):
     with pytest.raises(UsageError, match="global: only valid with a model that has routers"):
         plain_module(tmp_path, "model.router_aux_loss=global")
     module = plain_module(tmp_path)
-    assert not module.balances_experts
+    assert not module.adds_aux_loss
     module = plain_module(tmp_path)
     module.transformers_model.z_loss_coefficient = 0.1  # as Bamba's
     with pytest.raises(UsageError, match="z_loss_coefficient=0.1: not supported; set it to 0, or"):
@@ -98,7 +98,7 @@ def test_the_auxiliary_loss_can_be_left_out(tmp_path):
     for kind in ("model", "global", "none"):
         module = plain_module(tmp_path, f"model.router_aux_loss={kind}")
         losses[kind] = module(tokens[:, :-1], tokens[:, 1:]).item()
-        assert module.balances_experts == (kind != "none")
+        assert module.adds_aux_loss == (kind != "none")
     assert losses["model"] == pytest.approx(losses["global"], rel=1e-6)
     assert losses["model"] > losses["none"] + 1
 
@@ -112,7 +112,7 @@ def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: in
     model = SimpleNamespace(num_experts=4, num_experts_per_tok=2)
     reduce = collectives_for(CPU).all_reduce
     data = torch.arange(10) < ends[rank]
-    found = global_balance([logits[rank]], data[None], model, reduce)
+    found = global_balance_loss([logits[rank]], data[None], model, reduce)
     counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
     everywhere = torch.cat(counted)
     share = F.one_hot(everywhere.softmax(-1).topk(2).indices, 4).sum(dim=(0, 1)) / len(everywhere)
@@ -162,7 +162,7 @@ def test_what_a_token_uses_of_experts_is_counted(tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     module = build_model(compose(tmp_path).model)
     idle = sum(p.numel() for n, p in module.named_parameters() if "experts" in n) // 2
-    assert count_active(module) == sum(p.numel() for p in module.parameters()) - idle
+    assert count_active_parameters(module) == sum(p.numel() for p in module.parameters()) - idle
 
 
 @pytest.mark.parametrize("dtype", fast(torch.float32, slow=[torch.bfloat16]))

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdpctl.checkpoint.consolidate import shard_weights
-from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.consolidate import write_sharded_weights
+from fsdpctl.checkpoint.gguf_export import write_gguf
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import to_settings
@@ -61,8 +61,8 @@ def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
     size = save_large_model(tmp_path / "hf")
     loads(path=tmp_path / "hf", size=size)
     model = compose_config(["model=hf", f"model.path={tmp_path / 'hf'}"]).config
-    about = About(config=to_settings(model))
-    shard_weights(open_weights(model.model), tmp_path / "own", num_files=1, about=about)
+    about = CheckpointMetadata(config=to_settings(model))
+    write_sharded_weights(open_weights(model.model), tmp_path / "own", num_files=1, about=about)
     reader = CheckpointReader(tmp_path / "own")
     write_gguf(reader, tmp_path / "m.gguf", dtype="BF16", overwrite=False)
     loads(path=tmp_path / "m.gguf", size=size)

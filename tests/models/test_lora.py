@@ -10,7 +10,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.build_model import build_model, initialize_parameter
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.rules import validate
 from tests.commands.run import invoke

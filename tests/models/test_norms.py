@@ -8,7 +8,7 @@ from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWe
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.device_operators import operators_of
-from fsdpctl.models.registry import build_plain
+from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.transformers_build import fuse_norms
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from tests.matrix import fast
@@ -41,7 +41,7 @@ def test_results_are_the_same_with_less_memory(family, tmp_path):
     save_decoder(family, tmp_path)
     model = compose_config(["model=hf", f"model.path={tmp_path}", "model.init=random"]).config.model
     ours = drawn(model).train(False)
-    theirs = build_plain(model, transformers_norms=True)
+    theirs = build_base_model(model, transformers_norms=True)
     names = {type(each).__name__: type(each) for each in theirs.modules()}
     others = {type(each) for each in ours.modules()} - {*names.values()}
     norms = {each for each in names if each.endswith("RMSNorm")}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
-from fsdpctl.models.registry import build_model
-from fsdpctl.models.row_documents import make_documents, spans
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.packed_documents import document_ranges, pack_documents
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -43,7 +43,7 @@ def alone() -> list[tuple[Tensor, Tensor]]:
     return [
         (tokens[row : row + 1, start:end], targets[row : row + 1, start:end])
         for row, lengths in enumerate(LENGTHS)
-        for start, end in spans(lengths)
+        for start, end in document_ranges(lengths)
     ]
 
 
@@ -71,7 +71,9 @@ def opened(folder: Path) -> Any:
 def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     theirs = save_model(family, tmp_path)
     ours = opened(tmp_path)
-    documents = make_documents(LENGTHS, CPU, like="cpu" if kernel == "cpu" else "cuda")
+    documents = pack_documents(
+        LENGTHS, CPU, kernel_device_type="cpu" if kernel == "cpu" else "cuda"
+    )
     tokens, targets = rows()
     logits = ours(tokens, documents=documents)
     summed(logits, targets).backward()
@@ -90,7 +92,7 @@ def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
 def test_without_documents_a_row_has_other_results(tmp_path):
     save_model("llama", tmp_path)
     ours, (tokens, _) = opened(tmp_path), rows()
-    apart = ours(tokens, documents=make_documents(LENGTHS, CPU))
+    apart = ours(tokens, documents=pack_documents(LENGTHS, CPU))
     assert (ours(tokens) - apart).abs().max() > 0.1
 
 
@@ -122,12 +124,12 @@ def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, same: Tensor, *
 @pytest.mark.parametrize("window", [None, 9])
 def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_heads, kernel_shares):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_offsets)
-    monkeypatch.setattr(attention, "_shares_heads", lambda: kernel_shares)
+    monkeypatch.setattr(attention, "_varlen_has_gqa", lambda: kernel_shares)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     seen = [
-        attention_mask(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x))
+        attention_mask(q[:, 0], 8, window, pack_documents(LENGTHS, CPU, kernel_device_type=x))
         for x in ("cuda", "cpu")
     ]
     flat, each = (attend(q, k, v, one) for one in seen)
@@ -136,7 +138,7 @@ def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_hea
 
 
 def test_documents_have_few_different_sizes():
-    few, more = make_documents(LENGTHS, CPU), make_documents(((20, 28), (1, 2, 3, 4, 38)), CPU)
+    few, more = pack_documents(LENGTHS, CPU), pack_documents(((20, 28), (1, 2, 3, 4, 38)), CPU)
     assert few.offsets.tolist() == [0, 5, 6, 23, 48, 78, 79, 80, 96]
     assert (more.offsets.tolist(), few.longest) == ([0, 20, 48, 49, 51, 54, 58, 96, 96], 32)
     assert more.longest == 48
@@ -151,7 +153,7 @@ def test_compiled_blocks_are_compiled_once(tmp_path):
     ours = opened(tmp_path)
     tokens, _ = rows()
     expected = {
-        lengths: ours(tokens, documents=make_documents(lengths, CPU))
+        lengths: ours(tokens, documents=pack_documents(lengths, CPU))
         for lengths in (LENGTHS, ((48,), (48,)), ((7, 41), (1,) * 48))
     }
     torch._dynamo.reset()
@@ -159,6 +161,6 @@ def test_compiled_blocks_are_compiled_once(tmp_path):
     for layer in ours.model.layers:
         layer.compile(backend=counter)
     for lengths, wanted in expected.items():
-        found = ours(tokens, documents=make_documents(lengths, CPU))
+        found = ours(tokens, documents=pack_documents(lengths, CPU))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert counter.frame_count == 1

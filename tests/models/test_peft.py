@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.initial_weights import open_initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
-from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, notes_on_adapters
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
 from fsdpctl.resolve.vocabulary import with_vocabulary
 from fsdpctl.training.assemble import make_model
 from tests.models.decoders import CPU, compose, load_decoder, save_decoder, saved
@@ -85,11 +85,11 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
         words.append("model.lora.targets=q_proj,v_proj")
     config = with_vocabulary(compose(bases / family, *words))
     model = make_model(config, CPU, strategy="no_shard", empty=True)
-    load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
+    load_weights(open_initial_weights(config.model, build_model(config.model), 0), model)
     model.train(False)
     assert (model(tokens()) - expected).abs().max() <= 1e-5
     reader = saved(model, config, tmp_path / "step")
-    consolidate(reader, tmp_path / "merged", merges=True)
+    consolidate(reader, tmp_path / "merged", merge=True)
     assert (load_decoder(tmp_path / "merged")(tokens()).logits - expected).abs().max() <= 1e-5
     write_peft(reader, tmp_path / "again")
     base = decoder(bases / family, about.get("rows"))
@@ -101,7 +101,7 @@ def test_logits_are_those_of_peft(bases, tmp_path, family, about):
 def test_adapters_of_a_changed_base_are_refused(bases, tmp_path, init):
     write_adapters(bases / "llama", tmp_path / "adapters", init_lora_weights=init)
     with pytest.raises(UsageError, match=f"init_lora_weights={init}: not supported, because"):
-        adapter_words(str(tmp_path / "adapters"))
+        adapter_settings(str(tmp_path / "adapters"))
 
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
@@ -121,17 +121,17 @@ def test_settings_that_are_not_known_are_refused_by_name(tmp_path, name):
     file = tmp_path / ADAPTER_CONFIG
     file.write_text(json.dumps(PLAIN | {name: OTHER[name]}))
     with pytest.raises(UsageError, match=rf"^model\.lora\.path=.*: {name}="):
-        adapter_words(str(tmp_path))
+        adapter_settings(str(tmp_path))
     empty: tuple[object, ...] = (None, False, {}, [])
     for unset in empty:
         if name not in ("bias", "init_lora_weights"):
             file.write_text(json.dumps(PLAIN | {name: unset}))
-            adapter_words(str(tmp_path))
+            adapter_settings(str(tmp_path))
 
 
 def test_fields_that_a_file_lacks_have_the_defaults_of_peft(tmp_path):
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA"}))
-    usual, words = peft.LoraConfig(), adapter_words(str(tmp_path))
+    usual, words = peft.LoraConfig(), adapter_settings(str(tmp_path))
     found = (words["model.lora.rank"], words["model.lora.alpha"], words["model.lora.dropout"])
     assert tuple(map(float, found)) == (usual.r, usual.lora_alpha, usual.lora_dropout)
 
@@ -140,7 +140,7 @@ def test_the_defaults_of_the_installed_peft_are_accepted(tmp_path):
     peft.LoraConfig(**PLAIN | {"peft_type": None}).save_pretrained(tmp_path)
     content = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
     assert {each.name for each in fields(peft.LoraConfig)} - {"runtime_config"} <= content.keys()
-    assert adapter_words(str(tmp_path))["model.lora.rank"] == "4"
+    assert adapter_settings(str(tmp_path))["model.lora.rank"] == "4"
 
 
 def test_a_linked_adapter_config_is_refused(tmp_path):
@@ -148,7 +148,7 @@ def test_a_linked_adapter_config_is_refused(tmp_path):
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / ADAPTER_CONFIG).symlink_to("../elsewhere.json")
     with pytest.raises(UsageError, match="links to .*, outside its directory"):
-        adapter_words(str(tmp_path / "adapters"))
+        adapter_settings(str(tmp_path / "adapters"))
 
 
 def test_adapters_without_a_model_are_named(tmp_path):

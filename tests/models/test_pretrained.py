@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.pretrained import assets_beside, tokenizer_beside
+from fsdpctl.checkpoint.pretrained import find_tokenizer, read_model_assets
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import config_dict, read_configuration
@@ -31,7 +31,7 @@ def load(path: Path) -> ShardedModel:
 
 def export(model: ShardedModel, path: Path, folder: Path, dtype: str | None = None) -> None:
     """Save a checkpoint and consolidate it, as a run of the model in `path` does."""
-    reader = saved(model, compose(path), folder / "step-00000001", assets_beside(path))
+    reader = saved(model, compose(path), folder / "step-00000001", read_model_assets(path))
     if model.collectives.rank == 0:
         consolidate(reader, folder / "hf", dtype=dtype)
 
@@ -208,9 +208,9 @@ def test_another_shape_than_the_weights_is_a_mistake_of_the_user(tmp_path):
 
 def test_a_tokenizer_that_is_not_read_is_not_replaced_by_bytes(tmp_path):
     save_model("llama", tmp_path / "in")
-    assert tokenizer_beside(tmp_path / "in") is None
+    assert find_tokenizer(tmp_path / "in") is None
     (tmp_path / "in" / "tokenizer.model").touch()
-    assert tokenizer_beside(tmp_path / "in") == str(tmp_path / "in")
+    assert find_tokenizer(tmp_path / "in") == str(tmp_path / "in")
     with pytest.raises(UsageError, match=r"tokenizer.json not found.*save_pretrained.*use bytes$"):
         open_tokenizer(str(tmp_path / "in"))
 

@@ -10,22 +10,22 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdpctl.checkpoint.manifest import TensorInfo
 from fsdpctl.checkpoint.quantized import DequantizedTensors, QuantizedTensors
-from fsdpctl.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
+from fsdpctl.checkpoint.staging import DTYPE_NAMES, tensor_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.fused import fusing
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.custom_ops import fusing
 from fsdpctl.models.quantized import (
     BLOCK,
     GROUP,
     INT8,
     NF4,
-    PACKINGS,
-    VALUES,
+    NF4_VALUES,
+    QUANT_FORMATS,
     FrozenLinear,
-    Packing,
+    QuantFormat,
     count_weights,
 )
-from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.rules import validate
@@ -63,13 +63,13 @@ def test_codes_are_those_of_bitsandbytes(name):
     packed = NF4.quantize(weights(name))
     assert "".join(f"{code:x}" for code in codes_of(packed, 2)) == THEIRS[name]
     largest = weights(name).view(2, BLOCK).abs().amax(-1, keepdim=True)
-    exact = torch.tensor(VALUES)[codes_of(packed, 2)].view(2, BLOCK) * largest
+    exact = torch.tensor(NF4_VALUES)[codes_of(packed, 2)].view(2, BLOCK) * largest
     ours = NF4.dequantize(packed, (2, BLOCK), torch.float32)
     assert (ours - exact).abs().max() <= 2e-6 * largest.max()  # only two scales: both are exact
 
 
 def test_halfway_between_two_values_the_lower_one_is_taken():
-    values = torch.tensor(VALUES)
+    values = torch.tensor(NF4_VALUES)
     between = (values.double()[1:] + values.double()[:-1]).div(2).float()
     above = torch.nextafter(between, torch.tensor(2.0))
     block = torch.cat((values, between, above, torch.ones(18)))
@@ -93,14 +93,14 @@ def test_scales_keep_two_digits_beside_scales_a_thousand_times_as_large(size):
 
 
 def test_half_a_byte_and_a_sixtieth_per_weight():
-    assert NF4.packed_bytes(GROUP) == NF4.group_bytes == 256 * 33 + 8
-    assert 0.5161 < NF4.packed_bytes(4096 * 14336) / (4096 * 14336) < 0.5162
+    assert NF4.num_bytes(GROUP) == NF4.group_bytes == 256 * 33 + 8
+    assert 0.5161 < NF4.num_bytes(4096 * 14336) / (4096 * 14336) < 0.5162
 
 
-@pytest.mark.parametrize("packing", PACKINGS.values())
+@pytest.mark.parametrize("packing", QUANT_FORMATS.values())
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100])
 def test_the_bytes_of_a_weight_are_known_before_it(packing, numel):
-    assert len(packing.quantize(torch.randn(numel))) == packing.packed_bytes(numel)
+    assert len(packing.quantize(torch.randn(numel))) == packing.num_bytes(numel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,13 +117,13 @@ def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
     assert ((ours - flat).abs() <= scale / 2 + largest * rounding).all()
     again = INT8.dequantize(INT8.quantize(ours), tuple(flat.shape), torch.float32)
     assert dtype != torch.float32 or (again - ours).abs().max() <= largest.max() * 2**-8
-    assert INT8.packed_bytes(numel := 4096 * 14336) == numel * 66 / 64
+    assert INT8.num_bytes(numel := 4096 * 14336) == numel * 66 / 64
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
 @pytest.mark.parametrize("backend", fast("eager", slow=["inductor"]))
 @pytest.mark.parametrize(("packing", "dtype"), [
-    (NF4, torch.bfloat16), (INT8, torch.float32), (PACKINGS["float32"], torch.bfloat16),
+    (NF4, torch.bfloat16), (INT8, torch.float32), (QUANT_FORMATS["float32"], torch.bfloat16),
 ])  # fmt: skip
 def test_one_fused_kernel_gives_the_same_bits_for_all_shapes(packing, dtype, backend):
     with fused_by(backend) as graphs:
@@ -135,7 +135,7 @@ def test_one_fused_kernel_gives_the_same_bits_for_all_shapes(packing, dtype, bac
         assert graphs() == int(packing in (NF4, INT8))
 
 
-@pytest.mark.parametrize("packing", PACKINGS.values())
+@pytest.mark.parametrize("packing", QUANT_FORMATS.values())
 @pytest.mark.parametrize(("rows", "columns"), [(48, 80), (160, 256), (7, 9)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -161,7 +161,7 @@ def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, d
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     assert {each.dtype for each in kept} == {torch.uint8}
-    assert sum(each.nbytes for each in kept) == packing.packed_bytes(rows * columns)
+    assert sum(each.nbytes for each in kept) == packing.num_bytes(rows * columns)
 
 
 class Stored:
@@ -188,14 +188,14 @@ def read(source: object, span: Span | None = None) -> bytes:
     return b"".join(bytes(data) for _, data in source.read(KEY, span))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("packing", PACKINGS.values())
-def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: Packing) -> None:
+@pytest.mark.parametrize("packing", QUANT_FORMATS.values())
+def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: QuantFormat) -> None:
     shape = (1100, 1000)  # more groups than are read at a time
     stored = Stored(torch.randn(shape).bfloat16())
     source = QuantizedTensors(stored, {"a.weight": shape}, packing)
     whole = read(source)
     assert whole == bytes(packing.quantize(stored.values.float()).numpy())
-    assert source.info(KEY) == TensorInfo([packing.packed_bytes(1_100_000)], "U8")
+    assert source.info(KEY) == TensorInfo([packing.num_bytes(1_100_000)], "U8")
     for start, stop in (
         (0, 1),
         (packing.group_bytes - 1, packing.group_bytes + 1),
@@ -217,7 +217,7 @@ def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: Packing) -> No
     assert read(QuantizedTensors(packed, {"a.weight": shape}, packing)) == whole
 
 
-@pytest.mark.parametrize("packing", PACKINGS.values())
+@pytest.mark.parametrize("packing", QUANT_FORMATS.values())
 def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(packing):
     words = ["model.vocab_size=64", "model.lora.rank=2", "model.lora.targets=q_proj"]
     plain = build_model(compose_config(words).config.model)

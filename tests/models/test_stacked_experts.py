@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.initial_weights import open_initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.comm.mesh import collectives_for
-from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_words
+from fsdpctl.config.peft import ADAPTER_CONFIG, adapter_settings
 from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import UsageError
-from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
-from fsdpctl.models.registry import build_model, count_active
+from fsdpctl.models.build_model import build_model, count_active_parameters
+from fsdpctl.models.quantized import NF4, quant_format_of, quantized_shapes
 from fsdpctl.models.stacked_experts import StackedExperts
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.run.step_metrics import model_flops
@@ -44,7 +44,7 @@ MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def loaded(config: Resolved, strategy: str = "no_shard") -> ShardedModel:
     model = make_model(config, CPU, strategy=strategy, empty=True)
-    load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
+    load_weights(open_initial_weights(config.model, build_model(config.model), 0), model)
     return model
 
 
@@ -85,7 +85,7 @@ def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     family, packing, matrices = case
     save_decoder(family, tmp_path / "in", hidden_size=64)
     packed = compose(tmp_path / "in", "model.lora.rank=8", f"model.base_dtype={packing}")
-    consolidate(saved(loaded(packed), packed, tmp_path / "first"), tmp_path / "base", merges=True)
+    consolidate(saved(loaded(packed), packed, tmp_path / "first"), tmp_path / "base", merge=True)
     write_adapters(tmp_path / "base", tmp_path / "adapters", LAYER, matrices)
     theirs = peft.PeftModel.from_pretrained(
         load_decoder(tmp_path / "base"), tmp_path / "adapters", is_trainable=True
@@ -107,7 +107,7 @@ def test_adapters_of_packed_experts_are_those_of_peft(tmp_path, case):
     assert len(ours) == len(wanted) > 0
     assert torch.stack(ours).sort()[0] == pytest.approx(torch.stack(wanted).sort()[0], abs=1e-5)
     reader = saved(model, config, tmp_path / "step")
-    consolidate(reader, tmp_path / "merged", merges=True)
+    consolidate(reader, tmp_path / "merged", merge=True)
     assert (load_decoder(tmp_path / "merged")(batch).logits - expected).abs().max() <= 1e-5
     write_peft(reader, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(load_decoder(tmp_path / "base"), tmp_path / "again")
@@ -167,11 +167,11 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
     words = ["model.lora.rank=8", "model.lora.targets=experts", "model.base_dtype=nf4"]
     config = compose(tmp_path, *words, "train.seq_len=16")
     module = build_model(config.model)
-    assert packing_of(module) is NF4
+    assert quant_format_of(module) is NF4
     adapters = sum(p.numel() for p in module.parameters() if p.requires_grad)
     assert all("experts" in n for n, p in module.named_parameters() if p.requires_grad)
-    assert count_active(module) == count_active(plain) + adapters // 2
-    assert model_flops(config, module, CPU, 1).per_token > 4 * count_active(plain) // 2
+    assert count_active_parameters(module) == count_active_parameters(plain) + adapters // 2
+    assert model_flops(config, module, CPU, 1).per_token > 4 * count_active_parameters(plain) // 2
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -242,7 +242,7 @@ def test_names_of_peft_are_matrices_of_experts_or_layers(tmp_path: Path) -> None
         "target_parameters": ["down_proj", "mlp.experts.gate_up_proj", "mlp.up_proj.weight"],
     }  # fmt: skip
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(about))
-    targets = re.compile(adapter_words(str(tmp_path))["model.lora.targets"])
+    targets = re.compile(adapter_settings(str(tmp_path))["model.lora.targets"])
     for name in (
         "a.q_proj",
         "mlp.experts.down_proj",

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.sharded_model import ShardedModel

@@ -9,9 +9,9 @@ import transformers as hf
 from torch import Tensor
 
 from fsdpctl.engine.blocks import checkpoint_blocks
-from fsdpctl.models.describe import block_names
-from fsdpctl.models.row_documents import make_documents, spans
-from fsdpctl.models.sinks import attend_to_sequences
+from fsdpctl.models.attention_sinks import varlen_attention_with_sinks
+from fsdpctl.models.module_spec import block_names
+from fsdpctl.models.packed_documents import document_ranges, pack_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.recomputation import block_checkpointing
 from tests.matrix import fast
@@ -75,11 +75,11 @@ def test_documents_compute_as_alone_in_transformers(family):
         for part in (tokens, tokens[:1, :3], tokens):  # an earlier forward leaves no state
             plain = theirs(part, use_cache=False).logits
             torch.testing.assert_close(ours(part), plain, rtol=0, atol=1e-5)
-    loss = summed(ours(tokens, documents=make_documents(LENGTHS, CPU)), targets)
+    loss = summed(ours(tokens, documents=pack_documents(LENGTHS, CPU)), targets)
     loss.backward()
     wanted = 0.0
     for row, lengths in enumerate(LENGTHS):
-        for start, end in spans(lengths[:-1]):
+        for start, end in document_ranges(lengths[:-1]):
             fresh = pair(family, FAMILIES[family])[0]  # dynamic embeddings remember lengths
             logits = fresh(tokens[row : row + 1, start:end], use_cache=False).logits
             alone = summed(logits, targets[row : row + 1, start:end])
@@ -102,7 +102,7 @@ def test_layers_that_backward_recomputes_see_the_same(family):
         if recomputes:
             blocks = [module.get_submodule(name) for name in block_names(module)]
             checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=False))
-        loss = module(tokens, targets, documents=make_documents(LENGTHS, CPU))
+        loss = module(tokens, targets, documents=pack_documents(LENGTHS, CPU))
         with torch.no_grad():
             module(tokens[:, :9])
         loss.backward()
@@ -113,7 +113,7 @@ def test_layers_that_backward_recomputes_see_the_same(family):
 def test_dropout_of_attention_is_applied_in_training():
     _, module = pair("qwen3", {"attention_dropout": 0.5})
     tokens, _ = rows()
-    for about in ({}, {"documents": make_documents(LENGTHS, CPU)}):
+    for about in ({}, {"documents": pack_documents(LENGTHS, CPU)}):
         once, again = (module.train(True)(tokens, **about) for _ in range(2))
         assert not torch.equal(once, again)
         once, again = (module.train(False)(tokens, **about) for _ in range(2))
@@ -161,13 +161,13 @@ def backward(
 @pytest.mark.parametrize("window", [-1, 5])
 def test_sinks_are_exact_with_a_kernel_that_has_none(monkeypatch, window):
     operators = {"_varlen_attn": forward, "_varlen_attn_backward": backward}
-    monkeypatch.setattr("fsdpctl.models.sinks._varlen", lambda name: operators[name])
+    monkeypatch.setattr("fsdpctl.models.attention_sinks._varlen", lambda name: operators[name])
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = torch.randn(4, 48, 4, 8, generator=generator, dtype=torch.float64)
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
     inputs = [each.requires_grad_() for each in (q, k, v, sinks)]
-    offsets = make_documents(((5, 1, 17, 25),), CPU).offsets
-    mixed = attend_to_sequences(q, k, v, sinks, offsets, (32, window, 0.3))
+    offsets = pack_documents(((5, 1, 17, 25),), CPU).offsets
+    mixed = varlen_attention_with_sinks(q, k, v, sinks, offsets, (32, window, 0.3))
     found = torch.autograd.grad(mixed, inputs, gradient)
     parts = []
     for part, scores in emulated(offsets, window, 0.3, q, k):

@@ -15,7 +15,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import MATRICES, MuonSettings, muon_flops, uses_muon
@@ -197,7 +197,7 @@ def test_a_skipped_step_changes_nothing_and_a_scale_divides_the_gradient() -> No
 
 
 def test_matrices_go_whole_to_ranks_with_like_work() -> None:
-    units = divide_module(OddNet(tied=True, num_blocks=12), None)
+    units = module_units(OddNet(tied=True, num_blocks=12), None)
     for ranks in (2, 3, 5, 8):
         layouts = [each for of in unit_layouts(units, ranks, MATRICES).values() for each in of]
         work = [0] * ranks

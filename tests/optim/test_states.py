@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.load import load_into
-from fsdpctl.checkpoint.manifest import REMAINDER, Progress
-from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.manifest import REMAINDER
+from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.quantized_states import get_moment, new_moment
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import shard_model
@@ -79,7 +80,9 @@ def train(
 
 
 def save(model: ShardedModel, optimizer: ShardedAdamW, folder: Path) -> dict[str, Tensor]:
-    snapshot = take_snapshot(model, optimizer, model.collectives.rank, About(Progress(STEPS)))
+    snapshot = take_snapshot(
+        model, optimizer, model.collectives.rank, CheckpointMetadata(Progress(STEPS))
+    )
     write_checkpoint(folder, snapshot, model.collectives)
     return whole_tensors(folder)
 

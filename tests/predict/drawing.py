@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import UsageError
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.optimizers import STATE_DTYPES
 from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import SPLIT
@@ -50,7 +50,7 @@ def random_config(
             words += [f"strategy.offload={draw.choice(OFFLOADS)}"]
         try:
             config = stored_config(validate(assign_ranks(compose_config(words).config)))
-            check_trained_params(config, divide_module(make_module(config), None))
+            check_trained_params(config, module_units(make_module(config), None))
         except UsageError:
             continue
         return config

@@ -7,8 +7,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.estimate.planned_steps import plan_run
-from fsdpctl.models.describe import divide_module
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import MeshPosition, StepPlan, Transport
@@ -35,7 +35,7 @@ def planned(
     strategy: str, owner_map: str, ranks: int, reduces: tuple[bool, ...], *, tied: bool, bf16: bool,
     copies: int = 1,
 ) -> EnginePeak:  # fmt: skip
-    units = divide_module(make_net(tied=tied), None)
+    units = module_units(make_net(tied=tied), None)
     division = lay_out(units, STRATEGIES[strategy], ranks, ranks // copies, owner_map)
     place = MeshPosition(0, division.ranks_per_replica, copies, Transport.GLOO)
     step = StepPlan(division, place, Precision("bfloat16" if bf16 else None))
@@ -116,7 +116,7 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=fals
 def of_config(*words: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
     plan = make_run_plan(prepare(compose_config([*WORDS, *words]), CLUSTER).config)
-    units = divide_module(build_model(plan.config.model), None)
+    units = module_units(build_model(plan.config.model), None)
     return engine_peak(plan_run(plan.config, units, plan.batches.num_micro_batches))
 
 
@@ -143,6 +143,6 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
     config = make_run_plan(prepare(compose_config([*WORDS, *words]), CLUSTER).config).config
-    plan = plan_run(config, divide_module(build_model(config.model), None), 4)
+    plan = plan_run(config, module_units(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*words).peak_bytes == max(peaks)

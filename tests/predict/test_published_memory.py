@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.estimate.traced_model import MetaModule, PassTracer
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.precision import Precision
 from fsdpctl.plan.step_plan import MeshPosition, StepPlan, Transport
 from fsdpctl.plan.strategy import get_strategy
@@ -35,7 +35,7 @@ def estimated(
     """On eight ranks, in bfloat16 with float32 reduction, and AdamW tensor by tensor."""
     with torch.device("meta"):
         model = Titan(shape, length)
-    units = divide_module(model, None)
+    units = module_units(model, None)
     traced = PassTracer(MetaModule(model, units), dtype=torch.bfloat16, device="cuda")
     model_pass = traced.model_pass(run, ActivationCheckpointingConfig(checkpointing))
     writer = MemoryRecorder(model_pass, units[-1].name, last_is_head=True)

@@ -17,7 +17,7 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offloaded_inputs import HostInputs
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.models.operators import OPERATORS
+from fsdpctl.models.custom_ops import OPERATORS
 from fsdpctl.plan.schedule import BufferKind, Event
 from tests.engine.events import gathered_nbytes, recording
 

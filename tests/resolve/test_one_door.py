@@ -22,7 +22,7 @@ from fsdpctl.config.serialize import to_settings
 from fsdpctl.estimate import user_module
 from fsdpctl.estimate.planned_steps import engine_steps, fullest_rank, plan_run
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.run.directory import read_config
 from tests.commands.run import invoke
@@ -273,7 +273,7 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
             assumed=fsdpctl.Assumed("cpu", **assumed),
         )
     (_, _, units, replayed, _), _ = steps.call_args
-    assert units == divide_module(make(), None)
+    assert units == module_units(make(), None)
     assert replayed == fullest_rank(config.engine.name, plan_run(config, units, passes))
     on_host = "offload" in sharding
     states = found.host_states if on_host else found.breakdown["optimizer_states"]

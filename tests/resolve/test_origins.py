@@ -24,7 +24,7 @@ from tests.training.chats import CHATML, make_chat_model, make_chats
 SIZE = "train.micro_batch_size"
 # The steps from settings to a prepared configuration; an estimator passes `open_data`.
 STEPS = {
-    "with_vocabulary": 1, "with_decoder": 1, "with_data": 1, "open_checked_data": 1,
+    "with_vocabulary": 1, "adapt_to_decoder": 1, "with_data": 1, "open_checked_data": 1,
     "check_preflight": 1, "print_missing_weights": 1, "ensure_cache": 1,
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.folders import step_folder
+from fsdpctl.checkpoint.run_checkpoints import step_folder
 from fsdpctl.io.run_files import CHECKPOINTS, HEARTBEAT, LOGS, METRICS, RUN_CONFIG
 from fsdpctl.run.heartbeat import HeartbeatRecord
 from tests.hostile import make_checkpoint

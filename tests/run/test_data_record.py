@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fsdpctl.checkpoint.folders import step_folder
+from fsdpctl.checkpoint.run_checkpoints import step_folder
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError

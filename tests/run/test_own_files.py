@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.checkpoint.folders import find_checkpoint
+from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpctl.checkpoint.folders import step_folder
-from fsdpctl.checkpoint.manifest import BestValidation, Progress
+from fsdpctl.checkpoint.run_checkpoints import step_folder
+from fsdpctl.checkpoint.training_progress import BestValidation, Progress
 from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import StoppedError, UsageError
@@ -35,15 +35,15 @@ def best_of(run: Path) -> str:
 
 
 def test_a_lower_loss_is_better_and_others_are_counted():
-    done = Progress(step=10).validated(math.nan)
+    done = Progress(step=10).after_validation(math.nan)
     assert done.best is None
-    done = Progress(step=20, owes_validation=True).validated(2.0)
+    done = Progress(step=20, owes_validation=True).after_validation(2.0)
     assert (done.best, done.owes_validation) == (BestValidation(2.0, 20), False)
     for loss in (2.0, math.inf):
-        done = done.validated(loss)
+        done = done.after_validation(loss)
     assert done.best == BestValidation(2.0, 20, unimproved=2)
-    assert [done.is_over(30, patience) for patience in (None, 3, 2)] == [False, False, True]
-    assert done.is_over(20, None)
+    assert [done.is_finished(30, patience) for patience in (None, 3, 2)] == [False, False, True]
+    assert done.is_finished(20, None)
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_ranks_end_together_once_the_upload_is_done(
     rank: int, world_size: int, error: Exception | None, state: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(checkpoints_module, "remote_of", lambda config: SlowStore())
+    monkeypatch.setattr(checkpoints_module, "remote_checkpoints_of", lambda config: SlowStore())
     config = configured()
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
     checkpoints = Checkpoints(config, ranks, journal, (), uploads=rank == 0)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -23,7 +23,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.models.build_model import initialize_parameter
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import EventKind
@@ -309,8 +309,8 @@ def test_a_merge_rounds_once(tmp_path):
     save_model("gpt2", tmp_path / "base", torch.bfloat16)
     run(words(tmp_path, 1), 1, tmp_path / "state")
     reader = newest(tmp_path)
-    consolidate(reader, tmp_path / "merged", merges=True)
-    consolidate(reader, tmp_path / "whole", merges=True, dtype="float32")
+    consolidate(reader, tmp_path / "merged", merge=True)
+    consolidate(reader, tmp_path / "whole", merge=True, dtype="float32")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     base = load_file(tmp_path / "base" / "model.safetensors")
@@ -327,7 +327,7 @@ def test_a_merge_rounds_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(trained_llama):
-    weights = exported_weights(newest(trained_llama), None, merges=True)
+    weights = exported_weights(newest(trained_llama), None, merge=True)
     key = "model/model.layers.1.mlp.down_proj.weight"
     whole = b"".join(bytes(data) for _, data in weights.read(key))
     for start, stop in ((0, 1), (79, 81), (100, 1000), (3839, 3840)):

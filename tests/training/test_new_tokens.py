@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdpctl.checkpoint.base import weights_in_model_path
-from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.checkpoint.initial_weights import open_initial_weights
+from fsdpctl.checkpoint.staging import tensor_from_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.build_model import build_model
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
@@ -70,12 +70,12 @@ def _own_cache(tmp_path, monkeypatch):
 def test_new_rows_are_the_mean_of_the_others(tmp_path, family):
     config = resolved(words(tmp_path, family, *LORA))
     assert (config.model.vocab_size, config.model.first_new_token) == (PADDED, ROWS)
-    weights = weights_in_model_path(config.model, build_model(config.model), 0)
+    weights = open_initial_weights(config.model, build_model(config.model), 0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     for name, old in base.named_parameters():
         if len(old) == ROWS:
             key = f"model/{name}"
-            parts = [tensor_of(x, "F32").clone() for _, x in weights.read(key)]
+            parts = [tensor_from_bytes(x, "F32").clone() for _, x in weights.read(key)]
             new = torch.cat(parts).view(weights.info(key).shape)
             assert torch.equal(new[:ROWS], old)
             assert (new[ROWS:] - old.mean(0)).abs().max() <= 1e-6

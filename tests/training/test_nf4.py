@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.initial_weights import open_initial_weights
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
-from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.build_model import build_model, initialize_parameter
+from fsdpctl.models.quantized import NF4, quant_format_of, quantized_shapes
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.machine import assign_ranks
@@ -37,7 +37,7 @@ FOUR_BITS = "model.base_dtype=nf4"
 def dequantized_base(typed: list[str], folder: Path) -> Path:
     """The folder of a base whose matrices have the values that they have in training."""
     model = build_model(resolved(typed).model)
-    shapes, packing = quantized_shapes(model), packing_of(model)
+    shapes, packing = quantized_shapes(model), quant_format_of(model)
     assert packing is not None
     shutil.copytree(folder / "base", folder / "four bits" / "base")
     file = folder / "four bits" / "base" / "model.safetensors"
@@ -87,7 +87,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(r
     state = model.state_dict()
     for block in (name for name in gathered if name.startswith("model.layers.")):
         own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")}
-        packed = sum(NF4.packed_bytes(rows * columns) for rows, columns in own.values())
+        packed = sum(NF4.num_bytes(rows * columns) for rows, columns in own.values())
         assert packed == pytest.approx(0.5161 * sum(a * b for a, b in own.values()), rel=1e-3)
         rest = [
             value.numel()
@@ -107,7 +107,7 @@ def test_weights_of_a_file_are_quantized_when_they_are_loaded(tmp_path: Path) ->
     given = ["model=hf", f"model.path={tmp_path}", "model.lora.rank=2", FOUR_BITS]
     config = stored_config(compose_config(given).config)
     model = make_model(config, torch.device("cpu"), empty=True)
-    load_weights(weights_in_model_path(config.model, model.module, 0), model)
+    load_weights(open_initial_weights(config.model, model.module, 0), model)
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
     shapes = quantized_shapes(model.module)
     assert shapes
@@ -184,7 +184,7 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
 
     def load() -> None:
         model = make_model(config, torch.device("cpu"), empty=True)
-        load_weights(weights_in_model_path(config.model, model.module, 0), model)
+        load_weights(open_initial_weights(config.model, model.module, 0), model)
 
     load()
     Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now

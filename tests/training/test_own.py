@@ -28,7 +28,7 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.order import samples_at
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import ExitCode, FsdpctlError, StoppedError, UsageError
-from fsdpctl.models.transformers_decoder import evaluating
+from fsdpctl.models.transformers_decoder import eval_mode
 from fsdpctl.resolve.launchers import LaunchRole
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan, stored_plan
@@ -386,7 +386,7 @@ def test_the_modes_of_a_script_stay(name: str) -> None:
     modes = [each.training for each in module.modules()]
     (note,) = make_task(**GOOD | {"module": module}).notes
     assert f"{modes.count(False)} of its {len(modes)} modules are in eval mode and stay" in note
-    with evaluating(module):
+    with eval_mode(module):
         assert not any(each.training for each in module.modules())
     assert [each.training for each in module.modules()] == modes
     assert not make_task(**GOOD).notes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.training_progress import AcceptedStep, Progress
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches

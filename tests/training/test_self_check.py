@@ -13,8 +13,8 @@ from torch import nn
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models import attention, decoder_check
-from fsdpctl.models.context import to_tokens
-from fsdpctl.models.row_documents import Documents
+from fsdpctl.models.context_parallel import heads_to_tokens
+from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.run.environment import read_starts
 from fsdpctl.training import assemble, decoder_loss, train_step, validation_loss
@@ -58,7 +58,7 @@ def _divided_everywhere() -> Iterator[None]:
 
 def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
     """The heads of a rank in the place of another rank's."""
-    return to_tokens(mixed, context).roll(1, dims=1)
+    return heads_to_tokens(mixed, context).roll(1, dims=1)
 
 
 def _shifted_in_parts(*about: Any, plain: Any = Batches._gather) -> Any:
@@ -70,10 +70,14 @@ def _shifted_in_parts(*about: Any, plain: Any = Batches._gather) -> Any:
     return batch
 
 
-def _first_positions(documents: Documents) -> torch.Tensor:
-    """The positions of the first rank."""
-    assert documents.context is not None
-    return documents.positions.chunk(documents.context.size, 1)[0]
+def _shifted_positions() -> Any:
+    """Give every rank the positions of rank 0."""
+
+    def first(documents: PackedDocuments) -> torch.Tensor:
+        assert documents.context is not None
+        return documents.positions.chunk(documents.context.size, 1)[0]
+
+    return mock.patch.object(PackedDocuments, "local_positions", property(first))
 
 
 TEXT: dict[str, tuple[Callable[[], Any], str]] = {
@@ -82,16 +86,20 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
     "divided everywhere": (_divided_everywhere, "gradient norm "),
 }  # fmt: skip
 SHARED: dict[str, tuple[Callable[[], Any], str]] = {
-    "exchanged": (lambda: mock.patch.object(attention, "to_tokens", _of_other_heads), "gradient n"),
+    "exchanged": (
+        lambda: mock.patch.object(attention, "heads_to_tokens", _of_other_heads), "gradient norm "
+    ),
     "shifted": (lambda: mock.patch.object(Batches, "_gather", _shifted_in_parts), "gradient norm "),
-    "positions": (lambda: mock.patch.object(Documents, "own_positions", property(_first_positions)),
-     "gradient norm "),
+    "positions": (_shifted_positions, "gradient norm "),
 }  # fmt: skip
 
 
 def _found(typed: list[str], folder: str, plant: Any) -> str:
     """Return the error of a run with a plant, or an empty string."""
-    with plant, mock.patch.object(decoder_check, "_shared", return_value=""):  # finds some of them
+    with (
+        plant,
+        mock.patch.object(decoder_check, "_shared_rows_problem", return_value=""),
+    ):  # finds some of them
         trainer = made([*typed, f"train.run_dir={folder}"])
         try:
             trainer.run()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.data.packing import IGNORE_INDEX
-from fsdpctl.models.transformers_decoder import OwnHead
+from fsdpctl.models.transformers_decoder import OutputHead
 from fsdpctl.optim.record import SpikeLimits
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.training.decoder_loss import summed_loss
@@ -18,7 +18,7 @@ from tests.distributed import distributed
 from tests.training.ranks import made, words
 
 
-class Head(OwnHead):
+class Head(OutputHead):
     def __init__(self):
         nn.Linear.__init__(self, 8, 40, bias=False)
 

@@ -26,7 +26,7 @@ from fsdpctl.estimate.summary import describe_suggestions
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
-from fsdpctl.models.describe import divide_module
+from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.precision import Dtype
 from fsdpctl.resolve.auto_values import Stage, with_auto_values
 from fsdpctl.resolve.machine import notes_on_memory
@@ -82,7 +82,7 @@ def _prepare(
     each.plan, estimate, _ = resolve_auto_of_run(
         estimator, seen.config, seen.stored_config, seen.stored_config_location, note
     )
-    units, config = divide_module(opened.module, None), each.plan.config
+    units, config = module_units(opened.module, None), each.plan.config
     sent = sent_per_step(config, units, each.plan.batches.num_micro_batches)
     each.row.strategy, each.row.world_size = config.strategy.name, config.num_ranks
     each.row.sent_bytes_per_step = sent.total

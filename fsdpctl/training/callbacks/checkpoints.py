@@ -10,18 +10,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from fsdpctl.checkpoint.base import Base
-from fsdpctl.checkpoint.folders import (
+from fsdpctl.checkpoint.initial_weights import BaseWeights
+from fsdpctl.checkpoint.publish import CheckpointMetadata
+from fsdpctl.checkpoint.remote_checkpoints import (
+    REMOTE_KEY,
+    RemoteCheckpoints,
+    remote_checkpoints_of,
+)
+from fsdpctl.checkpoint.run_checkpoints import (
     complete_checkpoints,
-    point_to,
-    remove_old,
+    remove_expired,
+    replace_link,
     step_folder,
     step_of,
 )
-from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.remote_run import KEY, RemoteCheckpoints, remote_of
 from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.checkpoint.staging import StagingMemory
 from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
@@ -87,13 +91,13 @@ class Uploads:
     def remove_old(self) -> None:
         with self._deleting:
             busy = "" if self.busy is None else self.busy.name
-            remove_old(self._run_dir / CHECKPOINTS, self._keep, (busy, self.best))
+            remove_expired(self._run_dir / CHECKPOINTS, self._keep, (busy, self.best))
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait for uploads, and `say` how long."""
         began = time.monotonic()
         while self._last is not None and not wait([self._last], _REPORT_INTERVAL).done:
-            say(f"waiting for {KEY}: {time.monotonic() - began:.0f} s so far")
+            say(f"waiting for {REMOTE_KEY}: {time.monotonic() - began:.0f} s so far")
 
     def check(self) -> None:
         """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
@@ -118,20 +122,20 @@ class Uploads:
         if step < self._latest and not is_kept:  # a slow store gets the newest
             return UploadOutcome(step)
         if not (folder / MANIFEST).exists():
-            why = f"{KEY}: checkpoint deleted before its turn"
+            why = f"{REMOTE_KEY}: checkpoint deleted before its turn"
             return UploadOutcome(step, message=why, has_failed=True)
         try:
             remote.upload(folder)
         except Exception as error:  # training continues, whatever it is
-            why = f"{KEY}: not uploaded: {error}; the checkpoint is in {folder}"
+            why = f"{REMOTE_KEY}: not uploaded: {error}; the checkpoint is in {folder}"
             return UploadOutcome(step, time.monotonic() - began, why, has_failed=True)
         finally:
             self.seconds = time.monotonic() - began
         why = ""
         try:
-            remote.remove_old(self._keep, folder)
+            remote.remove_expired(self._keep, folder)
         except FsdpctlError as error:
-            why = f"{KEY}: uploaded, but old checkpoints remain: {error}"
+            why = f"{REMOTE_KEY}: uploaded, but old checkpoints remain: {error}"
         return UploadOutcome(step, self.seconds, why)
 
 
@@ -173,7 +177,7 @@ class Checkpoints(Callback):
         config: Config,
         ranks: ObjectExchange,
         journal: Journal,
-        bases: Sequence[Base],
+        bases: Sequence[BaseWeights],
         *,
         uploads: bool,
     ) -> None:
@@ -190,14 +194,14 @@ class Checkpoints(Callback):
         self._reading: Save | None = None  # of the bases
         self._folder = run_dir / CHECKPOINTS
         self._settings = to_settings(config)
-        self._staging = Staging() if about.mode == "async" else None
+        self._staging = StagingMemory() if about.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._current: Save | None = None
         self._saved_step = -1
         self._lacks_links = False
         self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
-        remote = remote_of(config) if uploads else None
+        remote = remote_checkpoints_of(config) if uploads else None
         self._uploads = Uploads(about, run_dir, self._report, remote)
 
     def _report(self, done: UploadOutcome) -> None:
@@ -254,7 +258,7 @@ class Checkpoints(Callback):
             self.finish(run)
             gc.collect()  # so that cycles do not hold memory while copies of the state need it
             model.check_replicas()  # each replica writes a share of the checkpoint
-            about = About(run.progress(), self._settings, self._assets, self._base)
+            about = CheckpointMetadata(run.progress(), self._settings, self._assets, self._base)
             rank, optimizer = self._ranks.rank, run.parts.optimizer
             snapshot = take_snapshot(model, optimizer, rank, about, self._staging)
             save = self._current = Save(run.step, snapshot.num_bytes, began)
@@ -269,13 +273,13 @@ class Checkpoints(Callback):
 
     def _verify(self, reading: Save) -> None:
         for each in self._bases:
-            info = each.verified(self._ranks, reading.advance)
+            info = each.verify(self._ranks, reading.advance)
             self._base = info if each.is_named else self._base
 
     def _write(self, snapshot: Snapshot, save: Save) -> None:
         if self._reading is not None:
             self._reading.done.result()  # raises the error
-            about = replace(snapshot.about, base=self._base)
+            about = replace(snapshot.metadata, base=self._base)
             snapshot = Snapshot(snapshot.pieces, snapshot.steps, about)
         folder = step_folder(self._folder, save.step)
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
@@ -298,7 +302,7 @@ class Checkpoints(Callback):
 
     def _link(self, name: str, folder: Path, step: int) -> None:
         """Make a link, which nothing depends on, to a checkpoint; the first failure is printed."""
-        why = point_to(self._folder / name, folder)
+        why = replace_link(self._folder / name, folder)
         if why and not self._lacks_links:
             self._lacks_links = True
             self._journal.warn(why, step)

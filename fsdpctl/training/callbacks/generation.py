@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fsdpctl.comm.collectives import any_rank_flags
 from fsdpctl.io.activity import doing
-from fsdpctl.models.kernels import without_cudnn
-from fsdpctl.models.transformers_decoder import Cache, Decoder, evaluating
+from fsdpctl.models.attention_kernels import without_cudnn_attention
+from fsdpctl.models.transformers_decoder import Decoder, KeyValueCache, eval_mode
 from fsdpctl.training.trainer import Callback, Trainer
 
 
@@ -41,9 +41,9 @@ def generate(
     compiled blocks would compile for each length.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    tokens, cache = list(prompt), Cache()
+    tokens, cache = list(prompt), KeyValueCache()
     for _ in turns:
-        with evaluating(model), without_cudnn():
+        with eval_mode(model), without_cudnn_attention():
             if caches and len(tokens) <= context:
                 logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
             else:  # the position of every token has changed, so nothing in the cache is valid

@@ -21,9 +21,9 @@ from fsdpctl.engine.shard_model import shard_from
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.io.activity import doing
-from fsdpctl.models.describe import block_names
-from fsdpctl.models.small_copy import VOCABULARY, draw, meta_copy, small_copy
-from fsdpctl.models.transformers_decoder import evaluating
+from fsdpctl.models.module_spec import block_names
+from fsdpctl.models.small_copy import VOCABULARY, init_by_name, meta_copy, small_copy
+from fsdpctl.models.transformers_decoder import eval_mode
 from fsdpctl.plan.batch_plan import plan_batches, tokens_per_rank
 from fsdpctl.plan.recomputation import BLOCKS, one_of_each
 from fsdpctl.run.step_metrics import StepClock, StepMetrics
@@ -173,7 +173,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
     for tokens in (batch.tokens, moved):
         changed = replace(batch, tokens=tokens, targets=targets)
-        with evaluating(parts.model):
+        with eval_mode(parts.model):
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
@@ -193,7 +193,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     module = meta_copy(config.model)
     blocks = one_of_each(config.activation_checkpointing.blocks, len(block_names(module)))
     prepare_blocks(module, config.changed({BLOCKS: blocks}))
-    model = shard_from(WeightInit(parts.device, draw), module, sharding, parts.model.mesh)
+    model = shard_from(WeightInit(parts.device, init_by_name), module, sharding, parts.model.mesh)
     model.train(False)
     ranks, passes = model.collectives.size, min(config.accumulation.steps or 1, _MOST_PASSES)
     plan = plan_batches(

@@ -1,0 +1,384 @@
+"""Export of a checkpoint to a GGUF file for llama.cpp, a head or a MiB in memory at a time.
+
+Note: why queries and keys are reordered. llama.cpp rotates adjacent pairs of dimensions in Llama's
+heads, as in Meta's weights. Hugging Face rotates one half of the dimensions against the other.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.merge import exported_weights, notes_on_merge
+from fsdpctl.checkpoint.pretrained import read_attachments
+from fsdpctl.checkpoint.publish import ExportResult, check_space
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, cast, fsync
+from fsdpctl.checkpoint.tensor_source import TensorSource, weight_bytes
+from fsdpctl.config.decoder_config import (
+    CONFIG_LOCATION,
+    config_dict,
+    model_type_of,
+    read_configuration,
+)
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.serialize import config_of_checkpoint
+from fsdpctl.data.tokenizer import FileTokenizer
+from fsdpctl.data.tokenizer_files import NO_MERGES, TOKENIZER_JSON, VOCABULARIES
+from fsdpctl.errors import UsageError
+from fsdpctl.io.activity import BYTES, Advance, doing
+from fsdpctl.io.files import open_atomic, os_errors_as
+from fsdpctl.io.gguf_header import GGUF_CONFIG_JSON, GGUF_TOKENIZER
+from fsdpctl.io.packages import import_package
+from fsdpctl.io.run_files import CONFIG_JSON
+from fsdpctl.plan.layout import Span
+
+if TYPE_CHECKING:
+    import gguf
+
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+_REORDERED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+_SILU = ("silu", "swish")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _GgufTensor:
+    name: str  # in GGUF
+    key: str
+    info: TensorInfo
+    dtype: str
+    rows: int  # per head, if its rows are reordered; 0: not reordered
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.numel * ITEMSIZES[self.dtype]
+
+
+def write_gguf(
+    reader: CheckpointReader,
+    destination: Path,
+    *,
+    dtype: str,
+    overwrite: bool,
+    merge: bool = False,
+) -> ExportResult:
+    """Write the file `destination`, or model.gguf in that directory, complete or not at all.
+
+    `dtype` is F32, F16 or BF16 for matrices; vectors are F32. Adapters are merged in float32.
+    """
+    if destination.suffix != ".gguf":
+        destination = destination / "model.gguf"
+    if destination.is_dir() or (destination.exists() and not overwrite):
+        raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
+    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
+    gguf = import_package("gguf", "--format gguf")
+    _check_supported(model, reader)
+    weights = exported_weights(reader, dtype, merge=merge)
+    tensors = _tensors(weights, model, dtype, gguf)
+    check_space(destination, sum(each.nbytes for each in tensors))
+    with os_errors_as(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open_atomic(destination, durable=True) as file,
+            doing("exporting", BYTES, weight_bytes(weights)) as advance,
+        ):
+            chunks = partial(_chunks, weights, advance)
+            note = _write(Path(file.name), reader, model, tensors, chunks)
+        fsync(destination.parent)
+        size = destination.stat().st_size
+    notes = [*([note] if note else []), *notes_on_merge(reader, merge=merge)]
+    if window := _sliding_window(_transformers_config(model)):
+        notes.append(
+            f"context length {window}: llama.cpp does not support the model's "
+            "sliding window, so its results differ beyond this length"
+        )
+    return ExportResult(destination, size, len(tensors), tuple(notes))
+
+
+def _check_supported(model: ModelConfig, reader: CheckpointReader) -> None:
+    problem = ""
+    if "model" not in reader.manifest.config:
+        problem = f"{reader} does not name its model"
+    elif (family := model_type_of(model)) not in _ARCHITECTURES:
+        problem = f"{family} models: not supported; expected {', '.join(_ARCHITECTURES)}"
+    else:
+        about = _transformers_config(model)
+        rope, kind = about.rope_parameters, about.rope_parameters["rope_type"]
+        others = [name for name, value in rope.items() if name not in _ROPE_KEYS and value]
+        if about.hidden_act not in _SILU:
+            problem = f"activation {about.hidden_act} not supported by llama.cpp; expected silu"
+        elif kind not in _ROPE_TYPES:
+            problem = f"rope_type {kind} not supported; expected {', '.join(_ROPE_TYPES)}"
+        elif others:
+            problem = f"{others[0]} of rotary embeddings: not supported"
+    if problem:
+        raise UsageError(f"--format gguf: {problem}")
+
+
+def _tensors(
+    reader: TensorSource, model: ModelConfig, dtype: str, library: Any
+) -> list[_GgufTensor]:
+    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
+    names = library.get_tensor_name_map(architecture, model.num_layers)
+    reorders = model_type_of(model) in ("llama", "mistral")
+    found = []
+    for name in reader.names(PARAMETER):
+        key = tensor_key(PARAMETER, name)
+        info = reader.info(key)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None or info.dtype not in FLOATS:
+            raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
+        rows = model.head_width if reorders and name.endswith(_REORDERED) else 0
+        written = dtype if len(info.shape) > 1 else "F32"
+        found.append(_GgufTensor(gguf_name, key, info, written, rows))
+    return found
+
+
+def _transformers_config(model: ModelConfig) -> Any:
+    return read_configuration(config_dict(model), CONFIG_LOCATION)
+
+
+def _write(
+    path: Path,
+    reader: CheckpointReader,
+    model: ModelConfig,
+    tensors: list[_GgufTensor],
+    chunks: Callable[[_GgufTensor], Iterator[memoryview]],
+) -> str:
+    """Write the file; return a note on its tokenizer, or an empty string."""
+    import gguf
+
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
+    _write_parameters(writer, model, tensors, reader)
+    note = write_tokenizer(writer, read_attachments(reader), int(model.vocab_size or 0))
+    factors = _rope_factors(model)
+    writer.add_string(GGUF_CONFIG_JSON, str(model.config_json))
+    if factors is not None:
+        writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    for each in tensors:
+        kind = gguf.GGMLQuantizationType[each.dtype]
+        shape = each.info.shape
+        writer.add_tensor_info(each.name, shape, np.dtype(np.float16), each.nbytes, kind)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    (file,) = writer.fout
+    writer.write_padding(file, file.tell())
+    if factors is not None:
+        file.write(factors.tobytes())
+        writer.write_padding(file, factors.nbytes)
+    for each in tensors:
+        for data in chunks(each):
+            file.write(data)
+        writer.write_padding(file, each.nbytes)
+    writer.close()
+    return note
+
+
+def _write_parameters(
+    writer: "gguf.GGUFWriter",
+    model: ModelConfig,
+    tensors: list[_GgufTensor],
+    reader: CheckpointReader,
+) -> None:
+    import gguf
+
+    head_dim, about = model.head_width, _transformers_config(model)
+    rope, window = about.rope_parameters, _sliding_window(about)
+    matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(reader.manifest.config["model"])
+    writer.add_block_count(model.num_layers)
+    writer.add_context_length(min(model.max_seq_len, window or model.max_seq_len))
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(about.rms_norm_eps)
+    writer.add_vocab_size(int(model.vocab_size or 0))
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _sliding_window(about: Any) -> int | None:
+    kinds = getattr(about, "layer_types", None) or ["sliding_attention"]
+    found: int | None = getattr(about, "sliding_window", None)
+    return found if "sliding_attention" in kinds else None
+
+
+def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
+    """Return the factor that stretches the wavelength of each pair (Llama 3.1)."""
+    about = _transformers_config(model)
+    if about.rope_parameters["rope_type"] != "llama3":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](about, "cpu")
+    pairs = np.arange(0, model.head_width, 2, dtype=np.float64) / model.head_width
+    plain = about.rope_parameters["rope_theta"] ** -pairs
+    factors: NDArray[np.float32] = (plain / scaled.double().numpy()).astype(np.float32)
+    return factors
+
+
+def _chunks(weights: TensorSource, advance: Advance, tensor: _GgufTensor) -> Iterator[memoryview]:
+    if not tensor.rows:
+        for _, data in weights.read(tensor.key):
+            yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
+            advance(len(data))
+        return
+    size = ITEMSIZES[tensor.info.dtype]
+    width = tensor.info.numel // tensor.info.shape[0]
+    head = tensor.rows * width
+    for start in range(0, tensor.info.numel, head):
+        read = b"".join(data for _, data in weights.read(tensor.key, Span(start, start + head)))
+        rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows // 2, width * size)
+        together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
+        yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)
+        advance(len(read))
+
+
+# llama.cpp's names of pre-tokenizers, in the order of preference, and the expressions by which they
+# split, one after the other. transformers has those of some.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITS: Mapping[str, Sequence[str]] = {
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
+    **dict.fromkeys(("llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "qwen35"), ()),
+}
+_IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is a token is that token
+_SAMPLE_TEXTS = (
+    "Hello, world! isn't it? WE'LL see; they'Re y'all's 'tis -- don't.",
+    "1 12 123 1234 12345 1234567 3.14 1,000 x2 2x a1b22c ٣٤ ²½",
+    "  two   three\t\ttabs \n\n\n new\r\n\r\n lines \n  end.\n\n  \n",
+    "CamelCase snake_case HTTPServer2 été ÉCOLE naïve Straße Привет, мир Ελληνικά",
+    "日本語のテスト。 中文，字符！ 한국어 ไทย नमस्ते שָׁלוֹם عَرَبِيّ",
+    "if (x<=y) { a[i] += *p; } // ok?! ... --- == => $5 #1 @me a/b\\c `q`  ",
+    "→ ✓ a→b 😀👍🏽 \u200b\u00a0\u3000x «q» “q” ‘q’ — … € ™ ﬁ Ａ１",
+)
+
+
+def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
+    """Add a byte-level BPE tokenizer, made of `files` by name, to a GGUF file.
+
+    Rows of the model's embedding without a token get placeholder tokens. Returns a note on it, if
+    the file has no tokenizer or one that may differ, or an empty string.
+    """
+    why, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
+    about: dict[str, Any] = {}
+    if files.keys() & set(VOCABULARIES):
+        saved = FileTokenizer(
+            "of the checkpoint", files
+        ).files_as_saved()  # with tokens of all files
+        about = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
+        is_bytes = '"ByteLevel"' in json.dumps(about.get("pre_tokenizer"))
+        why = "the run's tokenizer is not a byte-level BPE"
+        if about.get("model", {}).get("type") == "BPE" and is_bytes:
+            why = "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
+            name = _find_pre_tokenizer(about)
+    if not name:
+        writer.add_tokenizer_model("none")
+        return f"no tokenizer: {why}"
+    saved |= {each: files[each] for each in (CONFIG_JSON,) if each in files}
+    try:
+        writer.add_tokenizer_pre(name)
+        _add_tokenizer(writer, about, saved, vocab_size)
+        writer.add_string(GGUF_TOKENIZER, saved[TOKENIZER_JSON].decode())
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
+    rough = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"
+    return rough if name in ("tekken", "gpt-4o") else ""
+
+
+def _add_tokenizer(
+    writer: Any, about: Mapping[str, Any], files: Mapping[str, bytes], size: int
+) -> None:
+    import gguf
+
+    tokens, types = _tokens(about, size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    with tempfile.TemporaryDirectory() as folder:  # the library reads files
+        for name, content in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
+    special.merges = special.merges or NO_MERGES
+    special.add_special_token.setdefault("bos", False)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _find_pre_tokenizer(about: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a pre-tokenizer with the same tokens of some texts, or ""."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    plain = {**about, "post_processor": None, "truncation": None, "padding": None}
+    theirs = Tokenizer.from_str(json.dumps(plain))
+    ours = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
+    words = (decoders.ByteLevel().decode([each]) for each in about["model"]["vocab"])
+    known = [each for each in words if "\ufffd" not in each]  # not a part of a character
+    # llama.cpp does not compose characters, which changes nothing here.
+    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in known]
+    made: dict[str, Any] = {}
+    for name, splits in _SPLITS.items():
+        steps = splits or [GGUF_PRE_TOKENIZER_SPLITS[name]]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made[name] = pre_tokenizers.Sequence(
+            [*(pre_tokenizers.Split(Regex(each), "isolated") for each in steps), last]
+        )
+    pieces = _pieces(theirs.pre_tokenizer)
+    for name in sorted(made, key=lambda each: _pieces(made[each]) != pieces):
+        ours.pre_tokenizer = made[name]
+        ours.model.ignore_merges = name in _IGNORE_MERGES
+        if all(_ids(ours, each) == _ids(theirs, each) for each in (_SAMPLE_TEXTS, texts)):
+            return name
+    return ""
+
+
+def _pieces(made: Any) -> list[str]:
+    return [piece for text in _SAMPLE_TEXTS for piece, _ in made.pre_tokenize_str(text)]
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [each.ids for each in tokenizer.encode_batch(list(texts))]
+
+
+def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    import gguf
+
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    vocabulary: Mapping[str, int] = about["model"]["vocab"]
+    known = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
+    for each in about.get("added_tokens", ()):
+        kind = gguf.TokenType.CONTROL if each.get("special") else gguf.TokenType.USER_DEFINED
+        known[each["id"]] = (each["content"], kind)
+    for number in known.keys() & range(vocab_size):
+        text, kind = known[number]
+        tokens[number], types[number] = text, int(kind)
+    return tokens, types

@@ -1,0 +1,217 @@
+"""The weights that a run starts from, and those that its checkpoints leave to their base.
+
+A base is not trained. A checkpoint names it by path, and by two checksums, which detect a different
+model of the same shape: a start computes the one of samples of each tensor, and a run the one of
+all bytes while it trains, before it saves. The whole of a large base takes as long as loading it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import torch
+import xxhash
+from torch import nn
+
+from fsdpctl.checkpoint.manifest import (
+    PARAMETER,
+    BaseInfo,
+    TensorInfo,
+    checksum,
+    parameter_name,
+    tensor_key,
+)
+from fsdpctl.checkpoint.peft import PeftAdapters, trained_shapes
+from fsdpctl.checkpoint.pretrained import open_base, open_weights
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.resized_embeddings import with_resized_embeddings
+from fsdpctl.checkpoint.staging import tensor_bytes
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES
+from fsdpctl.checkpoint.tensor_source import Overlay, TensorSource
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from fsdpctl.models.adapter_names import is_adapter_name
+from fsdpctl.models.build_model import initialize_parameter
+from fsdpctl.plan.layout import Span
+
+T = TypeVar("T")
+OnBytes = Callable[[int], None]
+_CHUNK_BYTES = 1 << 26  # per checksum
+_SAMPLES, _SAMPLE_BYTES = 4, 1 << 18  # of a tensor
+
+
+def report_reading(count: int) -> None:
+    """Report that the training thread reads."""
+    RANK_STATUS.at(READING)
+
+
+class InitialAdapters:
+    """Adapters that are initialized when they are read, each by its name and the seed."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, seed: int
+    ) -> None:
+        self._shapes, self._model, self._seed = shapes, model, seed
+
+    def __str__(self) -> str:
+        return "adapters"
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(self._shapes) if kind == PARAMETER else []
+
+    def info(self, key: str) -> TensorInfo:
+        return TensorInfo(list(self._shapes[parameter_name(key)]), "F32")
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        info = self.info(key)
+        span = span or Span(0, info.numel)
+        full = torch.empty(info.shape)
+        initialize_parameter(parameter_name(key), full, seed=self._seed, config=self._model)
+        yield span, tensor_bytes(full.view(-1)[span.start : span.stop])
+
+
+def initial_weights(
+    model: ModelConfig, module: nn.Module, seed: int, base: TensorSource
+) -> TensorSource:
+    """Return the weights that training starts from: `base`, plus adapters if it has none.
+
+    Of `module`, only names and shapes are used. `seed` is that of the adapters' initial values.
+    """
+    if model.lora.rank is None:
+        return base
+    if any(map(is_adapter_name, base.names(PARAMETER))):
+        if model.lora.path is not None:
+            raise UsageError(f"model.lora.path={model.lora.path}: {base} already has adapters")
+        return base
+    if model.lora.path is None:
+        trained = trained_shapes(module)
+        shapes = {name: shape for name, shape in trained.items() if is_adapter_name(name)}
+        return Overlay(InitialAdapters(shapes, model, seed), base)
+    given = PeftAdapters(Path(model.lora.path), module)
+    given.check()
+    return Overlay(given, base)
+
+
+def open_initial_weights(model: ModelConfig, module: nn.Module, seed: int) -> TensorSource:
+    return initial_weights(model, module, seed, open_weights(model))
+
+
+class ObjectCollectives(Protocol):
+    """The collectives that saving and checksums need."""
+
+    rank: int
+    size: int
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """Weights that a run reads, to be verified before it saves."""
+
+    info: BaseInfo  # as it must be; `xxh3` is empty if no checkpoint has named them
+    weights: TensorSource
+    named_by: str = ""  # the checkpoint that names them; empty: the run itself
+    is_named: bool = True  # by the checkpoints of the run
+
+    @classmethod
+    def new(cls, folder: Path, weights: TensorSource, ranks: ObjectCollectives) -> Self:
+        """Describe weights that no checkpoint has named, before they are loaded. Collective."""
+        return cls(
+            BaseInfo(str(folder), "", weights_checksum(weights, _sample_spans, ranks)), weights
+        )
+
+    def check_samples(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> None:
+        """Compare the samples of each tensor; CheckpointError if they differ. Collective."""
+        if weights_checksum(self.weights, _sample_spans, ranks, on_bytes) != self.info.sampled:
+            raise self._changed()
+
+    def verify(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> BaseInfo:
+        """Return the description, after all bytes; CheckpointError if they differ. Collective.
+
+        The samples come last: they detect weights that were replaced after they were loaded.
+        """
+        xxh3 = weights_checksum(self.weights, _chunk_spans, ranks, on_bytes)
+        self.check_samples(ranks, on_bytes)
+        if self.info.xxh3 not in ("", xxh3):
+            raise self._changed()
+        return BaseInfo(self.info.path, xxh3, self.info.sampled)
+
+    def _changed(self) -> CheckpointError:
+        since = "the checkpoint was trained on" if self.named_by else "the run has loaded"
+        return CheckpointError(
+            f"{self.named_by and f'{self.named_by}: '}base model {self.info.path} has changed: "
+            f"its weights differ from those that {since}"
+        )
+
+
+def open_pretrained(
+    model: ModelConfig, folder: Path, ranks: ObjectCollectives
+) -> tuple[TensorSource, BaseWeights | None]:
+    """Return the weights of a Hugging Face directory or a checkpoint, and its base. Collective."""
+    if is_hugging_face(folder):
+        return open_weights(model, folder), None
+    weights, base = open_checked(CheckpointReader(folder), ranks)
+    return with_resized_embeddings(weights, model), base
+
+
+def open_checked(
+    reader: CheckpointReader, ranks: ObjectCollectives
+) -> tuple[TensorSource, BaseWeights | None]:
+    """Return all weights of a checkpoint, and its base, of which samples match. Collective."""
+    info = reader.manifest.base
+    if info is None:
+        return reader, None
+    base = BaseWeights(info, open_base(info, reader), str(reader))
+    base.check_samples(ranks)
+    return Overlay(reader, base.weights), base
+
+
+def weights_checksum(
+    weights: TensorSource,
+    spans: Callable[[TensorInfo], Iterable[Span]],
+    ranks: ObjectCollectives,
+    on_bytes: OnBytes = report_reading,
+) -> str:
+    """Return a checksum over `spans` of each tensor, which `ranks` read in parts. Collective."""
+    infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
+    parts = [(name, span) for name, info in infos.items() for span in spans(info)]
+    start, stop = (place * len(parts) // ranks.size for place in (ranks.rank, ranks.rank + 1))
+    error, own = "", list[str]()
+    try:
+        own = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
+    except FsdpctlError as caught:  # the other ranks wait for the result
+        error = str(caught)
+    results = ranks.all_gather_object((own, error))
+    for _, error in results:
+        if error:
+            raise CheckpointError(error)
+    digests = [each for of_rank, _ in results for each in of_rank]
+    shapes = [[name, info.dtype, info.shape] for name, info in infos.items()]
+    return checksum(json.dumps([shapes, digests]).encode())
+
+
+def _chunk_spans(info: TensorInfo) -> Iterable[Span]:
+    return Span(0, info.numel).split(_CHUNK_BYTES // ITEMSIZES[info.dtype])
+
+
+def _sample_spans(info: TensorInfo) -> Iterable[Span]:
+    """Return 1 MiB at four places, of which the last ends the tensor; all of a smaller one."""
+    size = _SAMPLE_BYTES // ITEMSIZES[info.dtype]
+    last = info.numel - size
+    if info.numel <= _SAMPLES * size:
+        return [Span(0, info.numel)]
+    return [Span(0, size).shift(place * last // (_SAMPLES - 1)) for place in range(_SAMPLES)]
+
+
+def _digest(weights: TensorSource, name: str, span: Span, on_bytes: OnBytes) -> str:
+    found = xxhash.xxh3_128()
+    for _, data in weights.read(tensor_key(PARAMETER, name), span):
+        on_bytes(len(data))
+        found.update(data)
+    return found.hexdigest()

@@ -1,0 +1,328 @@
+"""Checkpoints in object stores (s3://, gs:// and others of fsspec): read by range, and uploaded.
+
+Of a tensor, only the bytes that are used are fetched, and all of them are verified. A run uploads
+file by file. Each file is read back and compared, and the manifest comes last: a checkpoint without
+it is incomplete, and is never read.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory, mkdtemp
+from weakref import finalize
+
+from fsdpctl.checkpoint import tensor_file
+from fsdpctl.checkpoint.manifest import FileInfo, Manifest, read_manifest
+from fsdpctl.checkpoint.publish import check_space
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.run_checkpoints import (
+    best_checkpoint_name,
+    errors_name,
+    expired,
+    find_checkpoint,
+    step_of,
+)
+from fsdpctl.config.schema import Config
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.files import MAX_READ_BYTES
+from fsdpctl.io.run_files import MANIFEST, STEP
+from fsdpctl.io.stores import StoredFile, is_remote, open_store, with_retries
+
+_BLOCK_BYTES, _MIN_BLOCK_BYTES = 8 << 20, 256 << 10  # bytes of a request
+_CACHE_BYTES = 512 << 20  # bytes of blocks that a reader keeps
+_PREFETCHED_BLOCKS = 2  # blocks that are fetched before they are needed
+TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
+
+
+class _BlockCache:
+    """Ranges of files in a store, each fetched once, and those that follow ahead of their use."""
+
+    def __init__(self, num_files: int) -> None:
+        """Keep blocks of `num_files` files, which may be read in turns."""
+        self.size = max(
+            _MIN_BLOCK_BYTES,
+            min(_BLOCK_BYTES, _CACHE_BYTES // (2 * (1 + _PREFETCHED_BLOCKS) * max(1, num_files))),
+        )
+        self._held: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+
+    def read(self, file: StoredFile, number: int, file_size: int) -> bytes:
+        last = (file_size - 1) // self.size
+        for each in range(number, min(number + _PREFETCHED_BLOCKS, last) + 1):
+            place = (file.path, each)
+            if place not in self._held:
+                stop = min((each + 1) * self.size, file_size)
+                self._held[place] = TRANSFERS.submit(file.read, each * self.size, stop)
+            self._held.move_to_end(place)
+        while len(self._held) > max(_CACHE_BYTES // self.size, 1 + _PREFETCHED_BLOCKS):
+            self._held.popitem(last=False)
+        return self._held[file.path, number].result()
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteFile(tensor_file.TensorFile):
+    """The header of a file in a store; `path` is that of its description."""
+
+    location: StoredFile
+    blocks: _BlockCache
+
+    def __str__(self) -> str:
+        return self.location.url
+
+    def chunks(self, entry: tensor_file.TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
+        first = self.data_start + entry.start
+        for begin in range(start, stop, tensor_file.CHUNK_BYTES):
+            end = min(begin + tensor_file.CHUNK_BYTES, stop)
+            yield memoryview(bytearray().join(self._pieces(first + begin, first + end)))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        size = self.blocks.size
+        for number in range(start // size, (stop - 1) // size + 1):
+            data = memoryview(self.blocks.read(self.location, number, self.size))
+            yield data[max(0, start - number * size) : stop - number * size]
+
+
+class RemoteReader(CheckpointReader):
+    """A complete checkpoint in a store. Of its files, headers and sizes are in a directory here."""
+
+    def __init__(self, place: StoredFile) -> None:
+        """Fetch everything except the tensors' bytes, and check it."""
+        self._location = place
+        folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
+        finalize(self, rmtree, folder, ignore_errors=True)
+        with errors_name(folder, place.url):
+            manifest = fetch_manifest(place, folder)
+            self._blocks = _BlockCache(len(manifest.files))
+            files = [*manifest.files.items(), *manifest.attachments.items()]
+            with doing(f"looking at {place.url}", "files", len(files)) as advance:
+                for _ in TRANSFERS.map(partial(self._describe, folder), files):
+                    advance(1)
+            super().__init__(folder)
+
+    def __str__(self) -> str:
+        return self._location.url
+
+    def attachment(self, name: str) -> bytes:
+        with errors_name(self.folder, str(self)):
+            return super().attachment(name)
+
+    def _describe(self, folder: Path, about: tuple[str, FileInfo]) -> None:
+        name, info = about
+        file, path = self._location.child(name), folder / name
+        if file.size() != info.size:
+            raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
+        end = info.size
+        if path.suffix == ".safetensors":
+            end = tensor_file.header_size(file.read(0, min(tensor_file.HEADER_PREFIX, info.size)))
+            if end > info.size:
+                raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
+        file.copy_prefix(path, end, info.size)
+
+    def _file(self, path: Path) -> tensor_file.TensorFile:
+        known = tensor_file.open_tensor_file(path)
+        values = {each.name: getattr(known, each.name) for each in fields(known)}
+        return _RemoteFile(**values, location=self._location.child(path.name), blocks=self._blocks)
+
+    def copy_files(self, folder: Path) -> None:
+        files = {**self.manifest.files, **self.manifest.attachments}
+        check_space(folder, sum(each.size for each in files.values()))
+        for name, info in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            with (folder / name).open("xb") as out:
+                out.truncate(info.size)
+        sizes = {name: each.size for name, each in files.items()}
+        with doing(f"downloading {self}", BYTES, sum(sizes.values())) as advance:
+            for count in TRANSFERS.map(partial(self._copy, folder), byte_ranges(sizes)):
+                advance(count)
+        (folder / MANIFEST).write_bytes((self.folder / MANIFEST).read_bytes())
+        for name in (*files, MANIFEST):
+            tensor_file.fsync(folder / name)
+
+    def _copy(self, folder: Path, part: tuple[str, int, int]) -> int:
+        name, start, stop = part
+        content = self._location.child(name).read(start, stop)
+        with (folder / name).open("r+b", buffering=0) as out:
+            os.pwrite(out.fileno(), content, start)
+        return len(content)
+
+
+def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
+    """Fetch the manifest of the checkpoint at `place` into a directory, and read it."""
+    file = place.child(MANIFEST)
+    size = file.size()
+    if size > MAX_READ_BYTES:
+        raise CheckpointError(f"{file.url}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
+    (folder / MANIFEST).write_bytes(file.read(0, size))
+    with errors_name(folder, place.url):
+        return read_manifest(folder)
+
+
+def byte_ranges(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    for name, size in sizes.items():
+        for start in range(0, size, _BLOCK_BYTES):
+            yield name, start, min(start + _BLOCK_BYTES, size)
+
+
+REMOTE_KEY = "checkpoint.remote"
+_ATTEMPTS = 3  # to upload a file, if it is not the same when read back
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A complete checkpoint in a store, by its manifest."""
+
+    location: StoredFile
+    step: int
+    manifest: Manifest
+
+    @property
+    def url(self) -> str:
+        return self.location.url
+
+    def open(self) -> RemoteReader:
+        return RemoteReader(self.location)
+
+
+class RemoteCheckpoints:
+    """The checkpoints of a run in an object store, each in a directory of its step."""
+
+    def __init__(self, url: str, where: str = "") -> None:
+        """Open the store of a URL; errors of the URL begin with `where`."""
+        self.url = url.rstrip("/")
+        self._root = open_store(self.url, where or self.url, CheckpointError)
+        if hasattr(self._root.store, "auto_mkdir"):  # of a file system, which needs directories
+            self._root.store.auto_mkdir = True
+
+    def _find(self) -> dict[Path, bool]:
+        """Return the names of the checkpoints, oldest first, and whether each is complete."""
+        store, root = self._root.store, self._root.path
+        store.invalidate_cache()
+        try:
+            # Not `find` and `exists`, which take a store that fails for one without the file.
+            found = with_retries(self.url, lambda: store.ls(root, detail=False), UsageError)
+        except UsageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            found = []
+        names = {each.rstrip("/").rpartition("/")[2] for each in found}
+        steps = sorted((Path(each) for each in names if STEP.fullmatch(each)), key=step_of)
+        manifests = (self._root.child(each.name).child(MANIFEST) for each in steps)
+        return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
+
+    def complete(self) -> list[Path]:
+        return [name for name, is_whole in self._find().items() if is_whole]
+
+    def newest(self) -> "RemoteCheckpoint | None":
+        """Return the newest complete checkpoint, if any; an error suggests an older one."""
+        found = self.complete()
+        if not found:
+            return None
+        place = self._root.child(found[-1].name)
+        try:
+            with TemporaryDirectory() as folder:
+                manifest = fetch_manifest(place, Path(folder))
+        except CheckpointError as error:
+            older = f"{self.url}/{found[-2].name}" if found[1:] else ""
+            hint = f"; --resume {older} starts a new run from the previous one" if older else ""
+            raise CheckpointError(f"{error}{hint}") from None
+        return RemoteCheckpoint(place, step_of(found[-1]), manifest)
+
+    def open(self, name: str) -> RemoteReader:
+        """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
+        return RemoteReader(self._root.child(name))
+
+    def of_run(self, run: str) -> "RemoteCheckpoints":
+        return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
+
+    def check_writable(self) -> None:
+        """Write a file and delete it; UsageError if the store does not allow it."""
+        probe = self._root.child("write-check")
+        with_retries(probe.url, lambda: probe.store.pipe_file(probe.path, b"fsdpctl"), UsageError)
+        probe.remove()
+
+    def upload(self, folder: Path) -> None:
+        """Upload a complete checkpoint, unless it is there."""
+        place = self._root.child(folder.name)
+        here, manifest = folder / MANIFEST, place.child(MANIFEST)
+        if manifest.exists():
+            if not _difference(here, manifest):
+                return
+            manifest.remove()  # first: the other checkpoint is incomplete from now on
+        about = read_manifest(folder)
+        for name in (*about.files, *about.attachments):
+            _upload_file(folder / name, place.child(name))
+        try:
+            _upload_file(here, manifest)
+        except FsdpctlError:
+            manifest.remove()
+            raise
+
+    def remove_expired(self, keep: CheckpointConfig, newest: Path) -> None:
+        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `newest`."""
+        spared = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
+        found = self._find()
+        whole = [each for each, is_whole in found.items() if is_whole]
+        parts = [each for each in found if each not in whole and step_of(each) < step_of(newest)]
+        for each in (*expired(whole, keep, spared), *parts):
+            place = self._root.child(each.name)
+            place.child(MANIFEST).remove()
+            place.remove(recursive=True)
+
+
+def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
+    """Return the checkpoints of a run in its object store, below the name of its directory."""
+    url, run_dir = config.checkpoint.remote, config.train.run_dir
+    if url is None or run_dir is None:
+        return None
+    name = Path(os.path.abspath(run_dir)).name  # of "." too
+    return RemoteCheckpoints(f"{url.rstrip('/')}/{name}", f"{REMOTE_KEY}={url}")
+
+
+def open_checkpoint(source: str) -> CheckpointReader:
+    """Open the newest checkpoint of a run, or a checkpoint: of a path here or a URL."""
+    if not is_remote(source):
+        return CheckpointReader(find_checkpoint(Path(source).expanduser()))
+    above, _, name = source.rstrip("/").rpartition("/")
+    if STEP.fullmatch(name):
+        return RemoteCheckpoints(above).open(name)
+    newest = RemoteCheckpoints(source).newest()
+    if newest is None:
+        raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
+    return newest.open()
+
+
+def _upload_file(path: Path, file: StoredFile) -> None:
+    """Upload a file until it is the same when read back; it may be there already."""
+    if file.exists() and not _difference(path, file):
+        return
+    for _ in range(_ATTEMPTS):
+        with_retries(file.url, partial(file.store.put_file, str(path), file.path))
+        difference = _difference(path, file)
+        if not difference:
+            return
+    raise FsdpctlError(f"{difference} (uploaded and read back {_ATTEMPTS} times)")
+
+
+def _difference(path: Path, file: StoredFile) -> str:
+    """Return how a file in the store differs from one here; CheckpointError without an answer."""
+    size = path.stat().st_size
+
+    def compare(part: tuple[str, int, int]) -> bool:
+        _, start, stop = part
+        with path.open("rb", buffering=0) as here:
+            return os.pread(here.fileno(), stop - start, start) == file.read(start, stop)
+
+    try:
+        is_same = file.size() == size and all(list(TRANSFERS.map(compare, byte_ranges({"": size}))))
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise  # it cannot be read now, which says nothing about it
+        return str(error)  # lost or damaged there
+    return "" if is_same else f"{file.url}: differs from {path}"

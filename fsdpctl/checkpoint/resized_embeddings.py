@@ -1,0 +1,106 @@
+"""Weights of a model whose embeddings differ from those in its files: with new rows, or untied."""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
+from fsdpctl.checkpoint.tensor_file import cast
+from fsdpctl.checkpoint.tensor_source import TensorSource, read_floats
+from fsdpctl.config.decoder_config import config_dict, with_config, with_sizes
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model_path import model_settings
+from fsdpctl.models.build_model import build_base_model
+from fsdpctl.models.module_spec import vocabulary_shapes
+from fsdpctl.plan.layout import Span
+
+TIE_WORD_EMBEDDINGS = "tie_word_embeddings"
+_ROWS = 1 << 10
+
+
+def resizes_embeddings(model: ModelConfig) -> bool:
+    return model.first_new_token is not None or TIE_WORD_EMBEDDINGS in json.loads(
+        model.overrides or "{}"
+    )
+
+
+def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the model with the vocabulary and the ties of the directory or file."""
+    if not resizes_embeddings(model):
+        return model
+    words, content = model_settings(str(folder)), config_dict(model)
+    content.pop(TIE_WORD_EMBEDDINGS, None)
+    theirs = json.loads(words["model.config_json"])
+    content |= (
+        {TIE_WORD_EMBEDDINGS: theirs[TIE_WORD_EMBEDDINGS]} if TIE_WORD_EMBEDDINGS in theirs else {}
+    )
+    stored = with_config(model, content)
+    return with_sizes(stored, vocab_size=int(words["model.vocab_size"]))
+
+
+def with_resized_embeddings(weights: TensorSource, model: ModelConfig) -> TensorSource:
+    return ResizedEmbeddings(weights, model) if resizes_embeddings(model) else weights
+
+
+class ResizedEmbeddings:
+    """The weights of a source with rows for new tokens, which are the mean of the rows before.
+
+    The head of a model that `model.overrides` unties is the embedding.
+    """
+
+    def __init__(self, source: TensorSource, model: ModelConfig) -> None:
+        self._source = source
+        self._shapes, (embedding, *_) = vocabulary_shapes(build_base_model(model))
+        left = {x for x in self._shapes if x.endswith(".weight")} - {*source.names(PARAMETER)}
+        self._untied = {} if embedding in left else dict.fromkeys(left, embedding)
+        self._first_new_token = model.first_new_token
+        self._rows: dict[str, bytearray] = {}
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    def names(self, kind: str) -> list[str]:
+        found = self._source.names(kind)
+        return sorted({*found, *self._untied}) if kind == PARAMETER else found
+
+    def info(self, key: str) -> TensorInfo:
+        info = self._source.info(self._stored_key(key))
+        shape = self._shapes.get(parameter_name(key))
+        if self._first_new_token is None or shape is None or shape[1:] != tuple(info.shape[1:]):
+            return info  # loading compares it with the model's
+        return TensorInfo([max(shape[0], info.shape[0]), *shape[1:]], info.dtype)
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        info, stored = self.info(key), self._stored_key(key)
+        span = span or Span(0, info.numel)
+        if self._first_new_token is None or parameter_name(key) not in self._shapes:
+            yield from self._source.read(stored, span)
+            return
+        width = prod(info.shape[1:])
+        old = min(self._first_new_token, self._source.info(stored).shape[0]) * width
+        if span.start < old:
+            yield from self._source.read(stored, Span(span.start, min(span.stop, old)))
+        if (start := max(span.start, old)) < span.stop:
+            first, size = start // width, info.nbytes // info.numel
+            rows = self._mean_row(stored, old, width) * (-(-span.stop // width) - first)
+            part = Span(start, span.stop).shift(-first * width)
+            yield Span(start, span.stop), memoryview(rows)[part.start * size : part.stop * size]
+
+    def _stored_key(self, key: str) -> str:
+        name = parameter_name(key)
+        return tensor_key(PARAMETER, self._untied[name]) if name in self._untied else key
+
+    def _mean_row(self, key: str, numel: int, width: int) -> bytearray:
+        """Return a row that is the mean of the first rows, computed in float64 and rounded."""
+        if key not in self._rows:
+            dtype, total = self._source.info(key).dtype, np.zeros(width)
+            # Blocks of rows, so that the sum is the same whatever the chunks are that files have.
+            for rows in Span(0, numel).split(_ROWS * width):
+                values = read_floats(self._source, key, rows).reshape(-1, width)
+                total += values.sum(axis=0, dtype=np.float64)
+            mean = (total / (numel // width)).astype(np.float32)
+            self._rows[key] = bytearray(cast(mean.view(np.uint8).data, "F32", dtype, key))
+        return self._rows[key]

@@ -1,0 +1,226 @@
+"""The checkpoints of a run: their names, the newest one, and which ones to keep."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.publish import atomic_directory
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.peft import ADAPTER_CONFIG
+from fsdpctl.config.training import CheckpointConfig
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io import run_files
+from fsdpctl.io.activity import BYTES, doing
+from fsdpctl.io.files import nearest_run_hint, newest_runs_hint, read_regular
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
+_MAX_LISTED = 3  # in full
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    match = run_files.STEP.fullmatch(folder.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _steps_in(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints, complete or not, oldest first; none of them is a link."""
+    run_files.check_checkpoint_dirs(checkpoints)
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted((each for each in folders if run_files.STEP.fullmatch(each.name)), key=step_of)
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / run_files.MANIFEST).exists()
+
+
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    return list(filter(_is_complete, _steps_in(checkpoints)))
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    return next(filter(_is_complete, reversed(_steps_in(checkpoints))), None)
+
+
+def best_checkpoint_name(folder: Path) -> str:
+    """Return the name of the checkpoint that was the best one when `folder` was saved."""
+    best = read_manifest(folder).progress.best
+    return "" if best is None else step_folder(folder, best.step).name
+
+
+def incomplete_checkpoints(checkpoints: Path) -> list[str]:
+    """Describe what looks newer than the newest complete checkpoint but is not complete."""
+    newest = newest_checkpoint(checkpoints)
+    other = f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
+    at = step_of(newest) if newest else -1
+    passed = [each for each in _steps_in(checkpoints) if step_of(each) > at]
+    found = [
+        f"{folder}: incomplete: {run_files.MANIFEST} not found; {other}"
+        for folder in passed[:_MAX_LISTED]
+        if not _is_complete(folder)
+    ]
+    if more := len(passed[_MAX_LISTED:]):
+        found.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
+    link = checkpoints / run_files.LATEST
+    if (link.is_symlink() or link.exists()) and not found and not _is_complete(link):
+        found.append(f"{link}: does not point to a checkpoint; {other}")
+    return found
+
+
+def resume_hint(damaged: Path) -> str:
+    """Return the end of an error that suggests an older checkpoint, or an empty string."""
+    at = step_of(damaged)
+    others = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < at]
+    return f"; --resume {others[-1]} starts a new run from the previous one" if others else ""
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return the newest checkpoint in a run directory or a checkpoints directory, or `source`."""
+    if not source.is_dir():
+        if source.exists():
+            raise UsageError(f"{source}: expected a directory, got a file")
+        if _URL.match(str(source)):
+            raise UsageError(
+                f"{source}: not read from object stores; to download it, pass it to "
+                "`fsdpctl consolidate-checkpoint` or to train --resume"
+            )
+        raise UsageError(f"{source}: directory not found{nearest_run_hint(source)}")
+    if not (source / run_files.RUN_CONFIG).is_file() and (known := newest_runs_hint(source)):
+        raise UsageError(f"{source}: holds runs; expected one of them{known}")
+    run_files.check_run_files(source)
+    if _is_complete(source) or run_files.STEP.fullmatch(source.resolve().name):
+        return source
+    newest = newest_checkpoint(_checkpoints_in(source))
+    if newest is not None:
+        return newest
+    for line in incomplete_checkpoints(_checkpoints_in(source)):
+        raise CheckpointError(line)
+    hint = ""
+    if is_hugging_face(source):
+        hint = (
+            ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, to `fsdpctl "
+            "sample` or `fsdpctl evaluate`, or to `fsdpctl verify-checkpoint` with --base"
+        )
+    elif (source / ADAPTER_CONFIG).is_file():
+        hint = (
+            ". It has only PEFT adapters, without the model: pass their run, or an export of it "
+            "without --format peft"
+        )
+    raise UsageError(f"{source}: no complete checkpoint found{hint}")
+
+
+def incomplete_checkpoints_in(source: Path) -> list[str]:
+    """Describe the incomplete checkpoints that `find_checkpoint(source)` skips."""
+    return (
+        [] if find_checkpoint(source) == source else incomplete_checkpoints(_checkpoints_in(source))
+    )
+
+
+def _checkpoints_in(source: Path) -> Path:
+    inside = source / run_files.CHECKPOINTS
+    return inside if inside.is_dir() else source
+
+
+def replace_link(link: Path, target: Path) -> str:
+    """Make `link` a symbolic link to `target` in the same directory, in one atomic step.
+
+    Return why it cannot be made, or an empty string: nothing but a person needs the link, and not
+    every file system has links.
+    """
+    scratch, why = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
+    with suppress(OSError):
+        scratch.unlink()
+    try:
+        scratch.symlink_to(os.path.relpath(target, link.parent))
+        scratch.replace(link)
+    except OSError as error:
+        why = f"{link}: no link to {target.name} made: {error.strerror}"
+        for each in (scratch, link):  # a link to another one would mislead
+            with suppress(OSError):
+                each.unlink()
+    return why
+
+
+def restore_links(checkpoints: Path) -> None:
+    """Make the links to checkpoints again after a copy of them by a program that follows links."""
+    complete = complete_checkpoints(checkpoints)
+    for link in (checkpoints / run_files.LATEST, checkpoints / run_files.BEST):
+        same = (each for each in complete if _is_copy(link, each))
+        if (original := next(same, None)) is not None:
+            _delete(link, original)
+            replace_link(link, original)
+    if complete:
+        replace_link(checkpoints / run_files.LATEST, complete[-1])
+
+
+def _is_copy(link: Path, folder: Path) -> bool:
+    """Return whether `link` is not a link but a copy of a checkpoint, with nothing of its own."""
+    if link.is_symlink() or not (link / run_files.MANIFEST).is_file():
+        return False
+    names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
+    linked, own = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
+    same = linked == own  # with its checksums
+    return same and names[0] <= names[1]
+
+
+@contextmanager
+def errors_name(folder: Path, source: str) -> Iterator[None]:
+    """Name `source` in errors about its copy in `folder`."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(folder), source)) from None
+
+
+def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
+    """Copy a checkpoint and verify every byte; the copy appears complete or not at all."""
+    with atomic_directory(folder) as scratch, errors_name(scratch, str(source)):
+        source.copy_files(scratch)
+        copy = CheckpointReader(scratch)
+        with doing(f"verifying {source}", BYTES, copy.num_bytes) as advance:
+            for count in copy.verify():
+                advance(count)
+
+
+def remove_interrupted_saves(checkpoints: Path) -> None:
+    """Delete the remains of interrupted saves. Call it only if no save is running."""
+    for folder in checkpoints.glob("step-*.tmp-*"):
+        with suppress(RecursionError):  # of directories that no save has made
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def expired(
+    complete: Sequence[Path], keep: CheckpointConfig, kept_names: Collection[str]
+) -> list[Path]:
+    """Return the checkpoints to delete, oldest first: `keep` and `kept_names` keep the others."""
+    old = complete[: -keep.keep_last] if keep.keep_last else ()
+    every = keep.keep_every
+    left = [each for each in old if each.name not in kept_names]
+    return [each for each in left if not (every and step_of(each) % every == 0)]
+
+
+def remove_expired(
+    checkpoints: Path, keep: CheckpointConfig, kept_names: Collection[str] = ()
+) -> None:
+    for folder in expired(complete_checkpoints(checkpoints), keep, kept_names):
+        _delete(folder, folder)
+
+
+def _delete(folder: Path, checkpoint: Path) -> None:
+    """Delete a directory; if that is interrupted, `remove_unfinished` deletes the rest."""
+    leaving = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
+    folder.rename(leaving)
+    try:
+        shutil.rmtree(leaving)
+    except RecursionError:
+        raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(leaving)) from None

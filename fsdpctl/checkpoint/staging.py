@@ -1,0 +1,95 @@
+"""Conversion between torch tensors and bytes, and host memory to stage snapshots in."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fsdpctl.checkpoint.tensor_file import DTYPE_SIZES
+from fsdpctl.plan.layout import round_up
+
+_ALIGNMENT, _CHUNK_BYTES = 64, 1 << 30
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, word) for name, (word, _) in DTYPE_SIZES.items()
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def tensor_bytes(values: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying."""
+    flat = values.detach().contiguous().view(-1)
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data if flat.numel() else memoryview(b"")
+
+
+def tensor_from_bytes(data: memoryview, dtype: str) -> Tensor:
+    """Return writable bytes as a 1-D tensor without copying."""
+    return torch.frombuffer(data, dtype=DTYPES[dtype])
+
+
+class StagingMemory:
+    """Host memory for copies of a rank's tensors, reused by every save.
+
+    It is allocated in chunks, because torch rounds pinned allocations up to a power of two and
+    keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Pin memory for copies of `tensors` in a thread, if they are on a GPU.
+
+        Pinning takes about a second per few gigabytes, which the first save would wait for.
+        """
+        device = next((values.device for values in tensors if values.is_cuda), None)
+        if device is None:
+            return
+        sizes = _sizes(tensors)
+
+        def pin() -> None:
+            with torch.cuda.device(device):  # threads start on device 0
+                self._allocate(sizes, pinned=True)
+
+        self._preparing = threading.Thread(target=pin, name="pin memory", daemon=True)
+        self._preparing.start()
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy `tensors` to the CPU; the next call overwrites the copies."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        on_cuda = any(values.is_cuda for values in tensors)
+        copied = []
+        places = self._allocate(_sizes(tensors), pinned=on_cuda)
+        for values, memory in zip(tensors, places, strict=True):
+            copy = memory[: values.nbytes].view(values.dtype).view(values.shape)
+            copied.append(copy.copy_(values.detach(), non_blocking=True))
+        if on_cuda:
+            torch.cuda.synchronize()
+        return copied
+
+    def _allocate(self, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+        usual = min(sum(sizes), _CHUNK_BYTES)
+        filled: list[int] = []  # bytes of each chunk
+        starts: list[tuple[int, int]] = []  # index of the chunk, offset in it
+        room = -1
+        for size in sizes:
+            if size > room:
+                room = max(size, usual)
+                filled.append(room)
+            starts.append((len(filled) - 1, filled[-1] - room))
+            room -= size
+        if [each.numel() for each in self._chunks] != filled:
+            self._chunks = []  # frees the old chunks before new ones are allocated
+            self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
+        places = zip(starts, sizes, strict=True)
+        return [self._chunks[chunk][start : start + size] for (chunk, start), size in places]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [round_up(values.nbytes, _ALIGNMENT) for values in tensors]

@@ -1,0 +1,56 @@
+"""The names of adapters' parameters: in the model, and in the files of the PEFT library.
+
+An adapter of a linear layer has two parameters in the model. The adapters of stacked experts have
+two parameters for each matrix:
+
+    layers.0.q_proj.lora_A.weight
+    layers.0.experts.expert_adapters.gate_up_proj.lora_A.weight
+
+PEFT's files have the prefix `base_model.model.`. PEFT nests the adapters of several matrices of the
+same experts into one another, and so does not name the matrix:
+
+    base_model.model.layers.0.q_proj.lora_A.weight
+    base_model.model.layers.0.experts.base_layer.lora_A.weight
+"""
+
+from collections.abc import Collection, Iterable
+
+LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
+EXPERT_ADAPTERS = ".expert_adapters."  # between the name of experts and of one of their matrices
+PEFT_PREFIX = "base_model.model."  # of PEFT's names of tensors
+
+
+def is_adapter_name(name: str) -> bool:
+    return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
+
+
+def adapted_layers(names: Iterable[str]) -> list[str]:
+    """Return the sorted names of the layers that have an adapter, from parameter names."""
+    end = f".{LORA_A}.weight"
+    return sorted(name.removesuffix(end) for name in names if name.endswith(end))
+
+
+def adapted_weight(layer: str) -> str:
+    """Return the name of the parameter that the adapter of a layer, or of experts, is added to."""
+    return layer.replace(EXPERT_ADAPTERS, ".") if EXPERT_ADAPTERS in layer else f"{layer}.weight"
+
+
+def peft_names(names: Collection[str]) -> dict[str, str]:
+    """Return PEFT's name of each adapter by ours; `names` are in the order of the module.
+
+    Several matrices of the same experts are nested: the first is innermost.
+    """
+    words: dict[str, list[str]] = {}  # by the name of the experts
+    parts = {name: name.partition(EXPERT_ADAPTERS) for name in names}
+    for experts, is_stacked, rest in parts.values():
+        word = rest.partition(".")[0]
+        if is_stacked and word not in words.setdefault(experts, []):
+            words[experts].append(word)
+    found = {}
+    for name, (experts, is_stacked, rest) in parts.items():
+        word, _, end = rest.partition(".")
+        found[name] = PEFT_PREFIX + name
+        if is_stacked:
+            depth = len(words[experts]) - 1 - words[experts].index(word)
+            found[name] = f"{PEFT_PREFIX}{experts}.{'base_layer.' * depth}{end}"
+    return found

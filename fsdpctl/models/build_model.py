@@ -1,0 +1,91 @@
+"""Modules and initial weights by model configuration."""
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpctl.config.decoder_config import config_value, model_type_of
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.models.adapter_names import is_adapter_name
+from fsdpctl.models.experts import idle_parameters
+from fsdpctl.models.lora import init_adapter, set_trainable
+from fsdpctl.models.quantized import count_weights
+from fsdpctl.models.transformers_build import build_transformers, init_as_transformers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+
+MIN_DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
+_ELEMENTS_AT_ONCE = 1 << 24
+
+# Families whose matrices all have the deviation `initializer_range`.
+_PLAIN_INIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
+    """Build the module with its adapters on the meta device; UsageError if nothing is trained."""
+    module = build_base_model(config, transformers_norms=transformers_norms)
+    whole = sum(count_weights(module).values())
+    if config.router_aux_loss == "global" and count_active_parameters(module) == whole:
+        raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
+    with torch.device("meta"):
+        set_trainable(module, config)
+    return module
+
+
+def build_base_model(
+    config: ModelConfig, *, transformers_norms: bool = False
+) -> TransformersDecoder:
+    """Build the module without adapters, with all parameters trainable, on the meta device.
+
+    With `transformers_norms`, its norms are those of transformers, which keep more for backward.
+    UsageError if the model's numbers are inconsistent.
+    """
+    if config.vocab_size is None:
+        raise UsageError("model.vocab_size=auto: unknown without data; set a number")
+    try:
+        with torch.device("meta"):
+            return build_transformers(config, transformers_norms=transformers_norms)
+    except (RuntimeError, TypeError, OverflowError):
+        raise UsageError("model: matrices of these sizes are too large for any machine") from None
+
+
+def count_active_parameters(module: Any) -> int:
+    """Count the parameters that a token uses: of experts, only as many as it is sent to."""
+    return sum(count_weights(module).values()) - idle_parameters(module.transformers_model)
+
+
+def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
+    """Initialize a parameter in place, from the seed and its name alone, as transformers does.
+
+    On CUDA the device draws matrices of at least DRAWN_ON_DEVICE elements of usual families,
+    because one core takes an hour for 405B. So models with such matrices have other initial weights
+    on a GPU than on a CPU, but the same for any number of ranks. `draw_adapter` draws adapters.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 1
+    family = "" if is_adapter_name(name) else model_type_of(config)
+    if family and family not in _PLAIN_INIT_FAMILIES:
+        init_as_transformers(name, whole, number, config)
+        return
+    if whole.ndim <= 1:
+        whole.fill_(0.0 if name.endswith(".bias") else 1.0)
+        return
+    generator = torch.Generator().manual_seed(number)
+    if is_adapter_name(name):
+        init_adapter(name, whole, generator)
+        return
+    std = float(config_value(config, "initializer_range"))
+    if family == "gpt2" and name.endswith("c_proj.weight"):
+        std /= math.sqrt(2 * config.num_layers)  # projections into the residual stream
+    if whole.is_cuda and whole.numel() >= MIN_DRAWN_ON_DEVICE:
+        generator = torch.Generator(whole.device).manual_seed(number)
+        for part in whole.view(-1).split(_ELEMENTS_AT_ONCE):
+            values = torch.empty(len(part), dtype=torch.float32, device=whole.device)
+            part.copy_(values.normal_(0.0, std, generator=generator))
+        return
+    # Drawn on the CPU in float32, so that device and precision do not change the draw.
+    values = torch.empty(whole.shape, dtype=torch.float32)
+    whole.copy_(values.normal_(0.0, std, generator=generator))

@@ -1,0 +1,81 @@
+"""The exchange around attention when several ranks share each row of tokens.
+
+Each rank has adjacent tokens of all heads. Before attention, ranks exchange these for all tokens of
+adjacent heads, and afterwards back (Jacobs et al., DeepSpeed Ulysses, 2023). So attention sees
+full rows, with any kernel and any mask, and nothing else depends on how rows are shared.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpctl.models.custom_ops import operator
+from fsdpctl.plan.batch_plan import ContextParallel, heads_per_rank
+
+Exchange = Callable[[Tensor], Tensor]
+"""Returns what each rank has sent here, from a contiguous tensor (ranks, ...) of what it sends."""
+
+_exchanges: dict[int, Exchange] = {}
+
+
+def use_exchange(exchange: Exchange, number: int = 0) -> None:
+    _exchanges[number] = exchange
+
+
+def _all_to_all(x: Tensor, number: int) -> Tensor:
+    return _exchanges[number](x)
+
+
+def _all_to_all_shape(x: Tensor, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+# An operator of its own: torch.compile calls it as it is, and estimates know its shapes.
+ALL_TO_ALL = operator("all_to_all", _all_to_all, _all_to_all_shape, is_product=False)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return ALL_TO_ALL(x, number)  # type: ignore[no-any-return]  # torch's
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ALL_TO_ALL(gradient.contiguous(), ctx.number), None
+
+
+def _exchange(x: Tensor, context: ContextParallel) -> Tensor:
+    return _AllToAll.apply(x.contiguous(), context.exchange)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+
+
+def tokens_to_heads(
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all tokens of this rank's heads, (batch, heads / ranks, length, width).
+
+    `q`, `k` and `v` are this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
+    and values are repeated if there are too few for the ranks.
+    """
+    _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
+    heads = [q, *(repeat_heads(each, count * context.size) for each in (k, v))]
+    sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
+    rows = _exchange(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
+    parts = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
+    pairs = zip(parts, sent, strict=True)
+    q, k, v = (x.unflatten(-1, y.shape[3:]).permute(1, 2, 0, 3) for x, y in pairs)
+    return q, k, v
+
+
+def heads_to_tokens(mixed: Tensor, context: ContextParallel) -> Tensor:
+    """Return all heads of this rank's tokens, the inverse of `to_heads`."""
+    sent = mixed.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
+    rows = _exchange(sent, context)  # (ranks, length / ranks, batch, heads / ranks, width)
+    return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def repeat_heads(x: Tensor, count: int) -> Tensor:
+    """Return `count` heads of keys or values, (batch, heads, ...), each repeated in its place."""
+    return x if x.shape[1] == count else x.repeat_interleave(count // x.shape[1], dim=1)

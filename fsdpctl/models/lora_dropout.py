@@ -1,0 +1,72 @@
+"""A product of inputs with dropout, of which backward keeps a seed instead of the dropped inputs.
+
+The mask is drawn again in backward from the same seed, so that the layers that read one input share
+it. The seed comes from torch's generator of the CPU, which checkpointing restores.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsdpctl.models.custom_ops import operator
+
+# Operators of their own: torch.compile would else find that forward and backward draw the same
+# mask, and keep the dropped inputs in between.
+
+
+def _mask(like: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+    if mask.is_meta:
+        return mask.bernoulli_(1 - dropout)
+    generator = torch.Generator(mask.device).manual_seed(int(seed))
+    return mask.bernoulli_(1 - dropout, generator=generator)
+
+
+def _forward(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    return F.linear(x * _mask(x, seed, dropout), weight).div_(1 - dropout)
+
+
+def _backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `weight` and, if `of_x`, of `x`; otherwise an empty tensor."""
+    mask, gradient = _mask(x, seed, dropout), gradient / (1 - dropout)
+    dropped, rows = (x * mask).view(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    of_weight = rows.t().mm(dropped)
+    return of_weight, gradient.matmul(weight).mul_(mask) if of_x else x.new_empty(0)
+
+
+def _forward_shape(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _backward_shape(
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weight), x.new_empty(x.shape if of_x else 0)
+
+
+_FORWARD = operator("dropped_linear", _forward, _forward_shape)
+_BACKWARD = operator("dropped_linear_backward", _backward, _backward_shape)
+
+
+class _DropoutLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
+        ctx.save_for_backward(x, weight, seed)
+        ctx.dropout = dropout
+        return _FORWARD(x, weight, seed, dropout)  # type: ignore[no-any-return]  # torch's
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        of_x = ctx.needs_input_grad[0]
+        weight, x = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, of_x)
+        return x if of_x else None, weight, None, None
+
+
+def dropout_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:
+    """Return `weight` times dropout of `x`, of shape (..., out), for `x` of shape (..., in)."""
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
+    return _DropoutLinear.apply(x, weight, seed, dropout)  # type: ignore[no-any-return,no-untyped-call]  # torch's

@@ -1,0 +1,160 @@
+"""A module as the plan sees it, its parameters by name, and their roles."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.models.linear_layers import is_transposed
+from fsdpctl.plan.layout import ParamSpec, Role
+from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
+
+_TRANSFORMERS = "transformers."
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_NORM = re.compile(r"Norm(Gated|\dd)?$")
+_ELEMENTWISE = re.compile(r"bias|scale|gamma|A_log")  # names of vectors
+_EXPERT_MATRICES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def module_spec(module: nn.Module) -> ModuleSpec:
+    """Return the tree of modules and parameters; a shared parameter has its first name."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    roles = parameter_roles(module)
+
+    def spec(param: nn.Parameter) -> ParamSpec:
+        name, shape, dtype = names[id(param)], tuple(param.shape), dtype_name(param.dtype)
+        return ParamSpec(name, shape, dtype, param.requires_grad, known_role=roles[name])
+
+    def describe(name: str, each: nn.Module) -> ModuleSpec:
+        own = tuple(spec(x) for x in each._parameters.values() if x is not None)
+        above, inner = name and f"{name}.", each.named_children()
+        children = tuple(describe(f"{above}{key}", child) for key, child in inner)
+        is_list = isinstance(each, nn.ModuleList | nn.Sequential)
+        is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
+        about = name, type(each).__name__, is_list, is_called
+        return ModuleSpec(*about, own, children, _is_lookup(each))
+
+    return describe("", module)
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Return whether it is an embedding without anything else, such as a norm."""
+    is_plain = type(module).forward is nn.Embedding.forward and len(module._parameters) == 1
+    return isinstance(module, nn.Embedding) and is_plain and not module._modules
+
+
+def module_units(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
+    """Return the units of a module, root first; with `classes` None, by its repeated blocks."""
+    return divide_into_units(
+        module_spec(module),
+        classes=classes,
+        embedding=_submodule_name(module, "get_input_embeddings"),
+        head=_submodule_name(module, "get_output_embeddings"),
+    )
+
+
+def block_names(module: nn.Module) -> list[str]:
+    return [unit.name for unit in module_units(module, None) if unit.kind == "block"]
+
+
+def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return the shapes of the parameters with a row for each token, by name.
+
+    The embedding is first. The list has all their names, with those that are tied.
+    """
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    owners = [_submodule_name(module, each) for each in getters]
+    places = dict(module.named_parameters(remove_duplicate=False))
+    names = [f"{owner}.{key}" for owner in owners for key in ("weight", "bias")]
+    every, params = [name for name in names if name in places], dict(module.named_parameters())
+    return {name: tuple(params[name].shape) for name in every if name in params}, every
+
+
+def _submodule_name(module: nn.Module, getter: str) -> str | None:
+    method = getattr(module, getter, None)
+    try:
+        found = method() if callable(method) else None
+    except NotImplementedError:  # from models of transformers without one
+        return None
+    if not isinstance(found, nn.Module):
+        return None
+    return next((name for name, each in module.named_modules() if each is found), None)
+
+
+def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for key, param in each._parameters.items():
+            if param is not None:
+                yield (f"{prefix}.{key}" if prefix else key), each, key, param
+
+
+def replace_meta_parameters(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Replace parameters on the meta device by what `make` returns for them; ties remain."""
+    made: dict[int, nn.Parameter] = {}
+    for _, owner, key, param in list(all_named_parameters(module)):
+        if param.is_meta:
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(make(param), requires_grad=param.requires_grad)
+            owner._parameters[key] = made[id(param)]
+
+
+def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
+    roles: dict[str, Role] = {}
+    for above, owner in module.named_modules():
+        for key, param in owner._parameters.items():
+            name = f"{above}.{key}" if above else key
+            if param is not None and name not in roles:
+                roles[name] = _role(module, name, owner, param)
+    return roles
+
+
+def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -> Role:
+    above, _, key = name.rpartition(".")
+    if param.ndim <= 1 or _is_vector(owner, key, param):
+        return "vector"
+    if isinstance(owner, (nn.Embedding, *_CONVOLUTIONS)) or param.ndim > 3:
+        return "other"
+    if _is_router(module, above, owner):
+        return "other"
+    if not type(owner).__module__.startswith(_TRANSFORMERS) and not isinstance(owner, nn.Linear):
+        return "matrix"  # of the user's own module
+    is_stack = param.ndim == 3 and ("Expert" in type(owner).__name__ or key in _EXPERT_MATRICES)
+    return "matrix" if is_stack or is_transposed(owner) is not None else "other"
+
+
+def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
+    """Return whether a parameter of several dimensions is a bias, the weight of a norm, or alike.
+
+    Biases of experts have a row for each, next to the matrices.
+    """
+    if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
+        return True
+    if isinstance(owner, nn.Linear | nn.Embedding):
+        return key == "bias"
+    if _ELEMENTWISE.search(key) or param.numel() == max(param.shape):
+        return True
+    stacks = (each for each in owner._parameters.values() if each is not None and each.ndim == 3)
+    return param.ndim == 2 and any(len(each) == len(param) for each in stacks)
+
+
+def _is_router(module: nn.Module, name: str, owner: nn.Module) -> bool:
+    """Return whether a module chooses experts: by its class, its name, or its neighbors."""
+    words = name.split(".")
+    if "Router" in type(owner).__name__ or any("router" in word for word in words):
+        return True
+    if not {"gate", "wg"} & {*words}:
+        return False
+    place = next(place for place, word in enumerate(words) if word in ("gate", "wg"))
+    above = module.get_submodule(".".join(words[:place]))
+    names = [name for name, _ in above.named_parameters()]
+    return any("expert" in each for each in names)
