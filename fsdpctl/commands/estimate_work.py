@@ -18,7 +18,7 @@ from fsdpctl.commands.estimate_report import (
 )
 from fsdpctl.commands.printing import emit, note, print_error, say, show_json
 from fsdpctl.config.compose import Composed
-from fsdpctl.config.schema import BATCH_SIZE_KEYS, Config, Origin
+from fsdpctl.config.schema import BATCH_KEYS, Config, Origin
 from fsdpctl.config.selection import (
     STRATEGY,
     Selection,
@@ -42,7 +42,7 @@ from fsdpctl.resolve.machine import notes_on_cores, notes_on_memory
 # Keys that follow from the machine or the data.
 _SIZED_BY = (
     "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
-    BATCH_SIZE_KEYS[0], "launch.nproc_per_node", "launch.device",
+    BATCH_KEYS[0], "launch.nproc_per_node", "launch.device",
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _estimated_settings(asked: Config, found: RunEstimate) -> Config:
     origins = {name: found.config.origin(name) for name in names}
     fixed = (key for key in _SIZED_BY if asked.is_auto(key))
     values = {key: found.config.value(key) for key in fixed}
-    config = config.changed({**values, BATCH_SIZE_KEYS[1]: None})  # the samples of a step are known
+    config = config.changed({**values, BATCH_KEYS[1]: None})  # the samples of a step are known
     return replace(config, origins={**config.origins, **origins})
 
 

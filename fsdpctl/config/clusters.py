@@ -12,7 +12,7 @@ from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_yaml
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
-PRICED = "priced"  # in the file of a cluster: who asks its price, on which day
+PRICED = "priced"  # the key of a cluster's file with the source and the day of its price
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,42 +79,45 @@ class Gpu(NamedTuple):
     """A GPU of a named cluster."""
 
     cluster: str
-    peak: float  # dense FLOP/s in bf16, by its data sheet
+    peak: float  # dense FLOP/s in bf16, as its data sheet says
 
 
 @cache
 def gpu_by_name(device_name: str) -> Gpu | None:
-    found = {}
+    """Return the GPU with the name that torch reports; None if no named cluster has it."""
+    matches = {}
     for cluster, content in _clusters():
         for name in content.get("device_names", ()):
             if re.search(rf"\b{name}\b", device_name, re.IGNORECASE):
-                found[name] = Gpu(cluster, float(content["flops"]) * 1e12)
-    return found[max(found, key=len)] if found else None  # A100-SXM4-40GB rather than A100
+                matches[name] = Gpu(cluster, float(content["flops"]) * 1e12)
+    # The longest name is the most specific one: A100-SXM4-40GB rather than A100.
+    return matches[max(matches, key=len)] if matches else None
 
 
 def clusters_with_memory(size: str) -> list[str]:
     """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
     digits = size.lower().rstrip("gib")
     most = float(digits) if digits.isdecimal() else 0.0
-    # A part of the memory is reserved.
-    return [x for x, about in _clusters() if 0.9 * most < float(about.get("memory", 0)) <= most]
+    # Torch reports up to 10% less than the nominal memory, of which a part is reserved.
+    return [x for x, content in _clusters() if 0.9 * most < float(content.get("memory", 0)) <= most]
 
 
 def clusters_like(text: str) -> list[str]:
     """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
-    word = text.lower()
-    model = re.search(r"[a-z]+[-_ ]?\d+", word)  # a100 is neither a10 nor one of two
-    start, word = (re.sub(r"[-_ ]", "", each) for each in (model[0] if model else word, word))
+    # The digits count: a100 is not a10.
+    model = re.search(r"[a-z]+[-_ ]?\d+", text.lower())
+    spelling = re.sub(r"[-_ ]", "", text.lower())
+    start = re.sub(r"[-_ ]", "", model[0]) if model else spelling
     similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
-    whole = [x for x in similar if all(part in word for part in x.split("_"))]
-    return [max(whole, key=len)] if whole else similar
+    exact = [x for x in similar if all(part in spelling for part in x.split("_"))]
+    return [max(exact, key=len)] if exact else similar
 
 
 def price_source(cluster: str) -> str:
-    """Return who asks the price of a cluster's file, and the day; empty if it has none."""
+    """Return the source and the day of a cluster's price; empty if the file has no price."""
     file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
-    about: Any = read_yaml(file) or {}
-    return str(about.get(PRICED, ""))
+    content: Any = read_yaml(file) or {}
+    return str(content.get(PRICED, ""))
 
 
 def _clusters() -> Iterator[tuple[str, Any]]:

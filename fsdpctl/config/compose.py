@@ -1,6 +1,6 @@
-"""Compose a `Config` from settings, a recipe and the options in conf/.
+"""Composition of a `Config` from settings, a recipe and the options in conf/.
 
-Hydra composes the options. Values never pass through its grammar, so any file name is safe.
+Hydra composes the options. Hydra's grammar never parses values, so values can be any file name.
 """
 
 import os
@@ -20,15 +20,7 @@ from fsdpctl.config.model_path import HF_OPTION, adapter_values, fetch_model_con
 from fsdpctl.config.options import choices_of, option_settings, option_values
 from fsdpctl.config.overrides import merge_overrides
 from fsdpctl.config.recipe import NO_TOML, find_recipe, read_recipe, recipe_names, without_missing
-from fsdpctl.config.schema import (
-    BATCH_SIZE_KEYS,
-    GROUPS,
-    KEYS,
-    LENGTH_KEYS,
-    SECTIONS,
-    Config,
-    Origin,
-)
+from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, LENGTH_KEYS, SECTIONS, Config, Origin
 from fsdpctl.config.serialize import to_config
 from fsdpctl.config.shorthands import (
     RANK_KEYS,
@@ -42,24 +34,24 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 TRAIN_OPTIONS = ("--recipe", "--resume", "--dry-run", "--print-config", "--help")
-_MOST_TOLD = 10  # mistakes of a command
+_MAX_MISTAKES = 10  # mistakes that one command reports
 T = TypeVar("T")
 
-# Keys that apply to every option of their group.
+# Keys that keep their values if another option of their group is selected.
 FOR_ANY_OPTION = ("model.lora.", "model.base_dtype", "data.val_fraction", "strategy.offload")
 
-OnChecked = Callable[[Config, str | None], None]
+OnChecked = Callable[[Config, str | None], None]  # receives the configuration and the recipe's name
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A configuration as it was asked for, and facts about its composition."""
+    """The requested configuration, and how it was composed."""
 
     config: Config
-    recipe: str | None = None  # its name, without directory and suffix
+    recipe: str | None = None  # the name of the recipe, without directory and suffix
     dropped: tuple[str, ...] = ()  # recipe keys overridden by an option, or by `model.lora.path`
-    renamed: tuple[str, ...] = ()  # options by their names in other tools, a line each
-    cluster: str | None = None  # as it is given
+    renamed: tuple[str, ...] = ()  # a line for each option that has another tool's name
+    cluster: str | None = None  # the text of `cluster`, such as 8xh100
 
     @property
     def has_cluster_of_recipe(self) -> bool:
@@ -67,9 +59,9 @@ class Composed:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """A line for each key of the recipe that is overridden."""
+        """A line for each overridden key of the recipe, with the reason."""
         causes = {
-            name: "that of model.lora.path applies"
+            name: "model.lora.path sets it"
             if name.startswith("model.lora.")
             else f"{name.split('.')[0]} is set on the command line"
             for name in self.dropped
@@ -85,30 +77,29 @@ def compose_config(
     on_checked: OnChecked | None = None,
     for_training: bool = False,
 ) -> Composed:
-    """Return the configuration of `settings` (KEY=VALUE settings) and a recipe.
+    """Return the configuration of `settings` (KEY=VALUE) and a recipe.
 
-    `converted` are the settings of the recipe if its file is another tool's. `on_checked` is called
-    with the configuration and the recipe's name before the model is read, which may import torch.
-    `for_training` is passed to `fetch_model_config`. UsageError if a setting is unknown or given
-    twice, or if a value is invalid.
+    If the recipe is the file of another tool, `converted` has its translated settings. `on_checked`
+    is called before the model is read, since reading the model may import torch. `for_training` is
+    passed to `fetch_model_config`. UsageError if a setting is unknown or set twice, or if a value
+    is invalid.
     """
     typed = parse_settings(settings)
     path = None if recipe is None else find_recipe(recipe)
-    known = converted or (read_recipe(path) if path and converted is None else ())
-    base = [x for x in known if x[0] not in dict(typed)]  # their values need not be valid
+    in_file = converted or (read_recipe(path) if path and converted is None else ())
+    base = [x for x in in_file if x[0] not in dict(typed)]  # replaced values may be invalid
     cluster = dict([*base, *typed]).get("cluster")
-    with _named(path):
-        _refuse_doubles(base)
+    with _with_location(path):
+        _refuse_duplicates(base)
         before, base = base, expand_shorthands(base, [])
-    written = {*dict(before), *(_split(word)[0] for word in settings)}
-    typed = expand_shorthands(typed, base)
-    given = {*dict(typed)}
-    kept, dropped = _below(base, given)
-    kept = without_missing(path, kept, given) if path else kept
-    pairs, renamed = translate_strategy(merge_overrides([*kept, *typed]))
-    with _named(path):
-        from_recipe = {*dict(kept)}
-        _each(_check_one, [pair for pair in pairs if pair[0] in from_recipe])
+    written_names = {*dict(before), *(_split(text)[0] for text in settings)}
+    typed_names = {*dict(typed := expand_shorthands(typed, base))}
+    base, dropped = _drop_replaced(base, typed_names)
+    base = without_missing(path, base, typed_names) if path else base
+    pairs, renamed = translate_strategy(merge_overrides([*base, *typed]))
+    with _with_location(path):
+        from_recipe = {*dict(base)}
+        _check_all(_check_pair, [pair for pair in pairs if pair[0] in from_recipe])
     values = option_values(choices := {x: text for x, text in pairs if x in GROUPS})
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
     if on_checked:
@@ -116,20 +107,21 @@ def compose_config(
     pairs = fetch_model_config(pairs, for_training=for_training)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
     of_model = model_values(choices, dict(pairs), values["model.config_json"])
-    of_adapters = adapter_values(choices, dict(pairs), given)
+    of_adapters = adapter_values(choices, dict(pairs), typed_names)
     dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
     values |= of_model | parsed | of_adapters
-    values["model.head_dim"] = of_model.get("model.head_dim")  # a number for `auto` too
+    values["model.head_dim"] = of_model.get("model.head_dim")  # `parsed` has None for `auto`
     origins = dict.fromkeys(of_model | of_adapters, Origin.DERIVED)
     has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].is_selected]
-    origins |= {x: Origin.RECIPE if x in from_recipe - given else Origin.TYPED for x in has_value}
-    # Ranks by the cluster of a recipe are those of its option.
-    origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written - given, Origin.OPTION)
+    from_recipe -= typed_names
+    origins |= {x: Origin.RECIPE if x in from_recipe else Origin.TYPED for x in has_value}
+    # A recipe with cluster=8xh100 sets no ranks itself; they belong to the option of the cluster.
+    origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written_names, Origin.OPTION)
     _resolve_alternatives(values, origins)
     origins |= dict.fromkeys(_autos(values, pairs), Origin.AUTO)
     of_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
     config = replace(to_config(values, choices), origins=of_options | origins)
-    if "data" not in written:
+    if "data" not in written_names:
         config = config.changed({"data.is_inferred": True})
     return Composed(config, path.stem if path else None, dropped, renamed, cluster)
 
@@ -140,51 +132,53 @@ def _autos(values: Mapping[str, Value], pairs: Sequence[Setting]) -> Iterator[st
 
 
 def default_config() -> Config:
-    """Return the configuration without any setting, before its model is read."""
+    """Return the configuration without settings, with the sizes of the default model unread."""
     return to_config(option_values({}), {})
 
 
-def parse_settings(words: Sequence[str]) -> list[Setting]:
-    """Return settings of the command line as they were typed, after a check of each by itself.
+def parse_settings(args: Sequence[str]) -> list[Setting]:
+    """Check each setting of the command line, and return the settings as they were typed.
 
-    UsageError if settings are unknown or given twice, or values invalid; with a text of each.
+    UsageError with a message for each setting that is unknown, set twice or has an invalid value.
     """
-    # The word after an unknown option is its value.
-    alone = [x for before, x in pairwise(["", *words]) if before[:2] != "--" or "=" in before + x]
-    typed = _each(_checked, [(word,) for word in alone])
-    _refuse_doubles(typed)
+    # The argument after an unknown option is taken for its value, and causes no second message.
+    settings = [x for before, x in pairwise(["", *args]) if before[:2] != "--" or "=" in before + x]
+    typed = _check_all(_check_setting, [(text,) for text in settings])
+    _refuse_duplicates(typed)
     return typed
 
 
 def without_shorthands(typed: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of the command line with those that their short forms stand for."""
+    """Return settings of the command line with shorthands replaced by full settings."""
     return dict(expand_shorthands([*typed.items()], [("data", "")]))
 
 
-def _checked(word: str) -> Setting:
-    pair = _split(word)
+def _check_setting(argument: str) -> Setting:
+    pair = _split(argument)
     pairs, _ = translate_strategy(merge_overrides(expand_shorthands([pair], [("data", "")])))
     for name, text in pairs:
-        _check_one(name, text)
+        _check_pair(name, text)
     return pair
 
 
-def _each(check: Callable[..., T], given: Sequence[tuple[str, ...]]) -> list[T]:
-    """Return the result of a check of each, or raise a UsageError with a text for each mistake."""
-    found, texts = list[T](), list[str]()
-    for each in given:
+def _check_all(check: Callable[..., T], arguments: Sequence[tuple[str, ...]]) -> list[T]:
+    """Return the results of a check; UsageError with a message for each argument that fails."""
+    results, messages = list[T](), list[str]()
+    for each in arguments:
         try:
-            found.append(check(*each))
+            results.append(check(*each))
         except UsageError as error:
-            texts += error.args
-    if texts:
-        more = len(texts) - _MOST_TOLD
-        raise UsageError(*texts[:_MOST_TOLD], *([f"and {more} more mistakes"] if more > 0 else []))
-    return found
+            messages += error.args
+    if messages:
+        more = len(messages) - _MAX_MISTAKES
+        rest = [f"and {more} more mistakes"] if more > 0 else []
+        raise UsageError(*messages[:_MAX_MISTAKES], *rest)
+    return results
 
 
 @contextmanager
-def _named(recipe: Path | None) -> Iterator[None]:
+def _with_location(recipe: Path | None) -> Iterator[None]:
+    """Prefix messages with the file of the recipe."""
     try:
         yield
     except UsageError as error:
@@ -192,72 +186,73 @@ def _named(recipe: Path | None) -> Iterator[None]:
         raise UsageError(*texts) from None
 
 
-def _below(base: list[Setting], given: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
-    """Return the settings of a recipe that stay below those given, and the names of ignored ones.
+def _drop_replaced(base: list[Setting], typed: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
+    """Return the settings of a recipe that apply, and the names of ignored settings.
 
-    An option of a group on the command line replaces the recipe's, with the keys of that option.
+    If the command line selects an option of a group, it replaces the option and the keys that the
+    recipe sets for this group, except for `FOR_ANY_OPTION`.
     """
-    chosen = given & set(GROUPS)
+    chosen = typed & set(GROUPS)
     dropped = tuple(
         name
         for name, _ in base
         if "." in name and name.split(".")[0] in chosen
-        if name not in given and not name.startswith(FOR_ANY_OPTION)
+        if name not in typed and not name.startswith(FOR_ANY_OPTION)
     )
     return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
 
 
-def _split(word: str) -> Setting:
-    name, equals, value = word.partition("=")
+def _split(text: str) -> Setting:
+    name, equals, value = text.partition("=")
     name = name.strip()
-    if word.startswith("-"):
-        known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
+    if text.startswith("-"):
+        suggestion = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
         if name in TRAIN_OPTIONS:
             raise UsageError(f"{name}: not an option of this command; `fsdpctl train` has it")
-        way = f"settings have the form KEY=VALUE{known or hint(name, list(TRAIN_OPTIONS))}"
-        raise UsageError(f"{word}: no such option; {way}")
+        advice = f"settings have the form KEY=VALUE{suggestion or hint(name, list(TRAIN_OPTIONS))}"
+        raise UsageError(f"{text}: no such option; {advice}")
     if name[:1] in ("+", "~") or "@" in name:
         problem = "adding and removing keys is not supported; `fsdpctl list` shows all keys"
         raise UsageError(f"{name}: {problem}")
     if not name:
-        raise UsageError(f"{word!r}: expected KEY=VALUE")
+        raise UsageError(f"{text!r}: expected KEY=VALUE")
     try:
-        word.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{word!r}: not valid UTF-8; rename it, or set PYTHONUTF8=1") from None
+        raise UsageError(f"{text!r}: not valid UTF-8; rename it, or set PYTHONUTF8=1") from None
     if name == "hydra" or name.startswith("hydra."):
         problem = "settings of Hydra are not supported; `fsdpctl list` shows all keys"
         raise UsageError(f"{name}: {problem}")
-    if word.endswith(".toml") and name not in KEYS:
-        raise UsageError(f"{word}: {NO_TOML}")
+    if text.endswith(".toml") and name not in KEYS:
+        raise UsageError(f"{text}: {NO_TOML}")
     if name in KEYS and KEYS[name].user_key:
         raise UsageError(f"{name}: no such key; set {KEYS[name].user_key}")
     if equals:
         return name, value
-    if is_model_name(word):
-        return "model", word
-    if is_hub_name(word):
-        way = f"if it is on the Hub, set model={word}"
-        raise UsageError(f"{word}: unknown model{did_you_mean(word, hub_models())}; {way}")
-    raise UsageError(f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}")
+    if is_model_name(text):
+        return "model", text
+    if is_hub_name(text):
+        advice = f"if it is on the Hub, set model={text}"
+        raise UsageError(f"{text}: unknown model{did_you_mean(text, hub_models())}; {advice}")
+    raise UsageError(f"{text}: expected KEY=VALUE, without spaces around the ={_meant_by(text)}")
 
 
-def _meant_by(word: str) -> str:
-    if word in KEYS or word in GROUPS:
+def _meant_by(text: str) -> str:
+    if text in KEYS or text in GROUPS:
         return ""
-    if word in recipe_names():
-        return f"; to use the recipe, pass --recipe {word}"
+    if text in recipe_names():
+        return f"; to use the recipe, pass --recipe {text}"
     for group in GROUPS:
-        if word in choices_of(group):
-            return f"; did you mean {group}={word}?"
-    if word.endswith(".json"):
+        if text in choices_of(group):
+            return f"; did you mean {group}={text}?"
+    if text.endswith(".json"):
         return "; recipes are YAML files"
-    if os.path.exists(word):
-        return f"; to train on the text, pass data=text data.path={word}"
-    return hint(word, [*KEYS, *GROUPS])
+    if os.path.exists(text):
+        return f"; to train on the text, pass data=text data.path={text}"
+    return hint(text, [*KEYS, *GROUPS])
 
 
-def _refuse_doubles(typed: Sequence[Setting]) -> None:
+def _refuse_duplicates(typed: Sequence[Setting]) -> None:
     seen: dict[str, str] = {}
     for name, value in typed:
         if name in seen:
@@ -265,7 +260,7 @@ def _refuse_doubles(typed: Sequence[Setting]) -> None:
         seen[name] = value
 
 
-def _check_one(name: str, text: str) -> None:
+def _check_pair(name: str, text: str) -> None:
     if name in GROUPS:
         choices = choices_of(name)
         if (name, text) == ("data", "own") or (name == "model" and text.startswith(SCRIPT_PREFIX)):
@@ -289,7 +284,7 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
     if group == "model":
         if "/" in text or os.path.isdir(text):
             return f"; model={HF_OPTION} model.path={text} loads a directory"
-        # llama4 is another model than llama3, however near the name.
+        # Suggest only models of the same number: llama3 for llama4 would be wrong.
         size = re.findall(r"\d+", text)
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, same) or f"; model={HF_OPTION} model.path=DIR loads another model"
@@ -302,14 +297,14 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 
 
 def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) -> None:
-    """Unset the alternatives to a length or a size that is typed, or else in the recipe."""
-    subjects = {"the length": LENGTH_KEYS, "the size of a step": BATCH_SIZE_KEYS}
+    """Unset other lengths if one is typed or else in the recipe, and likewise batch sizes."""
+    subjects = {"the length": LENGTH_KEYS, "the size of a step": BATCH_KEYS}
     for source, (subject, names) in product((Origin.TYPED, Origin.RECIPE), subjects.items()):
-        found = [x for x in names if origins.get(x) is source and values[x] is not None]
-        # In a file, these two mean the shorter length, as in other tools; typed, a mistake.
-        is_both = source is Origin.RECIPE and found == ["train.steps", "train.epochs"]
-        if len(found) > 1 and not is_both:
-            raise UsageError(f"{' and '.join(found)}: conflict; set {subject} with one of them")
-        for name in (each for each in names if found and each not in found):
+        set_names = [x for x in names if origins.get(x) is source and values[x] is not None]
+        # As in other tools, a file with both keys means the shorter length. Typed, it's a mistake.
+        is_both = source is Origin.RECIPE and set_names == ["train.steps", "train.epochs"]
+        if len(set_names) > 1 and not is_both:
+            raise UsageError(f"{' and '.join(set_names)}: conflict; set {subject} with one of them")
+        for name in (each for each in names if set_names and each not in set_names):
             values[name] = None if KEYS[name].optional else values[name]
             origins.pop(name, None)

@@ -9,17 +9,12 @@ from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.errors import UsageError
 
 CHAT, TEXT, TOKENS = "chat", "text", "tokens"
-DEFAULT_VAL_FRACTION = 0.02  # of the data, if neither a fraction nor files to validate on are named
-MAX_VAL_TOKENS = 1 << 24  # tokens: more make no validation loss more exact, and take hours
+DEFAULT_VAL_FRACTION = 0.02  # if neither a fraction nor validation files are set
+MAX_VAL_TOKENS = 1 << 24  # more tokens hardly change a validation loss, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
-LOSS_MASK_SUFFIX = ".loss"  # of a file with a byte per token: whether it is trained on
-TOKEN_NEIGHBORS = (
-    ".json",
-    ".idx",
-    ".index",
-    ".metadata",
-    LOSS_MASK_SUFFIX,
-)  # that describe token files
+LOSS_MASK_SUFFIX = ".loss"  # of a file with one byte per token: whether it is trained on
+# Suffixes of files that describe token files.
+TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS_MASK_SUFFIX)
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "keep")
@@ -98,49 +93,52 @@ class DataConfig:
         "chat: what to do with samples longer than train.seq_len",
         choices=("truncate", "drop"),
     )
-    # Whether the files of the path select the option, and no setting does.
+    # Whether the files in data.path select the option, since no setting `data` does.
     is_inferred: bool = field(default=False, compare=False)
 
     @property
     def new_token_texts(self) -> tuple[str, ...]:
+        """The texts of `new_tokens`."""
         return tuple(json.loads(self.new_tokens or "[]"))
 
     @property
     def uses_validation_files(self) -> bool:
-        """Whether validation files at data.path are used: no key of validation is set."""
+        """Whether validation files in data.path are used, since no key of validation is set."""
         return self.val_path is None and self.val_fraction is None
 
     @property
     def used_val_fraction(self) -> float:
-        """The fraction that is held out if there are no files of validation."""
+        """The fraction that is held out if there are no validation files."""
         return DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
     @property
     def holds_documents(self) -> bool:
+        """Whether a sequence may hold several documents that must not see one another."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
 
 
 def _tokens(text: str) -> str:
-    """Return the JSON of a list of tokens; UsageError if it isn't one, or one is given twice."""
+    """Return a list of tokens as JSON; UsageError if it's no list, or has a token twice."""
     try:
-        found = json.loads(text)
+        tokens = json.loads(text)
     except ValueError:
         inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
-        found = [each.strip().strip("'\"") for each in inner.split(",")]
-        found = None if re.search(r"[\[\]]", inner) else found
-    is_list = isinstance(found, list) and len(found) == len({*map(str, found)}) > 0
-    if not is_list or not all(isinstance(x, str) and x.strip() for x in found):
+        tokens = [each.strip().strip("'\"") for each in inner.split(",")]
+        tokens = None if re.search(r"[\[\]]", inner) else tokens
+    is_list = isinstance(tokens, list) and len(tokens) == len({*map(str, tokens)}) > 0
+    if not is_list or not all(isinstance(x, str) and x.strip() for x in tokens):
         raise UsageError(
             f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
             'JSON ["<|user|>", "<|end|>"]'
         )
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(tokens, ensure_ascii=False)
 
 
 def check_data_keys(config: DataConfig, typed: Collection[str] = ()) -> None:
-    """Check that no key is set that only other kinds of data have; UsageError if there is one.
+    """Refuse keys that don't apply to the kind of data.
 
-    Keys that are `typed` are set even if they have their defaults.
+    A key is set if its value isn't the default, or if it is in `typed`. UsageError if a key is only
+    valid with another kind.
     """
     default = DataConfig()
     for name, kinds in _ONLY_WITH.items():

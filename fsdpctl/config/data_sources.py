@@ -12,19 +12,19 @@ from fsdpctl.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A path, and its part of the data."""
+    """A path of training data, and its share of the tokens."""
 
     path: str
-    share: float | None = None  # of one; None: all of it
+    share: float | None = None  # a fraction of 1; None: the data isn't mixed by shares
     given_name: str | None = None
-    weight: float | None = field(default=None, compare=False)  # the share as given
+    weight: float | None = field(default=None, compare=False)  # the share as typed
 
     @property
     def name(self) -> str:
-        """Its name in metrics: of a file without suffixes, of a glob without its stars."""
-        words = [re.split(r"[*?\[]", each)[0] for each in self.path.split("/")]
-        found = [word.partition(".")[0].rstrip("-_") for word in words]
-        return self.given_name or next((each for each in found[::-1] if each), self.path)
+        """The name in metrics: the file name without suffixes and wildcards."""
+        parts = [re.split(r"[*?\[]", each)[0] for each in self.path.split("/")]
+        stems = [part.partition(".")[0].rstrip("-_") for part in parts]
+        return self.given_name or next((each for each in stems[::-1] if each), self.path)
 
     def text(self, path: str) -> str:
         name = "" if self.given_name is None else f"{self.given_name}="
@@ -32,42 +32,42 @@ class DataSource:
 
 
 def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
-    """Return what a key names: PATH, or NAME=PATH:SHARE for each, separated by commas.
+    """Return the sources in the value of a key: PATH, or NAME=PATH:SHARE separated by commas.
 
-    Names are optional. Shares are normalized to a sum of one. UsageError if only some have a share,
-    or if a number is not allowed.
+    Names are optional. Shares are normalized to a sum of 1. UsageError if only some sources have a
+    share, or if a share isn't above 0.
     """
     if os.path.exists(text):
         return [DataSource(text)]
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
-    found = [_source(word.strip(), key) for word in inner.split(",") if word.strip()]
-    if not found:
+    sources = [_source(part.strip(), key) for part in inner.split(",") if part.strip()]
+    if not sources:
         raise UsageError(f"{key}={text}: expected at least one file")
-    shares = [each.share for each in found if each.share is not None]
-    if shares and len(shares) < len(found):
-        missing = next(each.path for each in found if each.share is None)
+    shares = [each.share for each in sources if each.share is not None]
+    if shares and len(shares) < len(sources):
+        missing = next(each.path for each in sources if each.share is None)
         problem = f"{missing} has no share; give a share for all files or none"
         raise UsageError(f"{key}={text}: {problem}")
-    if len(found) == 1 or not shares:
-        return [DataSource(each.path, given_name=each.given_name) for each in found]
+    if len(sources) == 1 or not shares:
+        return [DataSource(each.path, given_name=each.given_name) for each in sources]
     total = sum(shares)
     if math.isclose(total, 1, abs_tol=1e-9):
-        total = 1.0  # so that shares that were normalized stay as they are
+        total = 1.0  # shares of a stored configuration are normalized; keep their exact values
     return [
         DataSource(each.path, (each.share or 0) / total, each.given_name, each.share)
-        for each in found
+        for each in sources
     ]
 
 
-def _source(word: str, key: str) -> DataSource:
-    """Return the source of a word; of a path that exists, `=` and colons are part of it."""
-    name, equals, rest = word.partition("=")
-    whole = os.path.expanduser(word)
-    places = glob.iglob(whole), glob.iglob(re.sub(r":[\d.e+-]+$", "", whole))
-    if not equals or "/" in name or os.path.exists(whole) or any(map(any, places)):
-        name, rest = "", word
+def _source(text: str, key: str) -> DataSource:
+    """Return the source in a text; `=` and colons belong to the path if such a path exists."""
+    name, equals, rest = text.partition("=")
+    whole = os.path.expanduser(text)
+    matches = glob.iglob(whole), glob.iglob(re.sub(r":[\d.e+-]+$", "", whole))
+    if not equals or "/" in name or os.path.exists(whole) or any(map(any, matches)):
+        name, rest = "", text
     path, share = os.path.expanduser(rest), None
     start, colon, last = path.rpartition(":")
     if colon and not os.path.exists(path):
@@ -75,13 +75,14 @@ def _source(word: str, key: str) -> DataSource:
             share = float(last)
             path = start
     if share is not None and not (math.isfinite(share) and share > 0):
-        raise UsageError(f"{key}: {word}: expected a share above 0")
+        raise UsageError(f"{key}: {text}: expected a share above 0")
     return DataSource(path, share, name or None)
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:
-    found = sources_in(text, key)
-    paths = [each.path if "://" in each.path else os.path.abspath(each.path) for each in found]
-    if len(found) == 1:
+    """Return the value of a key of data with absolute paths; URLs stay as they are."""
+    sources = sources_in(text, key)
+    paths = [each.path if "://" in each.path else os.path.abspath(each.path) for each in sources]
+    if len(sources) == 1:
         return paths[0]
-    return ",".join(each.text(path) for each, path in zip(found, paths, strict=True))
+    return ",".join(each.text(path) for each, path in zip(sources, paths, strict=True))

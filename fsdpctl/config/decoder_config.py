@@ -15,24 +15,26 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
-CONFIG_LOCATION = "the model's config.json"  # in messages about one that was read before
-# About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
-# names are: transformers would download and run them.
+CONFIG_LOCATION = "the model's config.json"  # location in messages about a stored config.json
+# Keys that describe the file rather than the model, or that fsdpctl sets. Names of kernels and
+# private names are excluded because transformers would download and run kernels.
 _FILE_KEYS = (
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-_METHODS = (FunctionType, classmethod, staticmethod, dict)  # of transformers' classes, and tables
-# Where transformers looks for the text model in a configuration.
-_PARTS = ("text_config", "decoder", "generator", "text_encoder")
-# Keys about the file, which fsdpctl sets when it writes one, and their values.
+# Types of class attributes of transformers' configurations that a file must not replace.
+_METHODS = (FunctionType, classmethod, staticmethod, dict)
+# Keys under which transformers looks for the text model of a multimodal model.
+_SUBCONFIGS = ("text_config", "decoder", "generator", "text_encoder")
+# Keys that fsdpctl sets when it writes a config.json, and their allowed values.
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "auto")
-_ABOUT = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
-# Of the errors of transformers' validators: the key, the type and the value; or what precedes them.
+_FILE_VALUES = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
+# Messages of transformers' validators: one with key, type and value; the prefix of others.
 _FIELD = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
 _VALIDATOR = re.compile(r"Class validation error for validator '\w+': \w+: ")
 _TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
-# Our keys, and the attributes of a configuration of transformers; the first that is set counts.
+# fsdpctl's names of sizes, and attributes of transformers' configurations. The first one that a
+# configuration has counts.
 SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
@@ -45,28 +47,29 @@ SIZE_NAMES = {
 }
 
 
-def sizes_and_config(content: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the settings of a model by its config.json, without the prefix `model.`.
+def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str]:
+    """Return the sizes and the canonical config.json of a model, without the prefix `model.`.
 
-    `where` is the file, for messages. UsageError if the installed transformers has no code for a
-    causal decoder of this type, or if a value is out of its bounds.
+    `location` begins messages. UsageError if the installed transformers has no causal decoder of
+    this type, or rejects a value.
     """
     if content.get("quantization_config") is not None:
-        raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
-    _check_about(content, where)
-    kept = _of_the_model(content)
-    config = read_configuration(kept, where, own_code="auto_map" in content)
-    if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
-        kept = {**_of_the_model(config.to_diff_dict()), "model_type": config.model_type}
-    words = {"config_json": canonical_json(kept)}
+        raise UsageError(f"{location}: quantization_config: not supported; expected full weights")
+    _check_file_values(content, location)
+    model_keys = _without_file_keys(content)
+    config = read_configuration(model_keys, location, has_code="auto_map" in content)
+    if config.model_type != model_keys["model_type"]:  # the text part of a multimodal model
+        model_keys = {**_without_file_keys(config.to_diff_dict()), "model_type": config.model_type}
+    settings = {"config_json": canonical_json(model_keys)}
     for ours, theirs in SIZE_NAMES.items():
         value = _value(config, theirs)
-        if value is not None and value >= 0:  # negative: a default without a limit
-            words[ours] = str(value).lower()
-    return {"num_kv_heads": words.get("num_heads", "1"), **words}
+        if value is not None and value >= 0:  # a negative number means no limit
+            settings[ours] = str(value).lower()
+    return {"num_kv_heads": settings.get("num_heads", "1"), **settings}
 
 
 def config_dict(model: ModelConfig) -> dict[str, Any]:
+    """Return the content of a model's config.json."""
     return parse_json(str(model.config_json), dict[str, Any], CONFIG_LOCATION)
 
 
@@ -76,11 +79,12 @@ def _configuration(text: str) -> Any:
 
 
 def config_value(model: ModelConfig, name: str) -> Any:
-    """Return a value of a model's config.json, or its default in transformers; None without one."""
+    """Return a value of config.json, else its default in transformers, else None."""
     return getattr(_configuration(str(model.config_json)), name, None)
 
 
 def model_type_of(model: ModelConfig) -> str:
+    """Return transformers' `model_type` of a model, such as llama."""
     return model_type_in(str(model.config_json))
 
 
@@ -90,41 +94,42 @@ def model_type_in(text: str) -> str:
 
 
 def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of config.json, as transformers writes it, for weights of `dtype`.
+    """Return the content of config.json as transformers writes it, for weights of `dtype`.
 
-    Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
-    such as token ids, are kept.
+    `source` is the config.json of the pretrained model: its other keys, such as token ids, are
+    copied.
     """
     content = config_dict(model)
     family = content["model_type"]
     from transformers.models.auto import modeling_auto
 
-    kept = dict(source) if source.get("model_type") == family else {}
-    kept.pop("torch_dtype", None)
+    source_keys = dict(source) if source.get("model_type") == family else {}
+    source_keys.pop("torch_dtype", None)
     try:
-        config = read_configuration({**kept, **content}, CONFIG_LOCATION)
-    except UsageError:  # a value that is not the model's, such as a label
-        config = read_configuration({**_of_the_model(kept), **content}, CONFIG_LOCATION)
+        config = read_configuration({**source_keys, **content}, CONFIG_LOCATION)
+    except UsageError:  # another key of the source, such as a label, is invalid
+        config = read_configuration({**_without_file_keys(source_keys), **content}, CONFIG_LOCATION)
     class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    config.architectures = kept.get("architectures") or [class_name]
+    config.architectures = source_keys.get("architectures") or [class_name]
     config.dtype = dtype
     written: dict[str, Any] = json.loads(config.to_json_string())
     return written
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    return with_config(model, with_other_sizes(config_dict(model), sizes, CONFIG_LOCATION), **sizes)
+    return with_config(model, resize(config_dict(model), sizes, CONFIG_LOCATION), **sizes)
 
 
 def with_config(model: ModelConfig, content: Mapping[str, Any], **sizes: Any) -> ModelConfig:
     return replace(model, **sizes, config_json=canonical_json(content))
 
 
-def with_other_sizes(
-    content: Mapping[str, Any], sizes: Mapping[str, Any], where: str
-) -> dict[str, Any]:
-    """Return the content with other sizes by our keys; kinds of blocks repeat if there are more."""
-    config, changed = read_configuration(content, where), dict(content)
+def resize(content: Mapping[str, Any], sizes: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Return the content of config.json with other sizes, by fsdpctl's names.
+
+    Lists with one item per block, such as kinds of attention, are repeated or cut.
+    """
+    config, changed = read_configuration(content, location), dict(content)
     for ours, value in sizes.items():
         names = [name for name in SIZE_NAMES.get(ours, ()) if _value(config, [name]) is not None]
         if not names or value is None:
@@ -138,57 +143,57 @@ def with_other_sizes(
     return changed
 
 
-def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
+def _without_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: _of_the_model(value) if isinstance(value, Mapping) else value
+        name: _without_file_keys(value) if isinstance(value, Mapping) else value
         for name, value in content.items()
         if name not in _FILE_KEYS and (name == "__float__" or not str(name).startswith("_"))
     }
 
 
 def canonical_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a config.json that equal contents share."""
+    """Return the JSON of a content; equal contents have equal texts."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool = False) -> Any:
-    """Return transformers' configuration object of a causal decoder with this config.json.
+def read_configuration(content: Mapping[str, Any], location: str, *, has_code: bool = False) -> Any:
+    """Return transformers' configuration object for the content of a config.json.
 
-    `where` is the file, for messages; `own_code`: its directory comes with code of its own, which
-    is never run. UsageError if transformers does not know the model or its values.
+    `location` begins messages. `has_code`: the directory has Python code, which fsdpctl never runs.
+    UsageError if transformers has no such causal decoder, or rejects a value.
     """
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
     family, version = str(content.get("model_type")), transformers.__version__
-    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if family not in known:
-        hint = did_you_mean(family, list(known))
-        own = ", and fsdpctl runs no code from model directories" if own_code else ""
-        problem = f"model_type {family}: not a causal decoder of transformers {version}{own}{hint}"
-        raise UsageError(f"{where}: {problem}")
-    if not known[family].endswith(("ForCausalLM", "LMHeadModel")):
+    class_names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family not in class_names:
+        hint = did_you_mean(family, list(class_names))
+        hint = f"{', and fsdpctl runs no code from model directories' * has_code}{hint}"
+        problem = f"model_type {family}: not a causal decoder of transformers {version}{hint}"
+        raise UsageError(f"{location}: {problem}")
+    if not class_names[family].endswith(("ForCausalLM", "LMHeadModel")):
         raise UsageError(
-            f"{where}: model_type {family}: {known[family]} is not a text decoder; expected the "
-            f"{CONFIG_JSON} of a text model"
+            f"{location}: model_type {family}: {class_names[family]} is not a text decoder; "
+            f"expected the {CONFIG_JSON} of a text model"
         )
     try:
         with _silent(transformers.logging):
-            made = configuration_auto.CONFIG_MAPPING[family]
+            config_class = configuration_auto.CONFIG_MAPPING[family]
             for name in content:
-                if isinstance(getattr_static(made, name, None), _METHODS):
-                    raise UsageError(f"{where}: {name}: not a key of such a file")
-            _check_parts(content, where, made.sub_configs)
+                if isinstance(getattr_static(config_class, name, None), _METHODS):
+                    raise UsageError(f"{location}: {name}: not a key of such a file")
+            _check_parts(content, location, config_class.sub_configs)
             numbers = json.loads(json.dumps(content), object_hook=_special_float)
-            return made.from_dict(numbers).get_text_config()
+            return config_class.from_dict(numbers).get_text_config()
     except UsageError:
         raise
-    except Exception as error:  # its validators raise what they like
-        raise UsageError(f"{where}: {_rejection(error)} (transformers {version})") from None
+    except Exception as error:  # validators of transformers raise arbitrary exceptions
+        raise UsageError(f"{location}: {_rejection(error)} (transformers {version})") from None
 
 
 def known_names(config: Any) -> dict[str, Collection[str]]:
-    """Return the keys of a configuration of transformers, with those of mappings in it."""
+    """Return the keys of a configuration of transformers, each with the keys of its mapping."""
     from transformers.modeling_rope_utils import RopeParameters
 
     names: dict[str, Collection[str]] = {
@@ -214,46 +219,46 @@ def _silent(logging: Any) -> Iterator[None]:
 
 
 def _special_float(content: dict[str, Any]) -> Any:
-    """Return an infinite number as transformers writes it to JSON, or the content."""
+    """Return the float of transformers' {"__float__": "Infinity"}, or the content."""
     return float(content["__float__"]) if [*content] == ["__float__"] else content
 
 
 def _value(config: Any, names: Sequence[str]) -> int | float | None:
-    """Return the first attribute that is a number; one that differs by layer has none."""
+    """Return the first attribute that is a number; a size that differs by layer is a list."""
     for name in names:
         try:
             value = getattr(config, name)
-        except Exception:  # transformers raises its own
+        except Exception:  # attributes may be properties that raise arbitrary exceptions
             continue
         if isinstance(value, int | float):
             return value
     return None
 
 
-def _check_parts(content: Mapping[str, Any], where: str, parts: Collection[str]) -> None:
-    for name in {*_PARTS, *parts} & content.keys():
+def _check_parts(content: Mapping[str, Any], location: str, parts: Collection[str]) -> None:
+    for name in {*_SUBCONFIGS, *parts} & content.keys():
         value = content[name]
         if value is not None and name not in parts:
             problem = f"{name}: not supported; {content.get('model_type')} has no such part"
-            raise UsageError(f"{where}: {problem}")
+            raise UsageError(f"{location}: {problem}")
         if value is not None and not isinstance(value, Mapping):
-            raise UsageError(f"{where}: {name}: expected a mapping, got {_shown(value)}")
+            raise UsageError(f"{location}: {name}: expected a mapping, got {_shown(value)}")
 
 
-def _check_about(content: Mapping[str, Any], where: str) -> None:
-    for name, known in _ABOUT.items():
+def _check_file_values(content: Mapping[str, Any], location: str) -> None:
+    for name, allowed in _FILE_VALUES.items():
         value = content.get(name)
         text = str(value).lower().removeprefix("torch.")
-        if text not in (*known, "none") and not isinstance(value, Mapping):
-            expected = f"{', '.join(known)}{did_you_mean(text, known)}"
-            raise UsageError(f"{where}: {name} {_shown(value)}: expected {expected}")
+        if text not in (*allowed, "none") and not isinstance(value, Mapping):
+            expected = f"{', '.join(allowed)}{did_you_mean(text, allowed)}"
+            raise UsageError(f"{location}: {name} {_shown(value)}: expected {expected}")
 
 
 def _rejection(error: Exception) -> str:
-    """Return what transformers rejects: `KEY VALUE: expected TYPE`, or its own reason."""
+    """Return the reason of a rejection: `KEY VALUE: expected TYPE`, or transformers' message."""
     reason = " ".join(str(error).split()) or type(error).__name__
-    if found := _FIELD.search(reason):
-        name, kind, value = found.groups()
+    if match := _FIELD.search(reason):
+        name, kind, value = match.groups()
         return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(kind, kind)}"
     return _VALIDATOR.sub("", reason)
 

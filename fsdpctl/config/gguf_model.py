@@ -1,6 +1,6 @@
-"""The model in a GGUF file, as a config.json that is made of the file's metadata.
+"""The model in a GGUF file: its metadata as a config.json.
 
-What a file leaves out is what llama.cpp takes, or else transformers.
+Values that a file lacks are llama.cpp's defaults, or else those of transformers.
 """
 
 import math
@@ -18,14 +18,14 @@ from fsdpctl.io.gguf_header import (
 )
 from fsdpctl.io.untrusted import parse_json
 
-# transformers' names of the architectures of files.
+# transformers' model_type for each architecture of GGUF files.
 _FAMILIES = {
     "falcon": "falcon", "gemma2": "gemma2", "gemma3": "gemma3_text", "llama": "llama",
     "nemotron": "nemotron", "phi3": "phi3", "qwen2": "qwen2", "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm", "starcoder2": "starcoder2",
 }  # fmt: skip
 _NORMS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
-# transformers' names of sizes, of which a family has one or none.
+# transformers' names of sizes; a configuration class has at most one name of each row.
 _NAMES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -48,27 +48,28 @@ _NAMES = {
 }
 _REQUIRED = ("context_length", "block_count", "embedding_length", "attention.head_count")
 _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_", "final_")
-# Keys that are read otherwise, or that change nothing.
+# Keys that other code reads, or that change nothing.
 _OTHERS = (
     "vocab_size", "attention.value_length", "attention.scale", "tensor_data_layout",
     "use_parallel_residual", "attention.key_length",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
-_LARGE = {"gemma2": 46, "gemma3": 62}  # blocks of the 27B, whose attention has another scale
+# Blocks of the 27B models of these families, whose attention has another scale.
+_LARGE = {"gemma2": 46, "gemma3": 62}
 _SCALED = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_attn_factor": "attention_factor",
 }  # fmt: skip
-# Tensors that scale rotary embeddings, which are not read.
+# Tensors that scale rotary embeddings; fsdpctl does not read them.
 SCALINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
     """Return the content of a config.json for the model in a GGUF file.
 
-    UsageError if the file is damaged, or its model not supported.
+    UsageError if the file is damaged, or if its model is not supported.
     """
     return dict(_config(path.absolute(), path.stat().st_mtime_ns)[0])
 
@@ -78,17 +79,19 @@ def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     header = read_header(path)
     kind = header.architecture
     if kind not in _FAMILIES:
-        known = f"{did_you_mean(kind, list(_FAMILIES))}; expected {', '.join(_FAMILIES)}"
-        raise UsageError(f"{path}: architecture {kind}: not supported{known}")
+        families = f"{did_you_mean(kind, list(_FAMILIES))}; expected {', '.join(_FAMILIES)}"
+        raise UsageError(f"{path}: architecture {kind}: not supported{families}")
     if problem := _problem(header):
         raise UsageError(f"{path}: {problem}")
-    if (own := header.metadata.get(GGUF_CONFIG_JSON)) is None:
+    if (exported := header.metadata.get(GGUF_CONFIG_JSON)) is None:
         return _made(header)
-    return _made(header)[0] | parse_json(own, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}"), ()
+    return _made(header)[0] | parse_json(
+        exported, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}"
+    ), ()
 
 
 def _problem(header: GgufHeader) -> str:
-    """Return what the metadata lack, or have that cannot be, or an empty text."""
+    """Return the missing or impossible value of the metadata, or an empty text."""
     kind, tensors, width = header.architecture, header.tensors, _head_width(header)
     required = [*_REQUIRED, *(["feed_forward_length"] if not header.get("expert_count") else [])]
     for key in required:
@@ -112,7 +115,7 @@ def _problem(header: GgufHeader) -> str:
     if header.get("rope.dimension_count", width) > width:
         return f"{kind}.rope.dimension_count: expected at most {width}, as heads have"
     if kind == "falcon" and header.get("attention.head_count_kv", 1) != 1:
-        return "falcon with several heads of keys: not supported; their order is another one"
+        return "falcon with several key heads: not supported; the file orders them differently"
     scale = header.get("attention.scale")
     if scale is not None and kind not in _LARGE and not math.isclose(scale, width**-0.5):
         return f"{kind}.attention.scale={scale}: not supported by transformers"
@@ -131,69 +134,72 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     kind, tensors, width = header.architecture, header.tensors, _head_width(header)
-    usual = AutoConfig.for_model(_FAMILIES[kind])
-    known = {*usual.to_dict(), *usual.attribute_map, "rope_theta"}
-    known |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(kind, set())
+    default = AutoConfig.for_model(_FAMILIES[kind])
+    names = {*default.to_dict(), *default.attribute_map, "rope_theta"}
+    names |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(kind, set())
     parts = {key.partition("."): value for key, value in header.metadata.items()}
-    told = {key: value for (first, _, key), value in parts.items() if first == kind}
-    made: dict[str, Any] = {"model_type": _FAMILIES[kind]}
-    left = {"attention.head_count_kv": told["attention.head_count"], "attention.key_length": width}
-    for key, value in (left | told).items():
-        for name in known.intersection(_NAMES.get(key, "").split()):
-            made[name] = value or None
-            told.pop(key, None)
+    unread_keys = {key: value for (first, _, key), value in parts.items() if first == kind}
+    config: dict[str, Any] = {"model_type": _FAMILIES[kind]}
+    defaults = {
+        "attention.head_count_kv": unread_keys["attention.head_count"],
+        "attention.key_length": width,
+    }
+    for key, value in (defaults | unread_keys).items():
+        for name in names.intersection(_NAMES.get(key, "").split()):
+            config[name] = value or None
+            unread_keys.pop(key, None)
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
-        made[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    made["vocab_size"] = tensors[GGUF_EMBEDDING].shape[0]
-    made["tie_word_embeddings"] = "output.weight" not in tensors or kind == "falcon"
+        config[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    config["vocab_size"] = tensors[GGUF_EMBEDDING].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors or kind == "falcon"
     if kind == "stablelm":
-        made["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)
-        made["use_parallel_residual"] = not any(".ffn_norm." in name for name in tensors)
+        config["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)
+        config["use_parallel_residual"] = not any(".ffn_norm." in name for name in tensors)
     if kind == "qwen3moe":
-        made["norm_topk_prob"] = True  # as in llama.cpp
-    rotated = told.pop("rope.dimension_count", width)
-    if "partial_rotary_factor" in (usual.rope_parameters or {}):
-        made["partial_rotary_factor"] = rotated / width
+        config["norm_topk_prob"] = True  # llama.cpp always normalizes
+    rotated = unread_keys.pop("rope.dimension_count", width)
+    if "partial_rotary_factor" in (default.rope_parameters or {}):
+        config["partial_rotary_factor"] = rotated / width
     elif rotated != width:
-        told["rope.dimension_count"] = rotated
-    notes = [*_scale_rope(made, told, header), *_scale_attention(made, header)]
-    words, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if words == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
-        notes.append(f"its tokenizer splits words as gpt-2, not as {pre}; set data.tokenizer")
-    if unread := sorted(key for key, value in told.items() if value and key not in _OTHERS):
+        unread_keys["rope.dimension_count"] = rotated
+    notes = [*_scale_rope(config, unread_keys, header), *_scale_attention(config, header)]
+    vocabulary, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if vocabulary == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
+        notes.append(f"its tokenizer splits text as gpt-2, not as {pre}; set data.tokenizer")
+    if unread := sorted(key for key, value in unread_keys.items() if value and key not in _OTHERS):
         notes.append(f"{', '.join(unread)}: not read, as in transformers")
-    return made, tuple(notes)
+    return config, tuple(notes)
 
 
-def _scale_rope(made: dict[str, Any], told: dict[str, Any], header: GgufHeader) -> list[str]:
-    kind = told.pop("rope.scaling.type", "none")
-    scaling = {name: told.pop(key) for key, name in _SCALED.items() if key in told}
+def _scale_rope(config: dict[str, Any], unread: dict[str, Any], header: GgufHeader) -> list[str]:
+    kind = unread.pop("rope.scaling.type", "none")
+    scaling = {name: unread.pop(key) for key, name in _SCALED.items() if key in unread}
     if kind in ("linear", "yarn") and "factor" in scaling:
-        made["rope_scaling"] = {"rope_type": kind, **scaling}
+        config["rope_scaling"] = {"rope_type": kind, **scaling}
         return []
     if kind == "none" and not header.tensors.keys() & set(SCALINGS):
         return []
     return [
-        "its scaling of rotary embeddings is not read, as in transformers; set it by "
+        "scaling of rotary embeddings: not read, as in transformers; set "
         "model.overrides.rope_scaling"
     ]
 
 
-def _scale_attention(made: dict[str, Any], header: GgufHeader) -> list[str]:
+def _scale_attention(config: dict[str, Any], header: GgufHeader) -> list[str]:
     kind, key = header.architecture, "query_pre_attn_scalar"
     if kind == "starcoder2" and header.get("attention.sliding_window") is None:
-        return ["such files have no window of attention; set model.overrides.sliding_window"]
+        return ["no attention window in such files; set model.overrides.sliding_window"]
     if kind in _LARGE and (scale := header.get("attention.scale")):
-        made[key] = round(scale**-2)
-    elif kind in _LARGE and made["num_hidden_layers"] == _LARGE[kind]:
-        made[key] = made["hidden_size"] // made["num_attention_heads"]
-    elif kind in _LARGE and made["head_dim"] != 256:
-        return [f"it has no scale of attention; 256 is taken, set model.overrides.{key}"]
+        config[key] = round(scale**-2)
+    elif kind in _LARGE and config["num_hidden_layers"] == _LARGE[kind]:
+        config[key] = config["hidden_size"] // config["num_attention_heads"]
+    elif kind in _LARGE and config["head_dim"] != 256:
+        return [f"no attention scale in the file; 256 is used, set model.overrides.{key}"]
     return []
 
 
 def notes_on_gguf(path: str | None) -> tuple[str, ...]:
-    """Return notes if the model is in a GGUF file of which a part is ignored."""
+    """Return a line for each value of a GGUF file that is ignored; () for other models."""
     if path is None or not is_gguf(Path(path)):
         return ()
     file = Path(path)

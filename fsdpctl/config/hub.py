@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face Hub: in its cache, fetched into it, or known."""
+"""Models by their name on the Hugging Face Hub: cached, fetched, or in the table of models."""
 
 import os
 import re
@@ -19,13 +19,13 @@ from fsdpctl.io.untrusted import read_json
 TABLE = Path(__file__).parent / "hub_models.json"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _SNAPSHOT = re.compile(r"(.+)/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
-# Data of a model that is not weights: nothing that Python could run or unpickle.
+# Files other than weights. They contain nothing that Python could run or unpickle.
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja|model|txt|spm|codes|tokenizer)|additional_chat_templates/[^/]+\.jinja"
 )
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-Part = Literal["config", "tokenizer", "weights"]  # each with those before it
+Part = Literal["config", "tokenizer", "weights"]  # each includes the parts before it
 
 
 def local_model(
@@ -33,10 +33,10 @@ def local_model(
 ) -> str:
     """Return the directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
-    As in transformers, an existing directory of that name takes precedence. What the cache lacks up
-    to `part` is fetched, also of a directory in the cache. With `table`, a name that it has and the
-    cache lacks is returned as it is. `key` begins messages. UsageError if it is not on the Hub
-    either, cannot be fetched, or may not be.
+    As in transformers, an existing directory of that name takes precedence. Files of `part` that
+    the cache lacks are fetched, also if `path` is a directory in the cache. With `table`, a name in
+    the table of models is returned unchanged if the cache lacks the model. `key` begins messages.
+    UsageError if the model is not on the Hub, or if fetching fails or is disabled.
     """
     if (repository := _repository(path, key)) is None:
         return path
@@ -46,9 +46,9 @@ def local_model(
         if is_offline():
             raise repository.missing_error(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
-            way = f"as {parent} is one, it is not looked for on the Hub"
+            note = f"as {parent} is one, it is not looked for on the Hub"
             raise UsageError(
-                f"{repository.location}: no such directory{nearest_path_hint(path)}; {way}"
+                f"{repository.location}: no such directory{nearest_path_hint(path)}; {note}"
             )
         with repository.locked():
             for each in ("tokenizer", part) if part == "weights" else (part,):
@@ -57,20 +57,20 @@ def local_model(
 
 
 def cached_model(path: Path, part: Part = "weights") -> Path:
-    """Return the directory of a model for its name, fetched if need be, or the path itself."""
-    found = _repository(str(path))
-    is_path = found is None or (path.parent.is_dir() and not found.folder.is_dir())
+    """Return the directory of a model for its name after fetching, or a path unchanged."""
+    repository = _repository(str(path))
+    is_path = repository is None or (path.parent.is_dir() and not repository.folder.is_dir())
     return path if is_path else Path(local_model(str(path), part, key=""))
 
 
 def has_weights(path: Path) -> bool:
-    """Return whether nothing of a model, or of its directory in the cache, has to be fetched."""
+    """Return whether all files of a model are on this machine."""
     repository = _repository(str(path))
     return repository is None or not _missing(repository, "weights")
 
 
 def print_missing_weights(path: str) -> bool:
-    """Print what a run would fetch, for a directory in the cache; return whether it is anything."""
+    """Print the files that a run would fetch, and return whether there are any."""
     repository = _repository(path)
     if repository is None or not (missing := _missing(repository, "weights")):
         return False
@@ -81,29 +81,30 @@ def print_missing_weights(path: str) -> bool:
 
 
 def part_for_training(model: ModelConfig) -> Part:
+    """Return the part of a model that a run reads."""
     return "weights" if model.is_pretrained else "tokenizer"
 
 
 def _repository(path: str, key: str = "model.path=") -> Repository | None:
-    where = f"{key}{path}"
+    location = f"{key}{path}"
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
-        return Repository(f"{match[2]}/{match[3]}", match[4], "model", where)
+        return Repository(f"{match[2]}/{match[3]}", match[4], "model", location)
     match = _NAME.fullmatch(path)
     is_path = path.startswith(f"{RUNS}/") or ".." in path or path.endswith(GGUF_SUFFIX)
     if match is None or is_path or os.path.exists(path):
         return None
-    return Repository(match[1], match[2], "model", where)
+    return Repository(match[1], match[2], "model", location)
 
 
 def _fetch(repository: Repository, part: Part) -> None:
-    """Fetch what is missing of a part; that of the weights is known from their index."""
+    """Fetch the missing files of a part. The files of weights are listed in their index."""
     if not _missing(repository, part):
         return  # another process has fetched it
-    found = repository.fetch(lambda names: _needed(names, repository.snapshot(), part))
+    listed = repository.fetch(lambda names: _needed(names, repository.snapshot(), part))
     if missing := _missing(repository, part):
-        others = sorted(each for each in found if each.endswith((".bin", ".pt", ".pth", ".gguf")))
-        other = f"; {others[0]} is not read" if others and missing != CONFIG_JSON else ""
-        raise UsageError(f"{repository.location}: {missing} is missing on the Hub{other}")
+        unread = sorted(each for each in listed if each.endswith((".bin", ".pt", ".pth", ".gguf")))
+        note = f"; {unread[0]} is not read" if unread and missing != CONFIG_JSON else ""
+        raise UsageError(f"{repository.location}: {missing} is missing on the Hub{note}")
 
 
 def _missing(repository: Repository, part: Part) -> str:
@@ -116,16 +117,16 @@ def _missing(repository: Repository, part: Part) -> str:
 
 
 def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[str]:
-    """Return the files of a part; `names` are all those on the Hub, or none if unknown."""
+    """Return the files of a part; `names` are all files on the Hub, or empty if unknown."""
     needed = [CONFIG_JSON]
     if part == "config":
         return needed
     needed += filter(_SMALL.fullmatch, names)
     if part == "tokenizer":
         return needed
-    here = {each.name for each in snapshot.iterdir()} if snapshot else set()
+    cached = {each.name for each in snapshot.iterdir()} if snapshot else set()
     single = [x for x in names if x.endswith(".safetensors") and "/" not in x]
-    if _SINGLE not in {*names, *here} and snapshot is not None and _INDEX in here:
+    if _SINGLE not in {*names, *cached} and snapshot is not None and _INDEX in cached:
         weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
         shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
         return needed + sorted(
@@ -138,9 +139,9 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
 def hub_models() -> dict[str, dict[str, Any]]:
     """Return the configurations of published models by name, for estimates.
 
-    The table has facts only, with their source: the values of config.json that differ from the
-    defaults of transformers, with resolved rope_parameters, and the public number of parameters,
-    which a test compares with the module's. Models can have equal configurations.
+    The table has the values of config.json that differ from transformers' defaults, with resolved
+    rope_parameters, their source, and the published number of parameters, which a test compares
+    with the number in the module. Several names can have one configuration.
     """
     content = read_json(TABLE, dict[str, Any])
     models: dict[str, dict[str, Any]] = content["models"]

@@ -12,71 +12,75 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.texts import refuse_credentials
 
 AUTO, NONE = "auto", "none"
-_LARGEST_WHOLE = 2**53  # up to here, a float such as 1e3 is exact
-Setting = tuple[str, str]  # a dotted name, or a group, and its text
-Value = str | int | float | bool | None  # None: `auto`, or not set if optional
+_LARGEST_WHOLE = 2**53  # floats such as 1e3 represent whole numbers exactly up to this limit
+Setting = tuple[str, str]  # the name of a key or group, and the text of its value
+Settings = Mapping[str, str]  # texts by name
+Value = str | int | float | bool | None  # None: `auto`, or not set if the key is optional
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """A configuration key."""
 
-    name: str  # dotted
+    name: str  # SECTION.FIELD
     type: Literal["text", "whole number", "number", "true or false"]
     default: Value
     meaning: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
-    within: tuple[float, float] | None = None  # both limits, in place of a minimum
-    auto: bool = False  # allows `auto`, stored as None
-    is_selected: bool = False  # allows `auto`: None with `Origin.AUTO`; None alone is a value
-    optional: bool = False  # may be left unset
+    within: tuple[float, float] | None = None  # lower and upper limit; replaces `minimum`
+    auto: bool = False  # whether `auto` is allowed; stored as None
+    # Whether `auto` is allowed, stored as None with `Origin.AUTO`, while None alone is a value.
+    is_selected: bool = False
+    optional: bool = False  # whether the key may be unset
     is_path: bool = False
-    is_list: bool = False  # may be a list in a file
-    normalize: Callable[[str], str] | None = None  # of a list of `choices`: its one text; or fails
-    user_key: str = (
-        ""  # the key to set: this one is in files of runs only, neither typed nor listed
-    )
-    is_mapping: bool = False  # JSON, given as KEY.NAME=VALUE or as a mapping in a file
-    unit: str = ""  # of a number that can also be given as a size such as 80GB
+    is_list: bool = False  # whether a recipe may have a YAML list
+    # Normalizes a list of `choices` to one text; raises UsageError.
+    normalize: Callable[[str], str] | None = None
+    # The key that users set; not empty for an internal key, which only config.yaml has.
+    user_key: str = ""
+    is_mapping: bool = False  # whether it is JSON, set as KEY.NAME=VALUE or as a YAML mapping
+    unit: str = ""  # the unit of a number that can also be set as a size such as 80GB
 
     @property
     def allowed(self) -> str:
-        words = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
+        """The allowed values, for tables of keys."""
+        text = ", ".join(self.choices) or ("mapping" if self.is_mapping else self.type)
         if self.normalize is not None:
-            return f"a list of {words}{', or none' * self.optional}"
+            return f"a list of {text}{', or none' * self.optional}"
         if self.auto and self.type == "true or false":
             return f"true, false or {AUTO}"
         if self.within is not None:
-            words += f" from {_written(self.within[0])} to {_written(self.within[1])}"
+            text += f" from {_written(self.within[0])} to {_written(self.within[1])}"
         elif self.minimum is not None:
-            words += f" of at least {_written(self.minimum)}"
+            text += f" of at least {_written(self.minimum)}"
         if self.unit:
-            words += f" ({self.unit}), or a size such as 80GB"
+            text += f" ({self.unit}), or a size such as 80GB"
         if self.auto:
-            return f"{words}, or auto"
+            return f"{text}, or auto"
         if self.is_selected:
-            return f"{words}, {AUTO}, or {NONE}"
-        return f"{words}, or {NONE}" if self._may_be_none else words
+            return f"{text}, {AUTO}, or {NONE}"
+        return f"{text}, or {NONE}" if self._may_be_none else text
 
     @property
     def expected(self) -> str:
+        """The allowed values as they follow "expected" in messages."""
         is_plain = self.choices or self.type in ("text", "true or false")
         return self.allowed if is_plain else f"a {self.allowed}"
 
     @property
     def _may_be_none(self) -> bool:
-        """Whether `none` unsets the key; for other text, `none` may be a value."""
+        """Whether `none` unsets the key. For a key with any text, `none` is a value."""
         return self.optional and (self.type != "text" or self.normalize is not None)
 
     def text(self, value: Value) -> str:
-        """Return `value` as it is given on the command line."""
+        """Return `value` as a user types it on the command line."""
         if value is None:
             return AUTO if self.auto else ""
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
-        """Return the value that `text` means; UsageError if it isn't allowed."""
+        """Return the value of a text; UsageError if the value isn't allowed."""
         has_auto = self.auto or self.is_selected
         if (has_auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
@@ -114,7 +118,7 @@ class Key:
         if not whole:
             return number
         try:
-            return int(text)  # floats lose digits above 2**53
+            return int(text)  # exact, unlike the float above 2**53
         except ValueError:
             return int(number)
 
@@ -132,18 +136,19 @@ def _written(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
-def key(default: Value, meaning: str, **about: Any) -> Any:
-    """Return a dataclass field that is a configuration key; `about` are fields of `Key`."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, **about})
+def key(default: Value, meaning: str, **fields: Any) -> Any:
+    """Return a dataclass field for a configuration key; `fields` are other fields of `Key`."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **fields})
 
 
-def auto_key(meaning: str, **about: Any) -> Any:
-    """Return a field whose default is `auto`, stored as None."""
-    return key(None, meaning, auto=True, **about)
+def auto_key(meaning: str, **fields: Any) -> Any:
+    """Return a dataclass field whose default is `auto`, stored as None."""
+    return key(None, meaning, auto=True, **fields)
 
 
-def optional_key(meaning: str, **about: Any) -> Any:
-    return key(None, meaning, optional=True, **about)
+def optional_key(meaning: str, **fields: Any) -> Any:
+    """Return a dataclass field for a key that isn't set by default."""
+    return key(None, meaning, optional=True, **fields)
 
 
 _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] = {
@@ -155,27 +160,27 @@ _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] =
 
 
 def keys_of(section: str, schema: type) -> dict[str, Key]:
-    """Return the keys of a section by dotted name, from the fields of its dataclass.
+    """Return the keys of a section by name, from the fields of its dataclass.
 
-    A field that is a dataclass is a subsection.
+    A field whose type is a dataclass is a subsection.
     """
     hints = get_type_hints(schema)
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            found |= keys_of(f"{section}.{field.name}", hint)
+            keys |= keys_of(f"{section}.{field.name}", hint)
         if "meaning" not in field.metadata:
             continue
         base = next(each for each in (get_args(hint) or (hint,)) if each is not type(None))
         name = f"{section}.{field.name}"
         default: Any = field.default
-        found[name] = Key(name, _TYPES[base], default, **field.metadata)
-    return found
+        keys[name] = Key(name, _TYPES[base], default, **field.metadata)
+    return keys
 
 
 def section_from(section: str, schema: type, values: Mapping[str, Value], **more: Value) -> Any:
-    """Create the dataclass of a section from `values` by dotted name and `more` by field."""
+    """Create the dataclass of a section from values by key, and `more` values by field."""
     hints = get_type_hints(schema)
     content: dict[str, Any] = dict(more)
     for field in dataclasses.fields(schema):
@@ -196,9 +201,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Return the number of bytes of a size. GB is 10^9 bytes, GiB is 2^30 bytes.
+    """Return the bytes of a size such as 500MB. GB is 10^9 bytes, GiB is 2^30 bytes.
 
-    UsageError if the text isn't a positive number with a known unit.
+    `key` begins the message of the UsageError if the text isn't a positive number with a known
+    unit.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None

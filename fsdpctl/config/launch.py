@@ -6,29 +6,27 @@ from dataclasses import dataclass, replace
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.io.resources import threads_per_rank
 
-MAX_RANKS, _MAX_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
+# Ranks per node, and nodes; ten times those of the largest clusters.
+MAX_RANKS, _MAX_NODES = 1 << 10, 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedProgram:
-    """The differences between fsdpctl and another program that an estimate can be of."""
+    """The program that an estimate is of, by its differences from fsdpctl."""
 
-    fused_optimizer: bool = True  # AdamW in one kernel; else with a copy of the second moments
-    keeps_logits: bool = False  # in float32, until the next pass has made its own
-    transformers_norms: bool = (
-        False  # of transformers' modules, which keep more tensors than torch's
-    )
-    fused_experts: bool = False  # as Liger's
-    reentrant_checkpoints: bool = (
-        False  # in backward after recomputation, as reentrant checkpoints do
-    )
-    fused_dequantization: bool = False  # quantized weights, as bitsandbytes does
-    # Of the host, for each DTensor's norm, clip and step, before the trainer reads the loss.
+    fused_optimizer: bool = True  # AdamW in one kernel; False: with a copy of the second moments
+    keeps_logits: bool = False  # float32 logits stay until the next pass has computed its logits
+    transformers_norms: bool = False  # norms of transformers save more tensors than torch's
+    fused_experts: bool = False  # experts in one kernel, as in Liger
+    # Reentrant checkpoints gather units once more in backward, after recomputation.
+    reentrant_checkpoints: bool = False
+    fused_dequantization: bool = False  # one kernel dequantizes a weight, as in bitsandbytes
+    # Time of the host for the norm, the clipping and the step of each DTensor.
     seconds_per_tensor: float = 0.0
 
 
 NO_EMULATION = "fsdpctl"
-# By published steps of TRL.
+# The time per tensor follows from published step times of TRL.
 _TRAINER = EmulatedProgram(
     transformers_norms=True, fused_dequantization=True, seconds_per_tensor=0.3e-3
 )
@@ -104,16 +102,17 @@ class LaunchConfig:
 
     @property
     def hang_limit(self) -> float:
-        """Seconds without a heartbeat, longer than a short network failure."""
+        """Seconds without progress after which a rank counts as hung."""
         return self.hang_timeout or self.timeout / 2
 
     def rank_environment(self, ranks: int) -> dict[str, str]:
-        """Return variables that one of a host's `ranks` needs before torch is imported.
+        """Return the environment variables that a rank needs before torch is imported.
 
-        Those of the allocator are for both devices if it is auto.
+        `ranks` is the number of ranks on the host. With `launch.device=auto`, the variables of both
+        devices are set.
         """
         values = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-        if self.device != "cuda":  # each step maps large tensors again: in pages of 2 MiB
+        if self.device != "cuda":  # each step allocates large tensors again: use pages of 2 MiB
             values["THP_MEM_ALLOC_ENABLE"] = "1"
         has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
         if self.device != "cpu" and not has_older_name:

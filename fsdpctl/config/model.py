@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import KERNELS, TRANSFORMERS
 
-SCRIPT_PREFIX = "own:"  # begins the name of a module of a script
+SCRIPT_PREFIX = "own:"  # prefix of `model` in config.yaml if a script passed the module
 NO_DECODER = (
     "a run of fsdpctl.train with a module of a script; expected one of a decoder; "
     "fsdpctl.load_checkpoint reads its weights"
 )
-MAX_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
-MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
+MAX_TOKENS = 1 << 24  # size of a vocabulary; 64 times the largest published one
+MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LoraConfig:
 
     @property
     def used_alpha(self) -> float:
-        """Alpha, by default twice the rank."""
+        """The alpha that applies: by default twice the rank."""
         return 2.0 * (self.rank or 1) if self.alpha is None else self.alpha
 
     @property
@@ -120,7 +120,7 @@ class ModelConfig:
 
     @property
     def title(self) -> str:
-        """The name that was set: of an option, or of a model or directory of Hugging Face's."""
+        """The name that the user set: an option, a name on the Hub, or a path."""
         return self.path or self.name
 
     @property
@@ -129,7 +129,7 @@ class ModelConfig:
 
     @property
     def is_script_module(self) -> bool:
-        """Whether it is a module that a script has passed to `fsdpctl.train`, not a decoder."""
+        """Whether the model is a module that a script passed to `fsdpctl.train`."""
         return self.name.startswith(SCRIPT_PREFIX)
 
     @property

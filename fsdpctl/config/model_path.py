@@ -1,4 +1,4 @@
-"""The settings of the model in `model.path`, or of a named one, and of `model.lora.path`."""
+"""Settings that follow from files: of `model.path`, of a named model, of `model.lora.path`."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -9,12 +9,12 @@ from fsdpctl.config.decoder_config import (
     SIZE_NAMES,
     model_type_in,
     read_configuration,
+    resize,
     sizes_and_config,
-    with_other_sizes,
 )
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
-from fsdpctl.config.keys import Value
+from fsdpctl.config.keys import Setting, Settings, Value
 from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.overrides import OVERRIDES_KEY, apply_overrides, read_run_config
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_settings, has_adapters
@@ -31,25 +31,23 @@ from fsdpctl.io.untrusted import as_type, parse_json, read_json
 CONFIG_JSON_KEY = "model.config_json"
 _SIZES = tuple(f"model.{name}" for name in SIZE_NAMES)
 _DROPOUT = "model.lora.dropout"
-_FREE = "model.max_seq_len"  # which weights do not determine
-HF_OPTION = "hf"  # the option for a model that a directory describes
+_FREE = "model.max_seq_len"  # weights do not determine it
+HF_OPTION = "hf"  # the option for a model in `model.path`
 LORA_KEYS = (
     "model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets",
     "model.base_dtype",
 )  # fmt: skip
-# Settings of the run that saved a model, not of the model.
+# Settings of the run that saved a model, which do not describe the model.
 _RUN_KEYS = (
     "model.path", "model.init", "model.overrides", "model.trainable", "model.lora.path",
     "model.attention", "model.first_new_token",
 )  # fmt: skip
 
 
-def fetch_model_config(
-    pairs: list[tuple[str, str]], *, for_training: bool
-) -> list[tuple[str, str]]:
-    """Replace a name on the Hub in `model.path` by a directory with its configuration.
+def fetch_model_config(pairs: list[Setting], *, for_training: bool) -> list[Setting]:
+    """Replace a name on the Hub in `model.path` by the directory with its config.json.
 
-    Unless it is `of_run`, one that is in the table keeps its name: estimates need no more.
+    Unless it's `for_training`, a name in the table of known models stays: the table has the sizes.
     """
     if dict(pairs).get("model") != HF_OPTION:
         return pairs
@@ -62,111 +60,111 @@ def fetch_model_config(
     ]
 
 
-def model_values(
-    choices: Mapping[str, str], given: Mapping[str, str], named: Value
-) -> dict[str, Value]:
-    """Return the settings of the model in `model.path`, or in the file `named` in conf/model."""
-    path, option = given.get("model.path"), choices.get("model")
+def model_values(choices: Settings, settings: Settings, named: Value) -> dict[str, Value]:
+    """Return the settings of the model in `model.path`, or of the file `named` in conf/model.
+
+    `settings` are those that are set; they may change sizes of a model without weights.
+    """
+    path, option = settings.get("model.path"), choices.get("model")
     if option == HF_OPTION:
         if path is None:
             raise UsageError(f"model={option}: model.path is required, such as model.path=DIR")
-        file, where = Path(str(KEYS["model.path"].parse(path))), f"model.path={path}"
-        words = model_settings(str(file))
+        file, location = Path(str(KEYS["model.path"].parse(path))), f"model.path={path}"
+        stored = model_settings(str(file))
     else:
         for name in ("path", "init"):
-            if given.get(f"model.{name}") not in (None, "auto", "random"):
+            if settings.get(f"model.{name}") not in (None, "auto", "random"):
                 problem = f"only valid with model={HF_OPTION}"
-                raise UsageError(f"model.{name}={given[f'model.{name}']}: {problem}")
+                raise UsageError(f"model.{name}={settings[f'model.{name}']}: {problem}")
         file = package_folder("conf") / "model" / str(named)
-        words, where = settings_of_file(file), f"model={file.stem}"
-    is_random = option != HF_OPTION or given.get("model.init") == "random"
-    changed = {**words, **_changed(words, given, where)}
+        stored, location = settings_of_file(file), f"model={file.stem}"
+    is_random = option != HF_OPTION or settings.get("model.init") == "random"
+    changed = {**stored, **_changed(stored, settings, location)}
     try:
         values = {name: known_key(name).parse(text) for name, text in changed.items()}
     except UsageError as error:
         refusal = CheckpointError if is_checkpoint(file) else UsageError
-        raise refusal(f"{where}: {error}") from None
+        raise refusal(f"{location}: {error}") from None
     if not is_random:
-        _check_weights(given, words, changed, where)
-    _check_sizes(given, values, where)
+        _check_weights(settings, stored, changed, location)
+    _check_sizes(settings, values, location)
     if option != HF_OPTION and "vocab_size" not in json.loads(str(values[CONFIG_JSON_KEY])):
-        values["model.vocab_size"] = None  # that of the data
+        values["model.vocab_size"] = None  # follows from the data
     return values
 
 
-def _changed(words: Mapping[str, str], given: Mapping[str, str], where: str) -> dict[str, str]:
-    content = parse_json(words[CONFIG_JSON_KEY], dict[str, Any], f"{where}: {CONFIG_JSON_KEY}")
-    sizes = {name: KEYS[name].parse(given[name]) for name in _SIZES if name in given}
-    if not sizes and OVERRIDES_KEY not in given:
+def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, str]:
+    content = parse_json(stored[CONFIG_JSON_KEY], dict[str, Any], f"{location}: {CONFIG_JSON_KEY}")
+    sizes = {name: KEYS[name].parse(settings[name]) for name in _SIZES if name in settings}
+    if not sizes and OVERRIDES_KEY not in settings:
         return {}
     sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
-    content = with_other_sizes(content, sizes, where)
-    if OVERRIDES_KEY in given:
+    content = resize(content, sizes, location)
+    if OVERRIDES_KEY in settings:
         content = apply_overrides(
-            content, str(KEYS[OVERRIDES_KEY].parse(given[OVERRIDES_KEY])), where
+            content, str(KEYS[OVERRIDES_KEY].parse(settings[OVERRIDES_KEY])), location
         )
-        where = f"{where}, {OVERRIDES_KEY}"
-    found = sizes_and_config(content, where)
-    return {f"model.{name}": text for name, text in found.items()}
+        location = f"{location}, {OVERRIDES_KEY}"
+    changed = sizes_and_config(content, location)
+    return {f"model.{name}": text for name, text in changed.items()}
 
 
-def _check_weights(
-    given: Mapping[str, str], words: Mapping[str, str], changed: Mapping[str, str], where: str
-) -> None:
-    of_lora = LORA_KEYS if "model.lora.rank" in words else ()
-    # Of a run that has added rows to the embeddings.
-    free = (_FREE, "model.vocab_size") if "model.first_new_token" in given else (_FREE,)
+def _check_weights(settings: Settings, stored: Settings, changed: Settings, location: str) -> None:
+    of_lora = LORA_KEYS if "model.lora.rank" in stored else ()
+    # A run with new tokens has added rows to the embeddings.
+    free = (_FREE, "model.vocab_size") if "model.first_new_token" in settings else (_FREE,)
     for name in (*(each for each in _SIZES if each not in free), *of_lora):
-        text, known = {**changed, **given}.get(name, ""), words.get(name)
-        value = KEYS[name].default if known is None else KEYS[name].parse(known)
+        text, stored_text = {**changed, **settings}.get(name, ""), stored.get(name)
+        value = KEYS[name].default if stored_text is None else KEYS[name].parse(stored_text)
         if text and value != KEYS[name].parse(text):
             raise UsageError(
-                f"{name}={text}: conflicts with the weights in {where} of "
-                f"{known or 'another value'}; set model.init=random to ignore them"
+                f"{name}={text}: conflicts with the weights in {location} of "
+                f"{stored_text or 'another value'}; set model.init=random to ignore them"
             )
 
 
-def _check_sizes(given: Mapping[str, str], values: Mapping[str, Value], where: str) -> None:
+def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str) -> None:
     family = model_type_in(str(values[CONFIG_JSON_KEY]))
     for name in _SIZES:
-        wanted = KEYS[name].parse(given[name]) if name in given else None
+        wanted = KEYS[name].parse(settings[name]) if name in settings else None
         if wanted is not None and values.get(name) != wanted:
-            raise UsageError(f"{name}={given[name]}: {where}: {family} has no such size")
+            raise UsageError(f"{name}={settings[name]}: {location}: {family} has no such size")
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, groups, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
-    if "model.num_kv_heads" in given and heads % groups:
+    if "model.num_kv_heads" in settings and heads % groups:
         raise UsageError(f"model.num_kv_heads={groups}: must divide the {heads} heads of num_heads")
-    if width % 2 and any(name in given for name in _SIZES):
+    if width % 2 and any(name in settings for name in _SIZES):
         raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
-    if CONFIG_JSON_KEY in given:  # of a run, which may name what others leave out
-        texts = (given[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
-        one, other = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
-        if read_configuration(one, CONFIG_JSON_KEY) != read_configuration(other, where):
-            raise UsageError(f"{CONFIG_JSON_KEY}: not that of {where}; leave it out")
+    if CONFIG_JSON_KEY in settings:  # a run's config.json may spell out defaults
+        texts = (settings[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
+        stored, current = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
+        if read_configuration(stored, CONFIG_JSON_KEY) != read_configuration(current, location):
+            raise UsageError(f"{CONFIG_JSON_KEY}: not that of {location}; leave it out")
 
 
 def adapter_values(
-    choices: Mapping[str, str], given: Mapping[str, str], typed: Collection[str]
+    choices: Settings, settings: Settings, typed: Collection[str]
 ) -> dict[str, Value]:
     """Return the settings of the adapters in `model.lora.path`, if it is set.
 
-    They replace those of a recipe, except for the dropout, and conflict with `typed` ones.
+    They replace settings of a recipe, except for the dropout. UsageError if `typed` names of the
+    command line have other values.
     """
-    path = given.get("model.lora.path")
+    path = settings.get("model.lora.path")
     if path is None:
         return {}
     if choices.get("model") != HF_OPTION:
         raise UsageError(f"model.lora.path={path}: only valid with model={HF_OPTION}")
-    words = adapter_settings(str(KEYS["model.lora.path"].parse(path)))
+    stored = adapter_settings(str(KEYS["model.lora.path"].parse(path)))
     try:
-        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+        values = {name: KEYS[name].parse(text) for name, text in stored.items()}
     except UsageError as error:
         raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
-        if name in typed and values[name] != KEYS[name].parse(given[name]):
-            raise UsageError(f"{name}={given[name]}: model.lora.path={path} has {words[name]}")
-    kept = {*typed, _DROPOUT} & given.keys()
-    return {name: value for name, value in values.items() if name not in kept}
+        if name in typed and values[name] != KEYS[name].parse(settings[name]):
+            raise UsageError(f"{name}={settings[name]}: model.lora.path={path} has {stored[name]}")
+    set_names = {*typed, _DROPOUT} & settings.keys()
+    return {name: value for name, value in values.items() if name not in set_names}
 
 
 def model_settings(path: str) -> dict[str, str]:
@@ -190,39 +188,41 @@ def model_settings(path: str) -> dict[str, str]:
         return _prefixed(sizes_and_config(entry["config"], path))
     if is_hugging_face(folder):
         return settings_of_file(folder / CONFIG_JSON)
-    ours = _words_of_ours(folder)
-    if str(ours.get("model")).startswith(SCRIPT_PREFIX):
+    stored = _stored_settings(folder)
+    if str(stored.get("model")).startswith(SCRIPT_PREFIX):
         raise UsageError(f"model.path={path}: {NO_DECODER}")
-    words = {
+    settings = {
         name: str(text)
-        for name, text in ours.items()
+        for name, text in stored.items()
         if name.startswith("model.") and name not in _RUN_KEYS
     }
-    if not words and has_adapters(folder):
-        way = f"set model.path to the model that they were trained on, and model.lora.path={path}"
-        raise UsageError(f"model.path={path}: adapters without a model; {way}")
-    if not words:
+    if not settings and has_adapters(folder):
+        advice = (
+            f"set model.path to the model that they were trained on, and model.lora.path={path}"
+        )
+        raise UsageError(f"model.path={path}: adapters without a model; {advice}")
+    if not settings:
         problem = f"no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
         raise UsageError(f"model.path={path}: {problem}")
-    if CONFIG_JSON_KEY not in words:
+    if CONFIG_JSON_KEY not in settings:
         problem = "model.config_json: missing; written by another version"
         raise UsageError(f"model.path={path}: {problem}")
-    return words
+    return settings
 
 
 def settings_of_file(file: Path) -> dict[str, str]:
     return _prefixed(sizes_and_config(read_json(file, dict[str, Any]), str(file)))
 
 
-def _prefixed(words: dict[str, str]) -> dict[str, str]:
-    return {f"model.{name}": text for name, text in words.items()}
+def _prefixed(settings: dict[str, str]) -> dict[str, str]:
+    return {f"model.{name}": text for name, text in settings.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether it is a GGUF file or directory of a model, rather than a run or checkpoint."""
+    """Return whether a path is a GGUF file or a directory of transformers, not of fsdpctl."""
     if is_gguf(folder):
         return True
-    return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)
+    return (folder / CONFIG_JSON).is_file() and not _stored_settings(folder, above=False)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -232,14 +232,17 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
-    """Return the settings of a run or checkpoint; `above`: also of the directory `checkpoints`."""
+def _stored_settings(folder: Path, *, above: bool = True) -> dict[str, Any]:
+    """Return the settings in a run or checkpoint, or an empty mapping.
+
+    With `above`, the directory `checkpoints` of a run has the settings of the run.
+    """
     if is_checkpoint(folder):
-        words = read_checksummed(folder).get("config", {})
-        where = f"{folder / MANIFEST}: corrupted"
-        return {"of": MANIFEST, **as_type(words, dict[str, str], where, CheckpointError)}
-    places = [folder, folder.parent] if above else [folder]
-    for file in (place / RUN_CONFIG for place in places):
+        settings = read_checksummed(folder).get("config", {})
+        location = f"{folder / MANIFEST}: corrupted"
+        return {"of": MANIFEST, **as_type(settings, dict[str, str], location, CheckpointError)}
+    folders = [folder, folder.parent] if above else [folder]
+    for file in (each / RUN_CONFIG for each in folders):
         if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
             return read_run_config(file)
     return {}

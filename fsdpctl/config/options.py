@@ -13,7 +13,7 @@ from fsdpctl.io.packages import package_folder
 
 
 def first_comment(file: Path) -> str:
-    """Return the comment at the beginning of a YAML file, which describes it."""
+    """Return the comment at the beginning of a YAML file, which describes the file."""
     lines = read_text_file(file, follow_links=True).splitlines()
     comment = takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
@@ -28,12 +28,12 @@ def ranks_per_node(cluster: str) -> int | None:
     """Return the ranks of a node of a named cluster; None if there is no such cluster."""
     if cluster not in choices_of("cluster"):
         return None
-    found = option_contents({"cluster": cluster})["cluster"].get("ranks_per_node")
-    return found if isinstance(found, int) else None
+    ranks = option_contents({"cluster": cluster})["cluster"].get("ranks_per_node")
+    return ranks if isinstance(ranks, int) else None
 
 
 def option_values(choices: Mapping[str, str]) -> dict[str, Value]:
-    """Return the value of each key with the selected options of groups, else default ones."""
+    """Return the value of each key; groups that `choices` lacks have their default option."""
     values = {name: each.default for name, each in KEYS.items()}
     return values | {name: KEYS[name].parse(text) for name, text in option_settings(choices)}
 
@@ -41,18 +41,18 @@ def option_values(choices: Mapping[str, str]) -> dict[str, Value]:
 def option_settings(choices: Mapping[str, str]) -> Iterator[Setting]:
     """Yield the settings in the files of the selected options."""
     for section, content in option_contents(choices).items():
-        for word, value in content.items():
-            if word not in ("name", "device_names", PRICED):
+        for key, value in content.items():
+            if key not in ("name", "device_names", PRICED):
                 text = str(value).lower() if isinstance(value, bool) else str(value)
-                yield f"{section}.{word}", text
+                yield f"{section}.{key}", text
 
 
-# The content of an option's file, by group and option; None: the group's default option.
+# The content of an option's file, by group and option. None is the default option of the group.
 _contents: dict[tuple[str, str | None], Mapping[str, Any]] = {}
 
 
 def option_contents(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the content of each group's selected file. A process reads each file once."""
+    """Return the content of the selected file of each group. A process reads each file once."""
     options = [(group, choices.get(group)) for group in GROUPS]
     if not all(each in _contents for each in options):
         # Imported late, which takes 0.2 s: unknown keys are already reported.

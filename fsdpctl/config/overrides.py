@@ -10,84 +10,84 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.untrusted import parse_json
 
 OVERRIDES_KEY = "model.overrides"
-_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # a file has one of these names
+_ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"  # the names in transformers 5 and before
 
 
 def read_run_config(file: Path) -> dict[str, str]:
-    """Return the settings in the config.yaml of a run, with all overrides as one."""
+    """Return the settings in the config.yaml of a run, with merged overrides."""
     return dict(merge_overrides(read_recipe(file)))
 
 
 def merge_overrides(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace settings such as `model.overrides.KEY.KEY` by one with all of them, as JSON.
+    """Merge settings such as `model.overrides.KEY.KEY` into one `model.overrides` with JSON.
 
-    UsageError if one sets a value in a mapping, and another one the mapping.
+    UsageError if one setting sets a value in a mapping that another setting replaces.
     """
     inside = [(name, text) for name, text in pairs if name.startswith(f"{OVERRIDES_KEY}.")]
     if not inside:
         return [*pairs]
     content = parse_json(dict(pairs).get(OVERRIDES_KEY, "{}"), dict[str, Any], OVERRIDES_KEY)
     for name, text in inside:
-        at, (*path, last) = content, name.split(".")[2:]
-        for word in path:
-            at = at.setdefault(word, {}) if isinstance(at, dict) else at
-        if not isinstance(at, dict) or last in at:
+        mapping, (*path, last) = content, name.split(".")[2:]
+        for key in path:
+            mapping = mapping.setdefault(key, {}) if isinstance(mapping, dict) else mapping
+        if not isinstance(mapping, dict) or last in mapping:
             raise UsageError(f"{name}: conflicts with another of {OVERRIDES_KEY}; set one of them")
-        at[last] = _value(text)
-    others = [pair for pair in pairs if pair not in inside and pair[0] != OVERRIDES_KEY]
-    return [*others, (OVERRIDES_KEY, canonical_json(content))]
+        mapping[last] = _value(text)
+    rest = [pair for pair in pairs if pair not in inside and pair[0] != OVERRIDES_KEY]
+    return [*rest, (OVERRIDES_KEY, canonical_json(content))]
 
 
 def _value(text: str) -> Any:
-    """Return what a text means: a number, true, false, null, a list of these, or text."""
+    """Return the value of a text: a number, true, false, null, a list of such values, or text."""
     try:
-        found = parse_json(text, object, OVERRIDES_KEY)
+        value = parse_json(text, object, OVERRIDES_KEY)
     except UsageError:
         return text
-    if isinstance(found, list):
-        return [_value(each) if isinstance(each, str) else each for each in found]
-    return text if isinstance(found, str) else found
+    if isinstance(value, list):
+        return [_value(each) if isinstance(each, str) else each for each in value]
+    return text if isinstance(value, str) else value
 
 
-def apply_overrides(content: Mapping[str, Any], changes: str, where: str) -> dict[str, Any]:
-    """Return the content of a config.json with changes, which are JSON.
+def apply_overrides(content: Mapping[str, Any], changes: str, location: str) -> dict[str, Any]:
+    """Return the content of a config.json with `changes`, the JSON of `model.overrides`.
 
-    UsageError if a key is unknown to transformers' class of such models.
+    UsageError if the configuration class of the model in transformers has no such key.
     """
-    given = parse_json(changes, dict[str, Any], OVERRIDES_KEY)
-    family = given.get("model_type", content["model_type"])
-    known = known_names(read_configuration({**content, "model_type": family}, where))
-    named, other = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
-    given = {named if name == other else name: value for name, value in given.items()}
-    if named == _ROPE and "rope_theta" in given:
-        given.setdefault(_ROPE, {})["rope_theta"] = given.pop("rope_theta")
-    if given.get(named, "") is None:
-        given[named] = {"rope_type": "default"}
-    found = _merged(content, given, known, OVERRIDES_KEY)
-    rope = found.get(named)
+    overrides = parse_json(changes, dict[str, Any], OVERRIDES_KEY)
+    family = overrides.get("model_type", content["model_type"])
+    keys = known_names(read_configuration({**content, "model_type": family}, location))
+    named, alias = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
+    overrides = {named if name == alias else name: value for name, value in overrides.items()}
+    if named == _ROPE and "rope_theta" in overrides:
+        overrides.setdefault(_ROPE, {})["rope_theta"] = overrides.pop("rope_theta")
+    if overrides.get(named, "") is None:
+        overrides[named] = {"rope_type": "default"}
+    result = _merged(content, overrides, keys, OVERRIDES_KEY)
+    rope = result.get(named)
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else ""
-    if kind in (None, "default") and "factor" in (given.get(named) or {}):
-        way = f"expected {OVERRIDES_KEY}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
-        raise UsageError(f"{OVERRIDES_KEY}.{_OLD_ROPE}.factor: the model has no scaling; {way}")
-    return found
+    if kind in (None, "default") and "factor" in (overrides.get(named) or {}):
+        advice = f"expected {OVERRIDES_KEY}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
+        raise UsageError(f"{OVERRIDES_KEY}.{_OLD_ROPE}.factor: the model has no scaling; {advice}")
+    return result
 
 
 def _merged(
     content: Mapping[str, Any],
     changes: Mapping[str, Any],
-    known: Mapping[str, Collection[str]],
-    place: str,
+    keys: Mapping[str, Collection[str]],
+    location: str,
 ) -> dict[str, Any]:
-    found = dict(content)
+    result = dict(content)
     for name, value in changes.items():
-        if known and name not in known:
-            raise UsageError(f"{place}.{name}: no such key{did_you_mean(name, [*known])}")
+        if keys and name not in keys:
+            raise UsageError(f"{location}.{name}: no such key{did_you_mean(name, [*keys])}")
         if isinstance(value, dict):
-            here = content.get(name)
-            here = here if isinstance(here, dict) else {}
-            inner = dict.fromkeys([*here, *known.get(name, ())], known.get(name, ()))
-            found[name] = _merged(here, value, inner, f"{place}.{name}")
+            current = content.get(name)
+            current = current if isinstance(current, dict) else {}
+            inner = dict.fromkeys([*current, *keys.get(name, ())], keys.get(name, ()))
+            result[name] = _merged(current, value, inner, f"{location}.{name}")
         else:
             is_real = isinstance(content.get(name), float) and type(value) is int
-            found[name] = float(value) if is_real else value
-    return found
+            result[name] = float(value) if is_real else value
+    return result

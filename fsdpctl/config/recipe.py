@@ -8,20 +8,20 @@ from typing import Any
 
 from fsdpctl.config.keys import Setting
 from fsdpctl.config.options import choices_of
-from fsdpctl.config.schema import BATCH_SIZE_KEYS, GROUPS, KEYS, LENGTH_KEYS
+from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, LENGTH_KEYS
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.files import nearest_path_hint, read_text_file
 from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_yaml
 
-MISSING = "???"  # as Hydra marks a value that is required
-MISSING_REASON = "MISSING: "  # before the reason, in a comment above such a value
-# A key of each tool, by which its files are recognized.
+MISSING = "???"  # Hydra's mark of a required value
+MISSING_REASON = "MISSING: "  # begins the comment above a required value, which has the reason
+# Keys that only files of one tool have.
 _KNOWN_BY = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
     "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
 }  # fmt: skip
-# Keys of further tools, whose files are not read; a file with one of these is of no tool above.
+# Keys of tools whose files fsdpctl does not read. They take precedence over `_KNOWN_BY`.
 _NOT_READ = {
     "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "template": "LLaMA-Factory",
     "peft_config": "LLaMA-Factory", "dist_config": "LLaMA-Factory", "actor_rollout_ref": "verl",
@@ -31,7 +31,7 @@ _NOT_READ = {
 NO_TOML = (
     "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
 )
-YAML_NULLS = ("", "null", "~")  # as `read_yaml` returns them
+YAML_NULLS = ("", "null", "~")  # texts of YAML's null, which `read_yaml` does not convert
 _JSON_KEYS = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
 
 
@@ -40,7 +40,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given by its name or path; UsageError if it doesn't exist."""
+    """Return the file of a recipe for its name or path; UsageError if it doesn't exist."""
     if name in recipe_names():
         return package_folder("recipes") / f"{name}.yaml"
     if name.endswith(".toml"):
@@ -56,9 +56,10 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> list[Setting]:
-    """Return the settings of a recipe, in its order.
+    """Return the settings of a recipe in the order of the file.
 
-    UsageError if the file isn't a YAML mapping of keys to plain values, or if it is another tool's.
+    UsageError if the file isn't a YAML mapping of keys to plain values, or is a file of another
+    tool.
     """
     content = read_yaml(path)
     if (tool := tool_of(path, content)) is not None:
@@ -74,37 +75,36 @@ def read_recipe(path: Path) -> list[Setting]:
     return list(_flatten(path, "", content))
 
 
-def without_missing(path: Path, words: Sequence[Setting], given: Collection[str]) -> list[Setting]:
-    """Return the settings of a recipe without missing ones that others, which are `given`, replace.
+def without_missing(path: Path, pairs: Sequence[Setting], typed: Collection[str]) -> list[Setting]:
+    """Return the settings of a recipe without missing values that the command line replaces.
 
-    UsageError if another value is missing; with the reason in the comment above it.
+    `typed` are the names on the command line. UsageError if another value is missing; the
+    message has the reason from the comment above the value.
     """
-    replaced = {
-        name for each in (LENGTH_KEYS, BATCH_SIZE_KEYS) if {*each} & {*given} for name in each
-    }
-    kept = [(name, text) for name, text in words if text != MISSING or name not in replaced]
-    for name, text in kept:
+    replaced = {name for each in (LENGTH_KEYS, BATCH_KEYS) if {*each} & {*typed} for name in each}
+    remaining = [(name, text) for name, text in pairs if text != MISSING or name not in replaced]
+    for name, text in remaining:
         if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_JSON_KEYS)):
-            known = (
+            expected = (
                 KEYS[name].expected if name in KEYS else shorten_list(choices_of(name)) or "a value"
             )
-            why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {known}"
+            why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {expected}"
             raise UsageError(f"{path}: {name} is missing{why}")
-    return kept
+    return remaining
 
 
 def _reason(path: Path, name: str) -> str:
-    above, found, _ = read_text_file(path, follow_links=True).partition(f"\n{name}: {MISSING}")
+    above, mark, _ = read_text_file(path, follow_links=True).partition(f"\n{name}: {MISSING}")
     lines = takewhile(lambda line: line.startswith("#"), reversed(above.splitlines()))
     comment = " ".join(line.lstrip("# ").rstrip() for line in reversed([*lines]))
-    return comment.rpartition(MISSING_REASON)[2] if found and MISSING_REASON in comment else ""
+    return comment.rpartition(MISSING_REASON)[2] if mark and MISSING_REASON in comment else ""
 
 
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[Setting]:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a mapping of keys to values")
-    for word, value in content.items():
-        name = f"{prefix}{word}"
+    for key, value in content.items():
+        name = f"{prefix}{key}"
         if isinstance(value, dict):
             inner = dict(value)
             if "name" in inner:
@@ -119,7 +119,7 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[Setting]:
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:
-            yield name, ""  # unknown; reported later
+            yield name, ""  # an unknown name, which `compose_config` reports
 
 
 def tool_of(file: Path, content: object) -> str | None:
@@ -134,16 +134,16 @@ def tool_of(file: Path, content: object) -> str | None:
 
     if not isinstance(content, Mapping):
         raise UsageError(f"{file}: expected a mapping of keys to values")
-    if other := next((tool for name, tool in _NOT_READ.items() if has(name)), ""):
-        way = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
-        raise UsageError(f"{file}: a file of {other}: not supported; {way}")
+    if unsupported := next((tool for name, tool in _NOT_READ.items() if has(name)), ""):
+        advice = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
+        raise UsageError(f"{file}: a file of {unsupported}: not supported; {advice}")
     return next((tool for name, tool in _KNOWN_BY.items() if has(name)), None)
 
 
 def flat_items(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and the values of nested mappings."""
-    for word, value in content.items() if isinstance(content, Mapping) else ():
+    for key, value in content.items() if isinstance(content, Mapping) else ():
         if isinstance(value, Mapping):
-            yield from flat_items(value, f"{prefix}{word}.")
+            yield from flat_items(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{word}", value
+            yield f"{prefix}{key}", value

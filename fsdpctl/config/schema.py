@@ -1,7 +1,7 @@
 """The typed configuration of a run: a dataclass per section, a field per key.
 
-Sections that are groups have a `name`: the selected option, which is a file in conf/. None stands
-for `auto` until a run resolves it.
+A section that is a group has a `name`: the selected option, which is a file in conf/. None means
+`auto` until `resolve` computes the value.
 """
 
 from collections.abc import Mapping
@@ -40,15 +40,15 @@ class Origin(Enum):
     DEFAULT = "default"
     OPTION = "option"  # the file of the selected option of a group
     RECIPE = "recipe"
-    TYPED = "typed"
-    AUTO = "auto"  # what follows from other values, once these are known
-    SELECTED = "selected"  # by an estimate
-    DERIVED = "derived"  # from the files of the model or the data
+    TYPED = "typed"  # the command line
+    AUTO = "auto"  # computed from other values, or selected by an estimate, later
+    SELECTED = "selected"  # an estimate
+    DERIVED = "derived"  # the files of the model or the data
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyConfig:
-    """How model states are sharded."""
+    """The sharding strategy, and where model states are stored."""
 
     name: str = "full_shard"
     dp_shard_size: int | None = auto_key(
@@ -74,7 +74,7 @@ class StrategyConfig:
         return Offload.parse(self.offload)
 
     def with_name(self, name: str) -> "StrategyConfig":
-        """Return the section for the strategy `name`, without keys that it doesn't use."""
+        """Return the section for another strategy, without keys that the strategy doesn't use."""
         if name not in STRATEGIES:  # auto
             return replace(self, name=name)
         row = STRATEGIES[name]
@@ -88,7 +88,7 @@ class StrategyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchConfig:
-    """How many units ahead of the running one are all-gathered."""
+    """The number of units that are all-gathered ahead of the running unit."""
 
     name: str = "both"
     forward: int = key(1, "units to all-gather ahead in forward", minimum=0)
@@ -101,7 +101,7 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, slots=True)
 class AccumulationConfig:
-    """When gradients are reduced: after every micro-batch, or after the last one of a step."""
+    """Gradient accumulation: reduction after every micro-batch, or after the last of a step."""
 
     name: str = "every"
     steps: int | None = auto_key(
@@ -123,8 +123,8 @@ class PrecisionConfig:
 
     @property
     def planned(self) -> Precision:
-        given = (self.param_dtype, self.reduce_dtype, self.master_dtype)
-        param, reduce, master = (name or "float32" for name in given)
+        dtypes = (self.param_dtype, self.reduce_dtype, self.master_dtype)
+        param, reduce, master = (name or "float32" for name in dtypes)
         plain = master.removesuffix("+int8")
         return Precision(param, reduce, plain, has_remainders=master == SPLIT)
 
@@ -188,7 +188,7 @@ class LrSchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointingConfig:
-    """Which activations are recomputed in backward."""
+    """The activations that are recomputed in backward."""
 
     name: str = "none"
     offload: bool = key(
@@ -213,14 +213,14 @@ class ActivationCheckpointingConfig:
 
     @property
     def title(self) -> str:
-        """The treatment of all blocks, in words."""
+        """The treatment of all blocks, as text."""
         counts = parse_counts(self.blocks) if self.blocks else []
         first = [f"{mode} in {count} block{'s' * (count > 1)}, " for mode, count in counts]
-        others = f"{self.name}{', inputs in host memory' * self.offload}"
-        return f"{''.join(first)}{others} in the others" if first else others
+        rest = f"{self.name}{', inputs in host memory' * self.offload}"
+        return f"{''.join(first)}{rest} in the others" if first else rest
 
     def treatments(self, num_blocks: int) -> tuple[BlockCheckpointing, ...]:
-        """The treatment of each block; UsageError if there are fewer than `blocks` names."""
+        """Return the treatment of each block; UsageError if `blocks` counts more blocks."""
         return block_checkpointing(self.name, self.blocks, num_blocks, offload=self.offload)
 
 
@@ -243,7 +243,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    # Of keys and groups, without those that have their defaults.
+    # The origin of each key and group; Origin.DEFAULT is left out.
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -253,7 +253,7 @@ class Config:
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of ranks that share samples, of a placed configuration."""
+        """The number of groups of ranks that share samples; requires known ranks."""
         return self.num_ranks // self.train.context_parallel
 
     @property
@@ -263,44 +263,47 @@ class Config:
 
     @property
     def compares_losses(self) -> bool:
-        """Whether validation losses decide what is kept, or when the run ends."""
+        """Whether validation losses decide which checkpoint is kept, or when the run ends."""
         return self.checkpoint.keep_best or self.train.patience is not None
 
     def value(self, key: str) -> Any:
-        """The value of a key, or the selected option of a group."""
+        """Return the value of a key, or the selected option of a group."""
         return attrgetter(key if "." in key else f"{key}.name")(self)
 
     def origin(self, key: str) -> Origin:
-        """The source of the value of a key or group; `auto` also if it has been filled in."""
+        """Return the origin of a key or group. It stays AUTO after the value is computed."""
         is_auto = key in GROUPS and self.value(key) == AUTO
         return Origin.AUTO if is_auto else self.origins.get(key, Origin.DEFAULT)
 
     def is_auto(self, key: str) -> bool:
-        """Whether no value is set: it follows from others, or is selected."""
+        """Return whether the value is computed from other values, or selected."""
         return self.origin(key) is Origin.AUTO
 
     def is_set(self, *keys: str) -> bool:
-        """Whether the command line or the recipe has one of these, even if it has the default."""
+        """Return whether the command line or the recipe sets one of the keys."""
         return any(self.origins.get(key) in (Origin.TYPED, Origin.RECIPE) for key in keys)
 
     def is_typed(self, key: str) -> bool:
-        """Whether the command line has it. A recipe may be a run's config.yaml, with every key."""
+        """Return whether the command line sets a key.
+
+        Unlike `is_set`, it is false for recipes, which may be a run's config.yaml with every key.
+        """
         return self.origins.get(key) is Origin.TYPED
 
     def changed(self, values: Mapping[str, Any], origin: Origin | None = None) -> Self:
-        """The configuration with other values by key, and their origin; None: not set."""
-        about = {} if origin is None else dict.fromkeys(values, origin)
-        changed = replace(self, origins={**self.origins, **about}) if about else self
+        """Return the configuration with other values by key, and their origin if it's not None."""
+        origins = {} if origin is None else dict.fromkeys(values, origin)
+        changed = replace(self, origins={**self.origins, **origins}) if origins else self
         for name, value in values.items():
-            section, _, word = name.partition(".")
-            if section == "model" and word in SIZE_NAMES:  # its config.json has them too
-                changed = replace(changed, model=with_sizes(changed.model, **{word: value}))
+            section, _, key = name.partition(".")
+            if section == "model" and key in SIZE_NAMES:  # config.json must change too
+                changed = replace(changed, model=with_sizes(changed.model, **{key: value}))
             else:
-                changed = _set(changed, [section, *(word or "name").split(".")], value)
+                changed = _set(changed, [section, *(key or "name").split(".")], value)
         return changed
 
     def with_strategy(self, strategy: str, origin: Origin | None = None) -> Self:
-        """The configuration with another strategy, without keys that this doesn't use."""
+        """Return the configuration with another strategy, without keys that it doesn't use."""
         changed = replace(self, strategy=self.strategy.with_name(strategy))
         return changed if origin is None else changed.changed({"strategy": strategy}, origin)
 
@@ -310,10 +313,10 @@ def _set(part: Any, path: list[str], value: Any) -> Any:
     return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
 
 
-C = TypeVar("C", bound=Config)  # of functions that keep the type
-# What a configuration becomes on its way, for mypy; `replace` and `changed` keep the type.
-WithRanks = NewType("WithRanks", Config)  # its device, ranks and dtypes are known
-Filled = NewType("Filled", WithRanks)  # with the values that follow from the data and the model
+C = TypeVar("C", bound=Config)  # for functions that return the stage that they receive
+# Stages of a configuration; mypy keeps them apart. `replace` and `changed` keep the stage.
+WithRanks = NewType("WithRanks", Config)  # device, ranks and dtypes are known
+Filled = NewType("Filled", WithRanks)  # values that follow from the data and the model are known
 Resolved = NewType(
     "Resolved", Filled
 )  # for a number of ranks, checked; nothing that is selected is `auto`
@@ -327,4 +330,4 @@ KEYS: dict[str, Key] = {
     for name, each in keys_of(section, schema).items()
 }
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
-BATCH_SIZE_KEYS = ("train.global_batch_size", "train.global_batch_tokens")
+BATCH_KEYS = ("train.global_batch_size", "train.global_batch_tokens")

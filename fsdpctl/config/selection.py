@@ -1,8 +1,8 @@
-"""The settings that `auto` selects: strategy, activation checkpointing, prefetch, micro-batch.
+"""The settings that estimates can select: strategy, recomputation, prefetch and micro-batch.
 
-Each of these is `auto` until it is selected. Those that are not set have their plain defaults if
-these fit into memory, else they are `auto` too, except for the strategy. The default of
-`train.micro_batch_size` is a rank's whole share of the step.
+A setting is selected if its value is `auto`. A setting that is not set has its default if the
+defaults fit into memory; else it is selected too, except for the strategy. The default of
+`train.micro_batch_size` is a rank's whole share of a step.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ _HAS_DEFAULT = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A value for each setting that `auto` can select."""
+    """A value for each setting that estimates can select."""
 
     strategy: str
     recomputation: Recomputation
@@ -33,7 +33,7 @@ class Selection:
 
     @staticmethod
     def of(config: Config) -> "Selection":
-        """Return the values that a configuration has."""
+        """Return the values of a configuration."""
         return Selection(
             config.strategy.name,
             Recomputation(
@@ -45,33 +45,33 @@ class Selection:
 
     @staticmethod
     def default(config: Config) -> "Selection":
-        """Return the defaults for a placed configuration; the strategy has none."""
+        """Return the defaults of a configuration with ranks; `strategy` is empty."""
         share = -(-config.train.global_batch_size // config.num_groups)
         return replace(Selection.of(Config()), strategy="", micro_batch_size=share)
 
-    def settings(self, names: Sequence[str], usual: "Selection | None" = None) -> list[str]:
-        """Return the settings of these names, without those that are `usual`."""
+    def settings(self, names: Sequence[str], default: "Selection | None" = None) -> list[str]:
+        """Return the settings of `names`, except for values that `default` has too."""
         values = {
             STRATEGY: self.strategy,
             RECOMPUTATION: self.recomputation.text,
             PREFETCH: self.prefetch.name,
             MICRO_BATCH: self.micro_batch_size,
         }
-        same = [] if usual is None else usual.settings(names)
-        words = (f"{name}={values[name]}" for name in names)
-        return [word for word in words if word not in same]
+        same = [] if default is None else default.settings(names)
+        texts = (f"{name}={values[name]}" for name in names)
+        return [text for text in texts if text not in same]
 
     def text(self, names: Sequence[str]) -> str:
         return " ".join(self.settings(names))
 
 
 def unset_names(config: Config) -> tuple[str, ...]:
-    """Return the names of settings that are selected if their defaults do not fit.
+    """Return the names of settings that are selected if their defaults do not fit into memory.
 
-    They are neither `auto` nor selected, and none of their keys is set.
+    These settings have their defaults, and none of their keys is set.
     """
     keys = {name: [x for x in KEYS if x.startswith(f"{name}.")] for name in _HAS_DEFAULT}
-    keys[MICRO_BATCH] = ["accumulation.steps"]  # which fixes it
+    keys[MICRO_BATCH] = ["accumulation.steps"]  # determines the micro-batch
     return tuple(
         name
         for name, inner in keys.items()
@@ -80,28 +80,28 @@ def unset_names(config: Config) -> tuple[str, ...]:
 
 
 def with_fixed_defaults(config: C) -> C:
-    """Return a configuration in which nothing is selected if defaults do not fit."""
+    """Return a configuration that keeps its defaults even if they do not fit into memory."""
     fixed = dict.fromkeys(unset_names(config), Origin.DERIVED)
     return replace(config, origins={**config.origins, **fixed})
 
 
-def reselected_names(config: Config, kept: Config) -> tuple[str, ...]:
-    """Return the names that a run selects again as it was kept: `auto`, or without defaults."""
-    words = Selection.of(kept).settings(unset_names(config), Selection.default(kept))
-    return (*auto_names(config), *(word.partition("=")[0] for word in words))
+def reselected_names(config: Config, stored: Config) -> tuple[str, ...]:
+    """Return the names of settings that a resumed run takes from its `stored` selection."""
+    settings = Selection.of(stored).settings(unset_names(config), Selection.default(stored))
+    return (*auto_names(config), *(text.partition("=")[0] for text in settings))
 
 
 def with_auto(config: C, names: Collection[str]) -> C:
-    """Return a configuration in which these settings are `auto`."""
+    """Return a configuration in which the settings of `names` are `auto`."""
     values = {name: None if name == MICRO_BATCH else AUTO for name in names}
     if RECOMPUTATION in names:
         values[BLOCKS] = None
-    usual = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
-    return usual.changed(values, Origin.AUTO)
+    unset = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
+    return unset.changed(values, Origin.AUTO)
 
 
 def with_defaults(config: C, names: Collection[str]) -> C:
-    """Return a configuration in which these settings have their defaults."""
+    """Return a configuration in which the settings of `names` have their defaults."""
     return with_selection(with_auto(config, names), Selection.of(Config()))
 
 
@@ -111,7 +111,7 @@ def auto_names(config: Config) -> tuple[str, ...]:
 
 
 def with_selection(config: C, selection: Selection) -> C:
-    """Return `config` with the selected value for every setting that is `auto`, and only those."""
+    """Return a configuration with the selected value of each setting that is `auto`."""
     names = auto_names(config)
     values: dict[str, Value] = {}
     if RECOMPUTATION in names:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from fsdpctl.config.keys import AUTO, NONE, Key, Value, section_from
+from fsdpctl.config.keys import AUTO, NONE, Key, Settings, Value, section_from
 from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
@@ -14,13 +14,13 @@ from fsdpctl.io.texts import escaped
 
 
 def known_key(name: str) -> Key:
-    """Return a key; UsageError with the nearest spelling if it doesn't exist."""
+    """Return the key of a name; UsageError with the nearest spelling if it doesn't exist."""
     if name not in KEYS:
         raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
     return KEYS[name]
 
 
-def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
+def to_config(values: Mapping[str, Value], choices: Settings) -> Config:
     """Create the configuration from values by key, and the selected options of groups."""
     sections = {}
     for section, schema in SECTIONS.items():
@@ -29,79 +29,83 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
     return Config(**sections)
 
 
-def config_from_settings(words: Mapping[str, str]) -> Config:
-    """Create the configuration from the result of `config_words`, on any machine.
+def config_from_settings(settings: Settings) -> Config:
+    """Create the configuration from the settings that `to_settings` returned.
 
-    UsageError if this version doesn't know a key, or doesn't allow its value.
+    UsageError if this version doesn't have a key, or doesn't allow its value.
     """
-    for name in words.keys() - {*GROUPS}:
+    for name in settings.keys() - {*GROUPS}:
         known_key(name)
     values = {
-        name: each.parse(words[name]) if name in words else None if each.optional else each.default
+        name: each.parse(settings[name])
+        if name in settings
+        else None
+        if each.optional
+        else each.default
         for name, each in KEYS.items()
     }
-    return to_config(values, {name: words[name] for name in GROUPS if name in words})
+    return to_config(values, {name: settings[name] for name in GROUPS if name in settings})
 
 
-def config_of_checkpoint(
-    words: Mapping[str, str], where: str, *, is_decoder: bool = True
-) -> Config:
-    """Create the configuration in a manifest, which is at `where`.
+def config_of_checkpoint(settings: Settings, location: str, *, is_decoder: bool = True) -> Config:
+    """Create the configuration from the settings in a checkpoint's manifest.
 
-    CheckpointError if `config_from_words` fails. UsageError if it must be that of a decoder, and is
-    not.
+    `location` begins messages. CheckpointError if the settings are invalid. UsageError with
+    `is_decoder` if the checkpoint has a module of a script.
     """
-    if is_decoder and words.get("model", "").startswith(SCRIPT_PREFIX):
-        raise UsageError(f"{where}: {NO_DECODER}")
+    if is_decoder and settings.get("model", "").startswith(SCRIPT_PREFIX):
+        raise UsageError(f"{location}: {NO_DECODER}")
     try:
-        return config_from_settings(words)
+        return config_from_settings(settings)
     except UsageError as error:
         problem = f"corrupted, or written by another version: {error}"
-        raise CheckpointError(f"{where}: {problem}") from None
+        raise CheckpointError(f"{location}: {problem}") from None
 
 
 def to_settings(config: Config) -> dict[str, str]:
-    """Return the configuration as settings by key, without keys that aren't set."""
-    words = {}
+    """Return the text of each key and group that is set."""
+    settings = {}
     for section in SECTIONS:
         if section in GROUPS:
-            words[section] = config.value(section)
+            settings[section] = config.value(section)
         if config.model.is_script_module and section in ("model", "data"):
             continue
         for name, each in KEYS.items():
-            is_of_this = name.startswith(f"{section}.") and not _is_of_an_unused_part(config, name)
+            is_in_section = name.startswith(f"{section}.")
+            is_of_this = is_in_section and not _is_in_unused_subsection(config, name)
             text = each.text(value := config.value(name)) if is_of_this else ""
             if is_of_this and value is None and each.is_selected:
                 text = AUTO if config.is_auto(name) else NONE if config.is_set(name) else ""
             if text:
-                words[name] = text
-    return words
+                settings[name] = text
+    return settings
 
 
 def user_settings(config: Config) -> dict[str, str]:
-    """Return the same without what follows from other settings."""
-    words = to_settings(config)
-    return {name: text for name, text in words.items() if name in GROUPS or not KEYS[name].user_key}
+    """Return only the settings that users set; derived ones are omitted."""
+    pairs = to_settings(config).items()
+    return {name: text for name, text in pairs if name in GROUPS or not KEYS[name].user_key}
 
 
-def _is_of_an_unused_part(config: Config, name: str) -> bool:
+def _is_in_unused_subsection(config: Config, name: str) -> bool:
     part = name.rpartition(".")[0]
     return "." in part and (inner := config.value(part)) == type(inner)()
 
 
-def only_model_settings(words: Mapping[str, str]) -> dict[str, str]:
-    return {x: text for x, text in words.items() if x == "model" or x.startswith("model.")}
+def only_model_settings(settings: Settings) -> dict[str, str]:
+    """Return the settings of the section `model`."""
+    return {x: text for x, text in settings.items() if x == "model" or x.startswith("model.")}
 
 
 def config_to_yaml(config: Config) -> str:
-    """Return the configuration as a recipe, which gives the same configuration when read."""
+    """Return the configuration as a recipe; reading the recipe returns an equal configuration."""
     return settings_to_yaml(to_settings(config))
 
 
-def settings_to_yaml(words: Mapping[str, str], notes: Mapping[str, str] = {}) -> str:
-    """Return settings as a recipe, with a line for each, and its note as a comment."""
+def settings_to_yaml(settings: Settings, notes: Mapping[str, str] = {}) -> str:
+    """Return settings as a recipe: one line per setting, with its note as a comment."""
     lines = []
-    for name, text in words.items():
+    for name, text in settings.items():
         key = KEYS.get(name)
         is_text = key is None or (key.type == "text" and not key.is_mapping) or text == "auto"
         value = text

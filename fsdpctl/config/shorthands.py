@@ -1,4 +1,4 @@
-"""Short forms, and names of other tools: models, GPUs of a cluster, data, strategies."""
+"""Shorthands of settings: names of models, GPUs such as 8xh100, kinds of data, other strategies."""
 
 import os
 import re
@@ -19,41 +19,41 @@ _TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 
-def is_hub_name(word: str) -> bool:
-    """Return whether a word has the form of a model's name on the Hub, and does not exist here."""
-    return _NAME.fullmatch(word) is not None and not Path(word).expanduser().exists()
+def is_hub_name(text: str) -> bool:
+    """Return whether a text has the form of a name on the Hub, and is not an existing path."""
+    return _NAME.fullmatch(text) is not None and not Path(text).expanduser().exists()
 
 
-def is_model_name(word: str) -> bool:
-    """Return whether a word without a key is a model: its name on the Hub, directory or file."""
-    name, path = word.partition("@")[0], Path(word).expanduser()
-    if is_hub_name(word):  # another one than a similar name's, or a typo
+def is_model_name(text: str) -> bool:
+    """Return whether a text without a key is a model: a name on the Hub, a directory or a file."""
+    name, path = text.partition("@")[0], Path(text).expanduser()
+    if is_hub_name(text):  # a name that is only similar to a known one is taken for a typo
         return name in hub_models() or not did_you_mean(name, hub_models())
     return is_gguf(path) or (path / "config.json").is_file()
 
 
-def expand_shorthands(pairs: Sequence[Setting], others: Sequence[Setting]) -> list[Setting]:
-    """Replace the short forms among some settings; `others` are those of the recipe.
+def expand_shorthands(pairs: Sequence[Setting], recipe: Sequence[Setting]) -> list[Setting]:
+    """Replace the shorthands in settings; `recipe` are the settings of the recipe below them.
 
-    UsageError if GPUs are not full nodes, or conflict with ranks.
+    UsageError if a number of GPUs isn't a number of full nodes, or conflicts with set ranks.
     """
-    given = dict(pairs)
-    found: list[Setting] = []
+    texts = dict(pairs)
+    expanded: list[Setting] = []
     for name, text in pairs:
         if name == "model" and ("/" in text or is_model_name(text)):
-            found += [("model", "hf"), ("model.path", text)]
+            expanded += [("model", "hf"), ("model.path", text)]
         elif name == "cluster" and (match := _TIMES.fullmatch(text)) is not None:
             card = _option(match[2])
-            found += _cluster(text, int(match[1]), card, given, ranks_per_node(card))
+            expanded += _cluster(text, int(match[1]), card, texts, ranks_per_node(card))
         elif name == "cluster":
-            found.append((name, _option(text)))
+            expanded.append((name, _option(text)))
         else:
-            found.append((name, text))
-    path = given.get("data.path")
-    if path is not None and "data" not in {**dict(others), **given}:
+            expanded.append((name, text))
+    path = texts.get("data.path")
+    if path is not None and "data" not in {**dict(recipe), **texts}:
         first = sources_in(path)[0].path if path else path
-        found.append(("data", option_of_path(os.path.expanduser(first))))
-    return found
+        expanded.append(("data", option_of_path(os.path.expanduser(first))))
+    return expanded
 
 
 def _option(cluster: str) -> str:
@@ -61,11 +61,11 @@ def _option(cluster: str) -> str:
 
 
 def _cluster(
-    text: str, count: int, name: str, given: dict[str, str], per_node: int | None
+    text: str, count: int, name: str, texts: dict[str, str], per_node: int | None
 ) -> list[Setting]:
-    if clash := next((each for each in RANK_KEYS if each in given), None):
-        way = f"set the ranks with one of them, such as cluster={name} and {clash}"
-        raise UsageError(f"cluster={text}: conflicts with {clash}; {way}")
+    if clash := next((each for each in RANK_KEYS if each in texts), None):
+        advice = f"set the ranks with one of them, such as cluster={name} and {clash}"
+        raise UsageError(f"cluster={text}: conflicts with {clash}; {advice}")
     if per_node is None or count <= per_node:
         return [("cluster", name), (RANK_KEYS[0], str(count)), (RANK_KEYS[1], "1")]
     if count % per_node:
@@ -79,10 +79,10 @@ def _cluster(
 
 
 def translate_strategy(pairs: list[Setting]) -> tuple[list[Setting], tuple[str, ...]]:
-    """Replace another tool's name of a strategy; also return a line about it."""
-    asked = dict(pairs).get("strategy", "")
-    ours = STRATEGY_ALIASES.get(asked.lower(), asked)
-    if ours == asked:
+    """Replace the name of a strategy in another tool; also return a line that names both."""
+    typed = dict(pairs).get("strategy", "")
+    ours = STRATEGY_ALIASES.get(typed.lower(), typed)
+    if ours == typed:
         return pairs, ()
     pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
-    return pairs, (f"strategy={asked}: runs as {ours}",)
+    return pairs, (f"strategy={typed}: runs as {ours}",)

@@ -1,7 +1,7 @@
-"""Settings of other tools, and what to use in their place: hints for unknown keys.
+"""Names of settings in other tools, and fsdpctl's counterparts: hints for unknown keys.
 
-The names are those of torchtitan, axolotl, accelerate, transformers, TRL, litgpt, torchtune,
-LLaMA-Factory and DeepSpeed.
+The tools are torchtitan, axolotl, accelerate, transformers, TRL, litgpt, torchtune, LLaMA-Factory
+and DeepSpeed.
 """
 
 import re
@@ -11,7 +11,7 @@ from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 
 def _by_name(table: str) -> dict[str, str]:
-    """Return the answer for each name, from lines of `answer | names`, also indented ones."""
+    """Return the answer for each name, from lines `answer | names`. Indented lines continue."""
     rows = (row.split(" | ") for row in table.replace("\n  ", " ").strip().splitlines())
     return {name: answer for answer, names in rows for name in names.split()}
 
@@ -277,18 +277,18 @@ trackers other than those of log.trackers | comet swanlab
 losses other than cross-entropy | loss_type
 thresholds of early stopping: any lower validation loss counts | early_stopping_threshold
 """)
-_ENDS = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # that no name in the tables needs
+_ENDS = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # suffixes that are ignored in a second look
 
 
-def hint(word: str, known: list[str]) -> str:
-    """Return the advice that follows an unknown `word`, or the nearest of the `known` words."""
-    lower = word.lower().replace("-", "_")
-    return _advice(word) or _advice(lower) or _similar(word, known) or _similar(lower, known)
+def hint(name: str, names: list[str]) -> str:
+    """Return advice for an unknown name of a setting, else the most similar of `names`."""
+    lower = name.lower().replace("-", "_")
+    return _advice(name) or _advice(lower) or _similar(name, names) or _similar(lower, names)
 
 
-def _advice(word: str) -> str:
-    last = word.rsplit(".", 1)[-1].removeprefix("parallelism_config_")
-    names, section = (word, last, _ENDS.sub("", last)), word.partition(".")[0]
+def _advice(name: str) -> str:
+    last = name.rsplit(".", 1)[-1].removeprefix("parallelism_config_")
+    names, section = (name, last, _ENDS.sub("", last)), name.partition(".")[0]
     for each in names:
         if each in SYNONYMS:
             return f"; use {SYNONYMS[each]}"
@@ -300,10 +300,10 @@ def _advice(word: str) -> str:
     return ""
 
 
-def _similar(word: str, known: list[str]) -> str:
-    last = word.rsplit(".", 1)[-1]
-    same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
+def _similar(name: str, names: list[str]) -> str:
+    last = name.rsplit(".", 1)[-1]
+    same_end = [each for each in names if each.rsplit(".", 1)[-1] == last]
     if same_end:
         return f"; did you mean {same_end[0]}?"
-    section = [name for name in known if name.startswith(f"{word.partition('.')[0]}.")]
-    return (did_you_mean(word, section) if "." in word else "") or did_you_mean(word, known)
+    section = [each for each in names if each.startswith(f"{name.partition('.')[0]}.")]
+    return (did_you_mean(name, section) if "." in name else "") or did_you_mean(name, names)

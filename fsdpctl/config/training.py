@@ -8,15 +8,15 @@ from fsdpctl.errors import UsageError, did_you_mean
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")  # packages, and extras of fsdpctl
 MAX_SAMPLES = 1 << 20  # per step
-_MOST_LENGTH = 1 << 27  # tokens
-# Values of auto: samples of a step; tokens of a sample of the toy model, and at most of others.
-USUAL_SAMPLES, _TOY_LENGTH, _USUAL_LENGTH = 16, 128, 4096
+_MAX_LENGTH = 1 << 27  # tokens
+# Values of train.seq_len=auto for the toy model, and the upper limit for other models.
+_TOY_LENGTH, _DEFAULT_LENGTH = 128, 4096
 
 
 def default_seq_len(model: str | None, max_seq_len: int) -> int:
-    """Return the value of `train.seq_len=auto`; None: the default model, which is a toy."""
+    """Return the value of `train.seq_len=auto` for a named model; None is the default model."""
     is_toy = model in (None, ModelConfig().name)
-    return _TOY_LENGTH if is_toy else min(max_seq_len, _USUAL_LENGTH)
+    return _TOY_LENGTH if is_toy else min(max_seq_len, _DEFAULT_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TrainConfig:
     seq_len: int = auto_key(
         "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "
         "if the data is less or its conversations are shorter",
-        within=(1, _MOST_LENGTH),
+        within=(1, _MAX_LENGTH),
     )
     context_parallel: int = key(
         1, "number of adjacent ranks that share each sample; for long samples", minimum=1
@@ -112,7 +112,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and which are kept."""
+    """The times at which checkpoints are saved, and the checkpoints that are kept."""
 
     every: int = key(100, "steps between checkpoints; 0: only one at the end", minimum=0)
     keep_last: int = key(2, "number of newest checkpoints to keep; 0: all", minimum=0)
@@ -126,7 +126,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """Loggers, and files that are written after failures."""
+    """Trackers, and the memory snapshot that is written if memory runs out."""
 
     trackers: str = key(
         "none",
@@ -150,7 +150,7 @@ class LogConfig:
 
 
 def _trackers(text: str) -> str:
-    """Return the trackers that a list, with or without brackets, names."""
+    """Return the trackers in a list, with or without brackets, separated by commas."""
     names = [each.strip().lower() for each in text.strip("[] ").split(",")]
     if text.strip("[] ") in ("", NONE):
         return NONE

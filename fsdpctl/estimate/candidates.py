@@ -19,7 +19,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.plan.recomputation import LEVELS, MODES, Recomputation, recomputation_steps
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, Strategy, ranks_per_replica
-from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import executed_strategy, supported_strategies
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
@@ -142,7 +142,7 @@ def _strategies(placed: Filled) -> tuple[str, ...]:
 
 def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
     under = placed.with_strategy(name)
-    size = with_auto_values(under, Stage.STRATEGY).strategy.dp_shard_size
+    size = fill_auto(under, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
     return executed_strategy(under, row, ranks_per_replica(row, placed.num_ranks, size))
 

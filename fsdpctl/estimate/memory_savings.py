@@ -17,7 +17,7 @@ from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.optimizers import get_optimizer
 from fsdpctl.plan.recomputation import BLOCKS, MODES, Recomputation
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Offload, get_strategy, sharded_over_replicas
-from fsdpctl.resolve.auto_values import AutoInputs, Stage, with_auto_values
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, fill_auto
 from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
@@ -78,7 +78,7 @@ def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
         TRANSFORMERS,
     ):  # by the dtype
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
-        config = with_auto_values(
+        config = fill_auto(
             config.changed({_ATTENTION_KEY: None}), Stage.DECODER, AutoInputs(is_here)
         )
     return make_run_plan(config.with_strategy(config.strategy.name))

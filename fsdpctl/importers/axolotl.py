@@ -1,4 +1,4 @@
-"""Translation of axolotl's YAML file, by the schemas of versions 0.18 to 0.21."""
+"""Translation of axolotl's YAML file, as its versions 0.18 to 0.21 read it."""
 
 import json
 from fnmatch import fnmatchcase
@@ -18,36 +18,36 @@ _DEGREES = {
     "expert": ("expert_parallel_size", "expert_parallel_degree"),
 }
 _KERNELS = ("lora_*_kernel", "liger_*", "use_scattermoe", "use_sonicmoe")
-# With these, not all logits exist at once.
+# Losses that do not compute all logits at once.
 _FUSED_LOSSES = (
     "cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy",
     "unsloth_cross_entropy_loss",
 )  # fmt: skip
-_CROSS_ENTROPY = "CutCrossEntropyPlugin"  # on unless `cut_cross_entropy` turns it off
+_CROSS_ENTROPY = "CutCrossEntropyPlugin"  # the plugin is on unless `cut_cross_entropy` is false
 
 
 def read_axolotl(source: SourceConfig) -> Translation:
-    """Translate a configuration; UsageError if its training can't be estimated."""
+    """Translate a file; UsageError if the training can't be estimated."""
     tools = ("transformers", "axolotl")
-    found = Translation("axolotl", source, table("defaults", *tools), patterns("changes", *tools))
+    target = Translation("axolotl", source, table("defaults", *tools), patterns("changes", *tools))
     _check_training(source)
-    _read_model(found)
-    _read_length(found)
-    adapts = _read_adapters(found)
-    narrow = read_launch_beside(found, source.take("bf16"))
-    shards = _read_sharding(found)
+    _read_model(target)
+    _read_length(target)
+    adapts = _read_adapters(target)
+    narrow = read_launch_beside(target, source.take("bf16"))
+    shards = _read_sharding(target)
     keys = ("context_parallel_size", "sequence_parallel_degree", "context_parallel.size")
-    shared.read_context(found, *keys)
-    _read_layer_offload(found, adapts=adapts)
-    offloads = "strategy.offload" in found.settings  # with masters in fp32 on the host
-    _read_precision(found, narrow, keeps_masters=adapts or shards or offloads)
-    if shared.read_recomputation(found, "none"):
-        _read_saved_outputs(found)
-    shared.read_optimizer(found, source.take("optimizer"), "optimizer")
-    _read_without(found)
-    read_training(found, adapts=adapts)
-    found.classify_rest(patterns("unused", "axolotl", "accelerate"))
-    return found
+    shared.read_context(target, *keys)
+    _read_layer_offload(target, adapts=adapts)
+    offloads = "strategy.offload" in target.settings  # then fp32 master weights are on the host
+    _read_precision(target, narrow, keeps_masters=adapts or shards or offloads)
+    if shared.read_recomputation(target, "none"):
+        _read_saved_outputs(target)
+    shared.read_optimizer(target, source.take("optimizer"), "optimizer")
+    _read_savings(target)
+    read_training(target, adapts=adapts)
+    target.classify_rest(patterns("unused", "axolotl", "accelerate"))
+    return target
 
 
 def _check_training(source: SourceConfig) -> None:
@@ -60,177 +60,180 @@ def _check_training(source: SourceConfig) -> None:
     shared.check_attention(source)
 
 
-def _read_model(found: Translation) -> None:
-    base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
-    shared.map_model(found, base, "base_model", revision)
-    for each in found.source.peek():
-        place, _, name = each.key.partition(".")
-        if place == "overrides_of_model_config" and name and not name.startswith("_"):
-            found.source.take(each.key)
+def _read_model(target: Translation) -> None:
+    base, revision = target.source.take("base_model"), target.source.text("revision_of_model")
+    shared.map_model(target, base, "base_model", revision)
+    for each in target.source.peek():
+        section, _, name = each.key.partition(".")
+        if section == "overrides_of_model_config" and name and not name.startswith("_"):
+            target.source.take(each.key)
             text = json.dumps(each.items) if each.is_list else each.text
-            found.map(each, f"{OVERRIDES_KEY}.{name}={text}")
+            target.map(each, f"{OVERRIDES_KEY}.{name}={text}")
     keys = ("tokens", "special_tokens.additional_special_tokens")
-    given = [value for key in keys if (value := found.source.take_enabled(key))]
-    texts = [*dict.fromkeys(text for value in given for text in value.items)]
-    for value in given:
-        found.map(value, f"data.new_tokens={json.dumps(texts, ensure_ascii=False)}")
+    values = [value for key in keys if (value := target.source.take_enabled(key))]
+    texts = [*dict.fromkeys(text for value in values for text in value.items)]
+    for value in values:
+        target.map(value, f"data.new_tokens={json.dumps(texts, ensure_ascii=False)}")
 
 
-def _read_length(found: Translation) -> None:
-    length = found.source.take("sequence_len")
-    found.map(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
-    if (packing := found.source.take("sample_packing")) and packing.is_off:
-        found.map(packing, note="each sample is estimated with sequence_len tokens")
-    micro = found.source.positive("micro_batch_size")
-    passes = found.source.positive("gradient_accumulation_steps")
-    both = found.source.positive("batch_size")  # per rank and step
-    if both and passes is None:
-        passes = max(1, both // (micro or 1))
-    keys = ("micro_batch_size", "batch_size" if both else "gradient_accumulation_steps")
-    found.batch = SourceBatch(keys, micro, passes)
+def _read_length(target: Translation) -> None:
+    length = target.source.take("sequence_len")
+    target.map(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
+    if (packing := target.source.take("sample_packing")) and packing.is_off:
+        target.map(packing, note="each sample is estimated with sequence_len tokens")
+    micro = target.source.positive("micro_batch_size")
+    passes = target.source.positive("gradient_accumulation_steps")
+    per_step = target.source.positive("batch_size")  # samples per rank and step
+    if per_step and passes is None:
+        passes = max(1, per_step // (micro or 1))
+    keys = ("micro_batch_size", "batch_size" if per_step else "gradient_accumulation_steps")
+    target.batch = SourceBatch(keys, micro, passes)
 
 
-def _read_precision(found: Translation, narrow: SourceKey | None, *, keeps_masters: bool) -> None:
-    """Translate the dtypes. Where no `keeps_masters`, weights are trained as they are loaded."""
-    source = found.source
+def _read_precision(target: Translation, narrow: SourceKey | None, *, keeps_masters: bool) -> None:
+    """Translate dtypes. Without fp32 masters, weights are trained in the dtype of loading."""
+    source = target.source
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
     loaded = "" if keeps_masters else "the weights are loaded in this dtype"
     pure, half = source.take_on("bfloat16"), source.take_on("fp16", "float16")
     tf32 = source.take_on("tf32")
     if eight := source.take_enabled("fp8"):
-        found.exclude(eight, "matrix products are estimated in bf16")
+        target.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
     if pure:
-        found.map(pure, "precision=bf16_true")
+        target.map(pure, "precision=bf16_true")
     elif half:
-        found.map(half, mixed, note=loaded or "same size as fp16")
+        target.map(half, mixed, note=loaded or "same size as fp16")
     elif narrow is None or not narrow.is_off:
-        found.map(narrow, mixed, default="bf16", note=loaded)
+        target.map(narrow, mixed, default="bf16", note=loaded)
     else:
-        found.map(narrow, f"precision={'tf32' if tf32 else 'fp32'}")
+        target.map(narrow, f"precision={'tf32' if tf32 else 'fp32'}")
 
 
-def _read_saved_outputs(found: Translation) -> None:
-    """Translate selective recomputation, by default with the saved output of attention."""
+def _read_saved_outputs(target: Translation) -> None:
+    """Translate selective recomputation, which by default saves the output of attention."""
     section = "selective_checkpointing"
-    given = {x.key: x for x in found.source.peek() if x.key.partition(".")[0] == section}
-    for key in given:
-        found.source.take(key)
-    used = [each for each in given.values() if not each.is_off]
+    values = {x.key: x for x in target.source.peek() if x.key.partition(".")[0] == section}
+    for key in values:
+        target.source.take(key)
+    used = [each for each in values.values() if not each.is_off]
     if not used:
         return
-    saved = given.get(f"{section}.save")
-    others = given.keys() & {f"{section}.save_modules", f"{section}.save_matmul_min_k"}
-    others |= found.settings.keys() & {"activation_checkpointing.blocks"}
-    if (leaves := given.get(f"{section}.offload")) and leaves.is_on:
-        found.map(leaves, note="in host memory, which is not counted")
-    elif others or (saved and saved.items != ("attention",)):
-        way = "saves other outputs than fsdpctl; add activation_checkpointing=selective or full"
-        found.require("activation_checkpointing", used[0], way)
+    saved = values.get(f"{section}.save")
+    unsupported = values.keys() & {f"{section}.save_modules", f"{section}.save_matmul_min_k"}
+    unsupported |= target.settings.keys() & {"activation_checkpointing.blocks"}
+    if (leaves := values.get(f"{section}.offload")) and leaves.is_on:
+        target.map(leaves, note="in host memory, which is not counted")
+    elif unsupported or (saved and saved.items != ("attention",)):
+        advice = "saves other outputs than fsdpctl; add activation_checkpointing=selective or full"
+        target.require("activation_checkpointing", used[0], advice)
     else:
         note = "fsdpctl also saves every second matrix product; the estimate is too high"
-        found.map(used[0], "activation_checkpointing=selective", note=note)
+        target.map(used[0], "activation_checkpointing=selective", note=note)
 
 
-def _read_layer_offload(found: Translation, *, adapts: bool) -> None:
-    """Translate the frozen weights of layers on the host, which each rank gathers by layer."""
-    if (value := found.source.take_on("layer_offloading")) is None or not adapts:
+def _read_layer_offload(target: Translation, *, adapts: bool) -> None:
+    """Translate the offload of frozen weights, which each rank gathers layer by layer."""
+    if (value := target.source.take_on("layer_offloading")) is None or not adapts:
         return
-    if found.settings.get("strategy") == "no_shard":
-        found.map(value, "strategy=full_shard", note="replicas share the frozen weights")
-    shared.read_offload(found, value, "frozen weights on the host", Offload.PARAMS)
+    if target.settings.get("strategy") == "no_shard":
+        target.map(value, "strategy=full_shard", note="replicas share the frozen weights")
+    shared.read_offload(target, value, "frozen weights on the host", Offload.PARAMS)
 
 
-def _read_adapters(found: Translation) -> bool:
-    source = found.source
+def _read_adapters(target: Translation) -> bool:
+    source = target.source
     adapter = source.take("adapter")
     rank = source.take("lora_r")
     if adapter is None:
         if parts := source.take("unfrozen_parameters"):
             why = "regular expressions are not read from files; add model.trainable=REGEX"
-            found.require("model.trainable", parts, why)
+            target.require("model.trainable", parts, why)
         source.value(*(each.key for each in source.peek() if each.key.startswith("lora_")))
         return False
     kind = adapter.text.strip().lower()
     if kind not in ("lora", "qlora"):
         raise source.error(adapter, "expected lora or qlora")
     shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}")
-    found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
+    target.map(shown, f"model.lora.rank={rank.text if rank else 8}")
     four, eight, gptq = map(source.take_on, ("load_in_4bit", "load_in_8bit", "gptq"))
     packs = source.take_on("quantize_moe_experts") is not None
     if kind == "qlora" or four or gptq:
         shown = four or gptq or adapter
         note = "linear layers of blocks take 0.516 bytes per weight"
-        found.map(shown, *adapters.quantized("nf4", experts=packs), note=note)
+        target.map(shown, *adapters.quantized("nf4", experts=packs), note=note)
     elif eight:
         note = "linear layers of blocks take 1.03 bytes per weight"
-        found.map(eight, *adapters.quantized("int8", experts=packs), note=note)
-    _read_targets(found)
-    adapters.read_modules_to_save(found)
+        target.map(eight, *adapters.quantized("int8", experts=packs), note=note)
+    _read_targets(target)
+    adapters.read_modules_to_save(target)
     if scaled := source.take_on("peft_use_rslora"):
-        found.map(scaled, "model.lora.rslora=true")
+        target.map(scaled, "model.lora.rslora=true")
     return True
 
 
-def _read_targets(found: Translation) -> None:
+def _read_targets(target: Translation) -> None:
     names = ("linear", "modules", "parameters")
-    linear, targets, stacked = (found.source.take(f"lora_target_{each}") for each in names)
+    linear, targets, stacked = (target.source.take(f"lora_target_{each}") for each in names)
     if stacked:
-        usual = ("all_linear",) if linear and linear.is_on else ()
-        adapters.read_stacked(found, stacked, targets, usual)
+        default = ("all_linear",) if linear and linear.is_on else ()
+        adapters.read_stacked(target, stacked, targets, default)
     elif targets and not (linear and linear.is_on):
-        adapters.read_targets(found, targets)
+        adapters.read_targets(target, targets)
     elif linear and linear.is_on:
-        adapters.check_heads(found, targets)
-        found.map(linear, "model.lora.targets=all_linear")
-    elif not found.source.text("lora_model_dir"):
+        adapters.check_heads(target, targets)
+        target.map(linear, "model.lora.targets=all_linear")
+    elif not target.source.text("lora_model_dir"):
         why = "lora_target_modules: required by axolotl; set model.lora.targets"
-        found.require_for_training("model.lora.targets", why)
+        target.require_for_training("model.lora.targets", why)
 
 
-def _read_sharding(found: Translation) -> bool:
-    """Translate the sharding, and return whether weights in bf16 get masters in fp32.
+def _read_sharding(target: Translation) -> bool:
+    """Translate the sharding, and return whether bf16 weights get fp32 master weights.
 
-    FSDP 1 and DeepSpeed make those; axolotl's patched FSDP 2 leaves the weights as they are.
+    FSDP 1 and DeepSpeed have master weights; axolotl's patched FSDP 2 does not.
     """
     keys = ("dp_replicate_size", "dp_shard_size")
-    replicate, shard = map(found.source.positive, keys)
-    shards = shared.read_sharding(found, "fsdp, deepspeed")
+    replicate, shard = map(target.source.positive, keys)
+    shards = shared.read_sharding(target, "fsdp, deepspeed")
     if shards and (replicate or shard):
-        found.degrees = RankDegrees(keys, replicate or 1, shard or -1)
-    return shards == "DEEPSPEED" or (shards == "FSDP" and found.whole_gradients)
+        target.degrees = RankDegrees(keys, replicate or 1, shard or -1)
+    return shards == "DEEPSPEED" or (shards == "FSDP" and target.whole_gradients)
 
 
-def _read_without(found: Translation) -> None:
-    plugins = found.source.take("plugins")
-    if plugins and _CROSS_ENTROPY in plugins.text and "cut_cross_entropy" not in found.source:
-        found.map(plugins, note=f"{_CROSS_ENTROPY}: logits of a few tokens at a time")
-        found.whole_logits = False
+def _read_savings(target: Translation) -> None:
+    plugins = target.source.take("plugins")
+    if plugins and _CROSS_ENTROPY in plugins.text and "cut_cross_entropy" not in target.source:
+        target.map(plugins, note=f"{_CROSS_ENTROPY}: logits of a few tokens at a time")
+        target.whole_logits = False
     for key in _FUSED_LOSSES:
-        if value := found.source.take_enabled(key):
-            found.map(value, note="logits of few tokens at a time: train.loss_chunk_tokens")
-            found.whole_logits = False
+        if value := target.source.take_enabled(key):
+            target.map(value, note="logits of few tokens at a time: train.loss_chunk_tokens")
+            target.whole_logits = False
     for key, why in table("smaller", "axolotl").items():
-        if value := found.source.take_enabled(key):
-            found.exclude(value, f"{why}; {shared.TOO_HIGH}")
-    is_restored = found.source.take_on("model_quantization_config_kwargs.dequantize")
-    if (packed := found.source.take_enabled("model_quantization_config")) and not is_restored:
-        found.exclude(packed, f"weights are estimated as if dequantized; {shared.TOO_HIGH}")
-    if tiled := found.source.take_on("tiled_mlp"):
-        found.map(tiled, "train.mlp_chunk_tokens=auto")
-    if compiled := found.source.take_enabled("torch_compile", "deepcompile"):
-        found.exclude(compiled, "estimated without compilation, which usually needs more memory")
-    _read_kernels(found)
+        if value := target.source.take_enabled(key):
+            target.exclude(value, f"{why}; {shared.TOO_HIGH}")
+    is_restored = target.source.take_on("model_quantization_config_kwargs.dequantize")
+    if (packed := target.source.take_enabled("model_quantization_config")) and not is_restored:
+        target.exclude(packed, f"weights are estimated as if dequantized; {shared.TOO_HIGH}")
+    if tiled := target.source.take_on("tiled_mlp"):
+        target.map(tiled, "train.mlp_chunk_tokens=auto")
+    if compiled := target.source.take_enabled("torch_compile", "deepcompile"):
+        target.exclude(compiled, "estimated without compilation, which usually needs more memory")
+    _read_kernels(target)
 
 
-def _read_kernels(found: Translation) -> None:
-    """Translate kernels that save fewer tensors for backward: of one layer, if it is recomputed."""
-    recomputes = found.settings.get("activation_checkpointing") == "full"
-    for each in found.source.peek():
+def _read_kernels(target: Translation) -> None:
+    """Translate kernels that save fewer tensors for backward.
+
+    With full recomputation, the saved tensors are those of one layer, and hardly count.
+    """
+    recomputes = target.settings.get("activation_checkpointing") == "full"
+    for each in target.source.peek():
         if not any(fnmatchcase(each.key, pattern) for pattern in _KERNELS):
             continue
-        value = found.source.take_on(each.key)
+        value = target.source.take_on(each.key)
         if value and recomputes:
-            found.map(value, note="not counted: only saves tensors of the layer being recomputed")
+            target.map(value, note="not counted: only saves tensors of the layer being recomputed")
         elif value:
-            found.exclude(value, f"third-party kernels; {shared.TOO_HIGH}")
+            target.exclude(value, f"third-party kernels; {shared.TOO_HIGH}")

@@ -2,15 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from textwrap import wrap
 
 from fsdpctl.config.compose import FOR_ANY_OPTION, without_shorthands
 from fsdpctl.config.data import CHAT
+from fsdpctl.config.keys import Settings
 from fsdpctl.config.recipe import MISSING, MISSING_REASON
-from fsdpctl.config.schema import BATCH_SIZE_KEYS, GROUPS, KEYS, SECTIONS
+from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.source_config import SourceKey
 from fsdpctl.importers.translation import (
@@ -24,24 +25,25 @@ from fsdpctl.importers.translation import (
 from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS
 
 NOT_NEEDED = "not needed: "
-_WIDTH = 100  # of a line
+_WIDTH = 100  # columns of a line
 _RANKS_OF_NODE = 8
-HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")  # even if a file sets them
+# Settings that a recipe need not have, since their defaults apply.
+HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRecipe:
-    """The settings of a recipe, in the order of its sections."""
+    """A recipe that was converted from the file of another tool."""
 
     tool: str
-    rows: tuple[TranslationRow, ...]  # of one setting each
-    left_out: tuple[str, ...]  # a line each
-    missing: tuple[tuple[str, str], ...]  # settings that must be added, with the reason
+    rows: tuple[TranslationRow, ...]  # one row per setting, in the order of sections
+    left_out: tuple[str, ...]  # one line per key or reason
+    missing: tuple[tuple[str, str], ...]  # settings that users must add, with the reason
 
     @property
     def required(self) -> list[str]:
-        """Why settings must be added that have no default."""
+        """The reasons of missing settings that have no default."""
         return [why for name, why in self.missing if name not in HAVE_DEFAULTS]
 
     @property
@@ -49,172 +51,175 @@ class ConvertedRecipe:
         return list(settings_of(self.rows).items())
 
 
-def convert(found: Translation, given: Mapping[str, str], num_ranks: int) -> ConvertedRecipe:
-    """Return a recipe that trains what a file describes; UsageError if none can.
+def convert(target: Translation, settings: Settings, num_ranks: int) -> ConvertedRecipe:
+    """Return a recipe for the training that a file describes; UsageError if there is none.
 
-    Settings `given` on the command line take precedence. There are `num_ranks` ranks if neither
-    these nor the file have their number.
+    `settings` of the command line take precedence. `num_ranks` is the number of ranks if neither
+    the command line nor the file has it.
     """
-    typed = without_shorthands(given)
-    replaced = {*typed, *(BATCH_SIZE_KEYS if typed.keys() & BATCH_SIZE_KEYS else ())}
+    typed = without_shorthands(settings)
+    replaced = {*typed, *(BATCH_KEYS if typed.keys() & BATCH_KEYS else ())}
     groups = tuple(f"{name}." for name in typed if name in GROUPS)
-    kept = {
+    rows_by_name = {
         name: TranslationRow(row.key, row.value, (setting,), row.note)
-        for row in rows_of(found, typed, num_ranks)
+        for row in rows_of(target, typed, num_ranks)
         for setting in row.settings
         if (name := setting.partition("=")[0]) not in replaced
         if name.startswith(FOR_ANY_OPTION) or not name.startswith(groups)
     }
-    for name, text in given.items():
-        kept[name] = TranslationRow("command line", "", (f"{name}={text}",))
-    if refused := [why for name, why in found.refused if name not in typed]:
-        raise UsageError(f"{found.file}: {refused[0]}")
+    for name, text in settings.items():
+        rows_by_name[name] = TranslationRow("command line", "", (f"{name}={text}",))
+    if refused := [why for name, why in target.refused if name not in typed]:
+        raise UsageError(f"{target.file}: {refused[0]}")
     order = {name: number for number, name in enumerate(SECTIONS)}
-    names = sorted(kept, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
+    names = sorted(rows_by_name, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
     missing = tuple(
         each
-        for each in (*found.missing, *found.missing_for_training)
-        if each[0] not in typed and not (found.model is not None and each[0] == "model")
+        for each in (*target.missing, *target.missing_for_training)
+        if each[0] not in typed and not (target.model is not None and each[0] == "model")
         if each[0] != "data.train_on" or typed.get("data", CHAT) == CHAT
     )
-    rows = tuple(kept[name] for name in names)
-    return ConvertedRecipe(found.tool, rows, tuple(_left_out(found)), missing)
+    rows = tuple(rows_by_name[name] for name in names)
+    return ConvertedRecipe(target.tool, rows, tuple(_left_out(target)), missing)
 
 
-def rows_of(found: Translation, typed: Mapping[str, str], num_ranks: int) -> list[TranslationRow]:
+def rows_of(target: Translation, typed: Settings, num_ranks: int) -> list[TranslationRow]:
     """Return the settings of the training that a file describes; later rows take precedence.
 
-    Settings `typed` on the command line are not among them, but decide what follows from them.
+    `typed` settings of the command line are not included, but other settings depend on them.
     """
-    rows = found.rows
+    rows = target.rows
     if typed.get("strategy") in ("no_shard", "ddp") or "optimizer" in typed:
-        # Every rank would step everything, or nothing is there.
+        # Offloading is invalid with an unsharded strategy or another optimizer.
         rows = [each for each in rows if not each.settings[0].startswith("strategy.offload=")]
     optimizer = OPTIMIZERS.get({**settings_of(rows), **typed}.get("optimizer", ADAMW))
-    if optimizer is not None:  # other optimizers' keys, such as betas with SGD, change nothing
-        others = {f"optimizer.{key}=" for row in OPTIMIZERS.values() for key in row.keys}
-        others -= {f"optimizer.{key}=" for key in optimizer.keys}
-        rows = [each for each in rows if not each.settings[0].startswith((*others,))]
-    return [*rows, *_rows_of_ranks(found, {**settings_of(rows), **typed}, num_ranks)]
+    if optimizer is not None:  # drop keys of other optimizers, such as betas with SGD
+        prefixes = {f"optimizer.{key}=" for row in OPTIMIZERS.values() for key in row.keys}
+        prefixes -= {f"optimizer.{key}=" for key in optimizer.keys}
+        rows = [each for each in rows if not each.settings[0].startswith((*prefixes,))]
+    return [*rows, *_rows_of_ranks(target, {**settings_of(rows), **typed}, num_ranks)]
 
 
 def _rows_of_ranks(
-    found: Translation, words: dict[str, str], num_ranks: int
+    target: Translation, known: Settings, num_ranks: int
 ) -> Iterator[TranslationRow]:
-    """Yield what depends on the number of ranks: replicas, and the samples of a step.
+    """Yield settings that depend on the number of ranks: replicas, and the samples of a step.
 
-    `words` are the settings of the file and of the command line. UsageError if the replicas do not
-    divide the ranks.
+    `known` has the settings of the file and of the command line. UsageError if the number of
+    replicas does not divide the number of ranks.
     """
-    shared, degrees = int(words.get("train.context_parallel", "1")), found.degrees
-    if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in words:
-        is_known = "cluster" in words and "launch.nnodes" not in words
+    shared, degrees = int(known.get("train.context_parallel", "1")), target.degrees
+    if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in known:
+        is_known = "cluster" in known and "launch.nnodes" not in known
         on_node = num_ranks if is_known else _RANKS_OF_NODE
-        total = degrees.replicate * degrees.shard * shared  # which have parts of each sample
+        total = degrees.replicate * degrees.shard * shared
         nodes = 1 if total % on_node else total // on_node
         settings = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
         note = f"on nodes of {on_node}" if nodes > 1 else ""
         yield (row := TranslationRow(*degrees.shown, settings, note))
-        words = settings_of([row]) | words
+        known = {**settings_of([row]), **known}
     ranks, origin = num_ranks, " on this machine; change it for others"
-    if (per_node := words.get("launch.nproc_per_node", "")).isdecimal():
-        ranks = int(per_node) * int(words.get("launch.nnodes", "1"))
-    if per_node.isdecimal() or "cluster" in words:
+    if (per_node := known.get("launch.nproc_per_node", "")).isdecimal():
+        ranks = int(per_node) * int(known.get("launch.nnodes", "1"))
+    if per_node.isdecimal() or "cluster" in known:
         origin = " in the file or on the command line"
     if degrees:
-        yield _arranged(found, degrees, shared, ranks)
-    if found.batch is not None:
-        yield from _batch(found, found.batch, words, max(1, ranks // shared), origin)
+        yield _arranged(target, degrees, shared, ranks)
+    if target.batch is not None:
+        yield from _batch(target, target.batch, known, max(1, ranks // shared), origin)
 
 
 def _batch(
-    found: Translation, batch: SourceBatch, words: Mapping[str, str], groups: int, origin: str
+    target: Translation, batch: SourceBatch, settings: Settings, groups: int, origin: str
 ) -> Iterator[TranslationRow]:
-    typed, steps = _whole(words, "train.micro_batch_size"), _whole(words, "accumulation.steps")
-    micro, passes = typed or batch.micro or batch.usual, steps or batch.accumulation or 1
-    shown, note = found.shown_batch, ""
-    if batch.micro is None:  # accelerate leaves it to the script
-        is_known = found.tool != "accelerate"
+    typed = _whole(settings, "train.micro_batch_size")
+    steps = _whole(settings, "accumulation.steps")
+    micro, passes = typed or batch.micro or batch.default_micro, steps or batch.accumulation or 1
+    shown, note = target.shown_batch, ""
+    if batch.micro is None:  # a script with accelerate sets it itself
+        is_known = target.tool != "accelerate"
         shown = (batch.keys[0] if is_known else "(micro-batch)", "(not set)")
-        note = f"the default of {found.tool}" if is_known else "set it as in the script"
+        note = f"the default of {target.tool}" if is_known else "set it as in the script"
     yield TranslationRow(*shown, (f"train.micro_batch_size={micro}",), note)
-    each = micro if steps else batch.micro or micro  # the step of the file, in other micro-batches
+    # A typed micro-batch divides the step of the file differently, unless its passes are typed too.
+    each = micro if steps else batch.micro or micro
     note = f"{each} * {passes} * {groups} rank{'s' if groups > 1 else ''}{origin}"
     total, note = (batch.samples, "") if batch.samples else (each * passes * groups, note)
-    yield TranslationRow(*found.shown_batch, (f"train.global_batch_size={total}",), note)
+    yield TranslationRow(*target.shown_batch, (f"train.global_batch_size={total}",), note)
 
 
-def _arranged(found: Translation, degrees: RankDegrees, shared: int, ranks: int) -> TranslationRow:
-    replicate, shard = degrees.replicate, degrees.shard * shared  # over those of a sample too
+def _arranged(target: Translation, degrees: RankDegrees, shared: int, ranks: int) -> TranslationRow:
+    # Ranks that share a sample also share the shards.
+    replicate, shard = degrees.replicate, degrees.shard * shared
     if replicate < 1 or ranks % replicate:
         raise UsageError(
-            f"{found.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; set "
-            "the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
+            f"{target.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; "
+            "set the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
         )
-    keeps = found.settings.get("strategy") == "shard_grad_op"
-    words = ["strategy=shard_grad_op" if keeps else "strategy=full_shard"]
+    keeps = target.settings.get("strategy") == "shard_grad_op"
+    settings = ["strategy=shard_grad_op" if keeps else "strategy=full_shard"]
     if shard == 1 or ranks == replicate:
-        words = ["strategy=no_shard"]
+        settings = ["strategy=no_shard"]
     elif replicate > 1:
-        words = [f"strategy=hybrid_shard{'_grad_op' * keeps}"]
-        words += [f"strategy.dp_shard_size={ranks // replicate}"]
-    return TranslationRow(*degrees.shown, tuple(words), f"of {ranks} ranks")
+        settings = [f"strategy=hybrid_shard{'_grad_op' * keeps}"]
+        settings += [f"strategy.dp_shard_size={ranks // replicate}"]
+    return TranslationRow(*degrees.shown, tuple(settings), f"of {ranks} ranks")
 
 
-def _whole(words: Mapping[str, str], name: str) -> int | None:
-    text = words.get(name, "")
+def _whole(settings: Settings, name: str) -> int | None:
+    text = settings.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
-def _left_out(found: Translation) -> Iterator[str]:
-    for row in found.left_out:
+def _left_out(target: Translation) -> Iterator[str]:
+    for row in target.left_out:
         yield f"{row.key}{f'={row.value}' if row.value else ''}: {row.note}"
-    for row in found.excluded:
+    for row in target.excluded:
         why = row.note.partition("; the estimate")[0].replace("estimated", "trained")
         yield f"{row.key}={row.value}: {why}"
-    if found.unrecognized:
-        yield f"unknown: {', '.join(found.unrecognized)}"
-    rows = (*found.left_out, *found.rows, *found.program, *found.excluded)
+    if target.unrecognized:
+        yield f"unknown: {', '.join(target.unrecognized)}"
+    rows = (*target.left_out, *target.rows, *target.program, *target.excluded)
     named = {key.strip() for row in rows for key in row.key.split(",")}
-    named |= {why.partition(":")[0] for _, why in found.missing_for_training}
-    left = [each for each in found.source.all_keys() if each.key not in named]
-    if deciding := [each for each in left if _changes(found, each)]:
+    named |= {why.partition(":")[0] for _, why in target.missing_for_training}
+    unnamed = [each for each in target.source.all_keys() if each.key not in named]
+    if deciding := [each for each in unnamed if _changes(target, each)]:
         shown = ", ".join(f"{each.key}={each.text[:80]}" for each in deciding)
         yield f"changes the training, without a counterpart: {shown}"
-    unused = [each for each in found.no_memory_effect if each.partition("[")[0] not in named]
-    if others := [each for each in unused if each not in {one.key for one in deciding}]:
-        yield f"{NOT_NEEDED}{', '.join(others)}"
+    unused = [each for each in target.no_memory_effect if each.partition("[")[0] not in named]
+    if unneeded := [each for each in unused if each not in {value.key for value in deciding}]:
+        yield f"{NOT_NEEDED}{', '.join(unneeded)}"
 
 
-def _changes(found: Translation, value: SourceKey) -> bool:
+def _changes(target: Translation, value: SourceKey) -> bool:
     name, text = value.key, value.text.strip().lower()
     is_off = value.is_off or not (value.is_list or text.strip("0."))
     harmless = table("harmless", "transformers")
-    usual = harmless.get(name, harmless.get(f"{name.partition('.')[0]}.*"))
-    is_usual = is_off if usual is None else text in usual.split()
-    return not is_usual and any(fnmatchcase(name, pattern) for pattern in found.changes)
+    harmless_values = harmless.get(name, harmless.get(f"{name.partition('.')[0]}.*"))
+    is_usual = is_off if harmless_values is None else text in harmless_values.split()
+    return not is_usual and any(fnmatchcase(name, pattern) for pattern in target.changes)
 
 
-_REQUIRES_PATH = {"model": "hf", "data": "text"}  # options without a default of their path
+_REQUIRES_PATH = {"model": "hf", "data": "text"}  # options that require a path
 
 
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
-    """Return the recipe as YAML: a setting per line with its origin, and comments for the rest."""
+    """Return the recipe as YAML: one setting per line with its origin, omissions as comments."""
     lines = _comment(f"Converted from {_one_line(source)} ({recipe.tool}) by fsdpctl.")
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
         notes = (origin, "" if "estimate" in row.note else row.note)
-        about = _one_line("; ".join(each for each in notes if each))
+        comment = _one_line("; ".join(each for each in notes if each))
         shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-        whole = f"{f'{name}: {shown}':<44}  # {about}"
-        lines += [whole] if len(whole) <= _WIDTH else [*_comment(about), f"{name}: {shown}"]
-    known = settings_of(recipe.rows)
+        whole = f"{f'{name}: {shown}':<44}  # {comment}"
+        lines += [whole] if len(whole) <= _WIDTH else [*_comment(comment), f"{name}: {shown}"]
+    settings = settings_of(recipe.rows)
     for name, why in recipe.missing:
-        group = name.partition(".")[0]  # `train` rejects the recipe without it
+        group = name.partition(".")[0]
         lines += _comment(f"{MISSING_REASON}{why}")
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
-            lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in known)
+            lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in settings)
         elif (name in KEYS or name in GROUPS) and name not in HAVE_DEFAULTS:
             lines.append(f"{name}: {MISSING}")
     if recipe.left_out:

@@ -21,33 +21,33 @@ _EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 
 
 def read_other_tool(path: Path, beside: Path | None = None) -> Translation:
-    """Translate another tool's configuration, also with that of accelerate `beside` it.
+    """Translate a file of another tool, with accelerate's file `beside` it if there is one.
 
-    UsageError if its training can't be estimated, or if two files aren't of one run.
+    UsageError if the training can't be estimated, or if the two files aren't of one run.
     """
     tool, source = _opened(path)
     if beside is not None:
-        other, second = _opened(beside)
-        if (tool == _LAUNCH) == (other == _LAUNCH):
+        other_tool, second = _opened(beside)
+        if (tool == _LAUNCH) == (other_tool == _LAUNCH):
             expected = "axolotl or TRL" if tool == _LAUNCH else _LAUNCH
-            why = f"a file of {other}; with {path}, of {tool}, expected one of {expected}"
+            why = f"a file of {other_tool}; with {path}, of {tool}, expected one of {expected}"
             raise UsageError(f"{beside}: {why}")
         if tool == _LAUNCH:
-            tool, source, second = other, second, source
+            tool, source, second = other_tool, second, source
         source = SourceConfig(source.file, source.content, second)
     fused = {each.key for each in source.peek() if each.key in _FUSED_NORMS and each.is_on}
-    found = _READERS[tool](source)
-    if "engine.program" in settings_of(found.program):
-        return found
+    target = _READERS[tool](source)
+    if "engine.program" in settings_of(target.program):
+        return target
     if not fused:
-        found.emulate("(norms)", "", "engine.program=transformers", "of transformers")
+        target.emulate("(norms)", "", "engine.program=transformers", "of transformers")
     elif _ALL_OF_LIGER in fused:
-        found.emulate("(experts)", "", "engine.program=liger", "of Liger")
-    return found
+        target.emulate("(experts)", "", "engine.program=liger", "of Liger")
+    return target
 
 
 def is_accelerate(path: Path) -> bool | None:
-    """Return whether a file is accelerate's; None if it can't be read."""
+    """Return whether a file is one of accelerate; None if it can't be read."""
     with suppress(UsageError):
         return _opened(path)[0] == _LAUNCH
     return None
@@ -65,5 +65,5 @@ def _opened(path: Path) -> tuple[str, SourceConfig]:
         return tool, source
     keys = {each.key for each in source.peek()}
     if keys and all(each.split(".")[0] in (*GROUPS, *SECTIONS) for each in keys):
-        raise UsageError(f"{path}: is a recipe of fsdpctl; pass it as --recipe {path}")
+        raise UsageError(f"{path}: a recipe of fsdpctl; pass it as --recipe {path}")
     raise UsageError(f"{path}: unknown format; {_EXPECTED}")

@@ -1,4 +1,4 @@
-"""Learning rates of transformers, by the names of their schedules and arguments."""
+"""Translation of transformers' learning-rate schedules and their arguments."""
 
 import json
 from collections.abc import Mapping
@@ -6,46 +6,46 @@ from collections.abc import Mapping
 from fsdpctl.importers.source_config import SourceKey, as_whole
 from fsdpctl.importers.translation import Translation
 
-NO_LIMIT = 1_000_000  # steps: with a share of the steps as warmup, which is then rounded down
+NO_LIMIT = 1_000_000  # warmup steps that never apply: `warmup_ratio` then rounds down
 
 
-def add_schedule(found: Translation, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
-    """Translate a schedule of transformers with its arguments; rates are the same in each step.
+def add_schedule(target: Translation, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
+    """Translate a schedule of transformers with its arguments; each step has an equal rate.
 
-    `value` is its name, `warmup` the key and the settings of its warmup.
+    `value` is the name of the schedule. `warmup` is the key of the warmup, and its settings.
     """
-    keys = found.source.all_keys()
-    given = {each.key: each for each in keys if each.key.startswith("lr_scheduler_kwargs")}
-    arguments = _arguments(given)
-    if given:
-        value = SourceKey(", ".join((value.key, *given)), value.text, ())
+    keys = target.source.all_keys()
+    kwargs = {each.key: each for each in keys if each.key.startswith("lr_scheduler_kwargs")}
+    arguments = _arguments(kwargs)
+    if kwargs:
+        value = SourceKey(", ".join((value.key, *kwargs)), value.text, ())
     name = value.text.strip().lower()
-    words = _schedule_words(found, value, arguments)
-    if words is None:
+    schedule = _schedule_words(target, value, arguments)
+    if schedule is None:
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
-        found.refuse(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
+        target.refuse(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
         return
-    found.add(value, *words)
+    target.add(value, *schedule)
     key, settings = warmup
     for word in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
         is_free = word.endswith(f"warmup_steps={NO_LIMIT}")
-        found.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
+        target.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
 
 
 def _schedule_words(
-    found: Translation, value: SourceKey, arguments: dict[str, str]
+    target: Translation, value: SourceKey, arguments: dict[str, str]
 ) -> list[str] | None:
     name = value.text.strip().lower()
-    # The first step of a warmup has rate 0, and no schedule reaches its end within a training.
+    # In transformers, the first step of a warmup has rate 0, and the final rate is never reached.
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
     lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
     if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, found.value_or_default("learning_rate").text)
+        lowest = ratio(absolute, target.value_or_default("learning_rate").text)
     floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
     if name == "cosine_with_min_lr" and lowest is None:
-        found.refuse(value, "lr_scheduler", "requires min_lr or min_lr_rate")
+        target.refuse(value, "lr_scheduler", "requires min_lr or min_lr_rate")
         return None
     if name in ("cosine", "cosine_with_min_lr"):
         if arguments.get("num_cycles") == "0.5":
@@ -57,35 +57,35 @@ def _schedule_words(
         return ["lr_scheduler=constant", start]
     if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
         kind = arguments.pop("decay_type", "cosine")
-        limit, decay = found.value("max_steps"), arguments.pop("num_decay_steps", "")
+        limit, decay = target.value("max_steps"), arguments.pop("num_decay_steps", "")
         share = []
         if limit and (steps := as_whole(limit.text)):
             share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
         else:
-            found.refuse(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
+            target.refuse(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
         return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
                 f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
     why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
-    found.refuse(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
+    target.refuse(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
     return None
 
 
-def _arguments(given: Mapping[str, SourceKey]) -> dict[str, str]:
-    whole = given.get("lr_scheduler_kwargs")
+def _arguments(values: Mapping[str, SourceKey]) -> dict[str, str]:
+    whole = values.get("lr_scheduler_kwargs")
     if whole is None:
-        return {key.rpartition(".")[2]: each.text for key, each in given.items()}
+        return {key.rpartition(".")[2]: each.text for key, each in values.items()}
     try:
-        found = json.loads(whole.text)
+        target = json.loads(whole.text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        target = None
+    if not isinstance(target, dict):
         return {"lr_scheduler_kwargs": whole.text}
-    return {key: str(value) for key, value in found.items()}
+    return {key: str(value) for key, value in target.items()}
 
 
 def ratio(low: str, high: str) -> str:
-    """Return the quotient of two numbers as text; `low` if they aren't numbers."""
+    """Return the quotient of two numbers in texts; `low` if one isn't a number."""
     try:
         return f"{float(low) / float(high):.12g}"
     except (ValueError, ZeroDivisionError):
-        return low  # rejected with its value
+        return low  # the caller's setting rejects this text

@@ -1,4 +1,4 @@
-"""Parts that several tools share: models, optimizers by transformers' names, FSDP and DeepSpeed."""
+"""Keys that several tools share: models, optimizers, recomputation, FSDP and DeepSpeed."""
 
 import os
 import re
@@ -19,17 +19,17 @@ from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
 FSDP_OFFLOAD = "parameters, gradients, master weights and moments on the host"
-# With two fp32 states per parameter, as in fsdpctl's AdamW.
+# Optimizers with two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
     "adamw", "paged_adamw_32bit", "paged_adamw", "adopt_adamw", "schedule_free_adamw",
 )  # fmt: skip
-_LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # in memory only
-# Those of torch's default, with a temporary copy of the second moments.
+_LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # same memory, another update
+# Optimizers with torch's _foreach kernels, which copy the second moments temporarily.
 _UNFUSED = ("adamw_torch", "adamw", "adopt_adamw", "schedule_free_adamw")
-# With two states of about one byte per parameter, of bitsandbytes and torchao.
+# Optimizers of bitsandbytes and torchao with two states of about one byte per parameter.
 _NARROW = re.compile(r"(?!.*galore).*adamw.*(8bit|fp8|4bit).*")
-# With fewer or smaller states.
+# Optimizers with fewer or smaller states than AdamW.
 _SMALLER = re.compile(
     ".*(8bit|4bit|fp8|lion|muon|dion|lomo|galore|apollo).*|adafactor|came.*|rmsprop.*|adagrad|"
     "schedule_free_sgd"
@@ -55,16 +55,16 @@ _FSDP_1_KEYS = (
 )  # fmt: skip
 
 
-def read_context(found: Translation, *keys: str) -> None:
-    """Translate the number of ranks that share each sample; the last of `keys` that is set."""
+def read_context(target: Translation, *keys: str) -> None:
+    """Translate the number of ranks that share a sample, from the last of `keys` that is set."""
     for key in keys:
-        count = found.source.whole(key)
+        count = target.source.whole(key)
         if count is not None and count > 1:
-            found.map(SourceKey(key, str(count)), f"train.context_parallel={count}")
+            target.map(SourceKey(key, str(count)), f"train.context_parallel={count}")
 
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
-    """Refuse kinds of parallelism, such as `tensor`, whose degree is not 1; each with its keys."""
+    """Refuse kinds of parallelism, such as `tensor`, if a key has a degree other than 1."""
     for what, keys in degrees.items():
         value = source.take_enabled(*keys)
         if value and value.text.strip() != "1":
@@ -74,56 +74,57 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
             )  # fmt: skip
 
 
-def read_optimizer(found: Translation, value: SourceKey | None, default: str) -> None:
-    """Translate an optimizer by transformers' name; `default` is the key if it isn't set."""
+def read_optimizer(target: Translation, value: SourceKey | None, default: str) -> None:
+    """Translate an optimizer by its name in transformers; `default` is the key if it isn't set."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
     shown, expected = value or SourceKey(default, name), "expected AdamW, SGD or Muon"
     if name in _ADAMW:
-        found.map(value, "optimizer=adamw", default=default)
+        target.map(value, "optimizer=adamw", default=default)
         if name in _UNFUSED:
-            found.emulate("(AdamW)", name, "engine.program=transformers_foreach")
+            target.emulate("(AdamW)", name, "engine.program=transformers_foreach")
         if name in _LIKE_ADAMW:
-            found.refuse(shown, "optimizer", expected)
+            target.refuse(shown, "optimizer", expected)
     elif name == "sgd":
-        found.map(value, "optimizer=sgd", "optimizer.momentum=0")
+        target.map(value, "optimizer=sgd", "optimizer.momentum=0")
     elif _NARROW.fullmatch(name):
         note = "moments of matrices take 1.03 bytes per element"
         if "paged" in name:
             note += ", without paging; strategy.offload=states keeps them in host memory"
         elif name in ("adamw_bnb_8bit", "adamw_8bit"):
             note += "; transformers keeps those of embeddings in fp32"
-        found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
+        target.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
         if "4bit" in name:
-            found.exclude(shown, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
-    elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
-        found.map(value, "optimizer=muon")
+            target.exclude(shown, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
+    elif name == "muon" and target.settings.get("strategy") in ("no_shard", "shard_optimizer"):
+        target.map(value, "optimizer=muon")
     elif _SMALLER.fullmatch(name):
-        found.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
-        found.refuse(shown, "optimizer", expected)
+        target.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
+        target.refuse(shown, "optimizer", expected)
     else:
-        way = "add optimizer=adamw or optimizer=sgd to estimate it as one of these"
-        found.require("optimizer", shown, f"unknown optimizer states; {way}")
+        advice = "add optimizer=adamw or optimizer=sgd to estimate it as one of these"
+        target.require("optimizer", shown, f"unknown optimizer states; {advice}")
 
 
 def read_offload(
-    found: Translation, value: SourceKey, note: str, what: Offload = Offload.ALL
+    target: Translation, value: SourceKey, note: str, what: Offload = Offload.ALL
 ) -> None:
-    """Translate model states in host memory, besides those that are there already."""
-    if found.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
-        found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
+    """Translate model states in host memory, and add them to those translated before."""
+    if target.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
+        target.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
-    what |= Offload.parse(found.settings.get("strategy.offload", "none"))
-    row = get_strategy(found.settings.get("strategy", "full_shard"))
-    has_frozen = "model.lora.rank" in found.settings or "model.trainable" in found.settings
+    what |= Offload.parse(target.settings.get("strategy.offload", "none"))
+    row = get_strategy(target.settings.get("strategy", "full_shard"))
+    has_frozen = "model.lora.rank" in target.settings or "model.trainable" in target.settings
     can_rest = row.can_offload_params and (has_frozen or Offload.STATES in what)
     if Offload.PARAMS in what and not can_rest:
         what, note = what & ~Offload.PARAMS, ""
-        found.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
+        target.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
     if what:
-        found.map(value, f"strategy.offload={what}", note=note)
+        target.map(value, f"strategy.offload={what}", note=note)
 
 
 def check_attention(source: SourceConfig) -> None:
+    """Refuse eager attention; UsageError if the file selects it."""
     value = source.value("attn_implementation")
     eager = source.take_enabled("eager_attention")
     if value and value.text.strip() == "eager":
@@ -132,148 +133,150 @@ def check_attention(source: SourceConfig) -> None:
         raise source.error(eager, "eager attention stores a score for each pair of tokens")
 
 
-def read_recomputation(found: Translation, usual: str) -> bool:
-    """Translate recomputation, also with the inputs of blocks on the host; return whether it is on.
+def read_recomputation(target: Translation, default: str) -> bool:
+    """Translate recomputation and the offload of inputs; return whether recomputation is on.
 
-    `usual` is the option of a file that doesn't set it.
+    `default` is the option for a file that doesn't set recomputation.
     """
-    source, names = found.source, ("activation_checkpointing", "gradient_checkpointing")
-    value, set_before = source.take(*names), found.settings.get(names[0])
+    source, names = target.source, ("activation_checkpointing", "gradient_checkpointing")
+    value, set_before = source.take(*names), target.settings.get(names[0])
     every = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
     leaves = source.take_enabled(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
-    recomputes = (set_before or usual) == "full" if value is None else not value.is_off
+    recomputes = (set_before or default) == "full" if value is None else not value.is_off
     if value is not None or set_before is None:
         option = f"{names[0]}={'full' if recomputes else 'none'}"
-        found.map(value, option, default=names[1])
-    if recomputes and value is not None and not value.is_on:  # such as "offload"
+        target.map(value, option, default=names[1])
+    if recomputes and value is not None and not value.is_on:  # the value is "offload"
         leaves = leaves or value
     if recomputes and every and every > 1:
-        _read_distance(found, SourceKey("every_n_layers", str(every)), sends=leaves is not None)
+        _read_distance(target, SourceKey("every_n_layers", str(every)), sends=leaves is not None)
     elif leaves and recomputes:
-        read_activation_offload(found, leaves)
+        read_activation_offload(target, leaves)
     if leaves and not recomputes:
-        found.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
+        target.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
     return recomputes
 
 
-def _read_distance(found: Translation, every: SourceKey, *, sends: bool) -> None:
-    """Translate the distance between recomputed blocks; fsdpctl recomputes as many, the first."""
-    if layers := model_of(found).get("model.num_layers"):
+def _read_distance(target: Translation, every: SourceKey, *, sends: bool) -> None:
+    """Translate every_n_layers: fsdpctl recomputes the same number of blocks, the first ones."""
+    if layers := model_of(target).get("model.num_layers"):
         count = -(-int(layers) // int(every.text))
         blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
         note = "as many blocks, the first ones"
-        found.map(every, "activation_checkpointing=none", blocks, note=note)
+        target.map(every, "activation_checkpointing=none", blocks, note=note)
     else:
-        way = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
-        found.require("activation_checkpointing", every, f"the number of blocks is unknown; {way}")
+        advice = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
+        target.require("activation_checkpointing", every, f"number of blocks unknown; {advice}")
 
 
-def read_activation_offload(found: Translation, value: SourceKey) -> None:
-    """Translate the inputs of recomputed blocks in host memory, or on a disk."""
+def read_activation_offload(target: Translation, value: SourceKey) -> None:
+    """Translate the offload of inputs of recomputed blocks, to host memory or to a disk."""
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
-    found.map(value, "activation_checkpointing.offload=true", note=note)
+    target.map(value, "activation_checkpointing.offload=true", note=note)
 
 
-def read_fsdp(found: Translation, *, version: str, strategy: str = "") -> None:
-    """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
+def read_fsdp(target: Translation, *, version: str, strategy: str = "") -> None:
+    """Translate the FSDP section of accelerate or axolotl; its keys may begin with `fsdp_`.
 
-    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
+    `version` is "1" or "2". `strategy` is the strategy that a key outside the section sets.
     """
 
     def take(name: str) -> SourceKey | None:
-        return found.source.take(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
+        return target.source.take(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
 
     sharding, resharding = take("sharding_strategy"), take("reshard_after_forward")
     named = sharding or resharding
-    word = (named.text.strip().lower() if named else "") or strategy or "full_shard"
+    mode = (named.text.strip().lower() if named else "") or strategy or "full_shard"
     if named and named is resharding and (named.is_on or named.is_off):
-        word = "full_shard" if named.is_on else "shard_grad_op"
-    if word not in _STRATEGIES:
-        named = named or SourceKey("fsdp", word)
-        raise found.source.error(named, f"expected {', '.join(_STRATEGIES)}")
-    ours = _STRATEGIES[word]
-    # Between micro-batches, transformers calls no_sync, which exists in FSDP 1 only.
-    found.whole_gradients, found.uses_torch = version == "1", True
+        mode = "full_shard" if named.is_on else "shard_grad_op"
+    if mode not in _STRATEGIES:
+        named = named or SourceKey("fsdp", mode)
+        raise target.source.error(named, f"expected {', '.join(_STRATEGIES)}")
+    ours = _STRATEGIES[mode]
+    # Between micro-batches, transformers calls no_sync, which only FSDP 1 has.
+    target.whole_gradients, target.uses_torch = version == "1", True
     old = "" if version == "2" else "estimated as FSDP 2"
-    found.map(named, f"strategy={ours}", default="fsdp_config", note=old)
-    _read_prefetch(found, take("backward_prefetch"), take("forward_prefetch"))
+    target.map(named, f"strategy={ours}", default="fsdp_config", note=old)
+    _read_prefetch(target, take("backward_prefetch"), take("forward_prefetch"))
     recomputes, leaves = take("activation_checkpointing"), take("activation_checkpointing_offload")
     if recomputes and recomputes.is_on:
-        found.map(recomputes, "activation_checkpointing=full")
+        target.map(recomputes, "activation_checkpointing=full")
         if leaves and leaves.is_on:
-            read_activation_offload(found, leaves)
+            read_activation_offload(target, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
-        read_offload(found, offload, FSDP_OFFLOAD)
-    value = found.source.take("gradient_checkpointing_kwargs.use_reentrant")
-    if value and value.is_on and version == "1" and "model.lora.rank" in found.settings:
-        found.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
+        read_offload(target, offload, FSDP_OFFLOAD)
+    value = target.source.take("gradient_checkpointing_kwargs.use_reentrant")
+    if value and value.is_on and version == "1" and "model.lora.rank" in target.settings:
+        target.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
-        raise found.source.error(wrap, "gathers the whole model at once, which is not supported")
+        raise target.source.error(wrap, "gathers the whole model at once, which is not supported")
     if wrap and "size" in wrap.text.lower():
-        found.exclude(wrap, "estimated with one unit per block")
+        target.exclude(wrap, "estimated with one unit per block")
 
 
-def read_sharding(found: Translation, default: str, note: str = "") -> str:
+def read_sharding(target: Translation, default: str, note: str = "") -> str:
     """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
 
-    Returns what shards, as accelerate names it; empty if the keys `default` are not set.
+    Returns accelerate's name of the engine that shards. Empty if no key is set; then the row has
+    the keys `default`.
     """
-    source = found.source
+    source = target.source
     if file := source.take("deepspeed"):
-        read_deepspeed(found, file)
+        read_deepspeed(target, file)
     elif "deepspeed.zero_optimization" in source:
-        found.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
-        read_zero(found, source, "deepspeed.zero_optimization.", "stage")
+        target.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
+        read_zero(target, source, "deepspeed.zero_optimization.", "stage")
     elif source.shards:
-        _read_fsdp_of_transformers(found)
+        _read_fsdp_of_transformers(target)
         return "FSDP"
     elif source.launch is not None:
         return str(source.launch.content.get("distributed_type")).upper()
     else:
-        found.map(None, "strategy=no_shard", default=default, note=note)
-        found.uses_torch = True
+        target.map(None, "strategy=no_shard", default=default, note=note)
+        target.uses_torch = True
         return ""
     return "DEEPSPEED"
 
 
-def _read_fsdp_of_transformers(found: Translation) -> None:
-    modes = found.source.take("fsdp")  # a list or text
-    words = re.findall(r"\w+", modes.text.lower()) if modes else []
-    known = [each for each in words if each not in ("auto_wrap", "offload", "true")]
+def _read_fsdp_of_transformers(target: Translation) -> None:
+    modes = target.source.take("fsdp")
+    values = re.findall(r"\w+", modes.text.lower()) if modes else []
+    strategies = [each for each in values if each not in ("auto_wrap", "offload", "true")]
     keys = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    # That of transformers 5 and axolotl 0.20, which refuses what FSDP 1 alone has.
-    old = modes or any(f"fsdp_config.{each}" in found.source for each in _FSDP_1_KEYS)
-    usual = "1" if old and found.tool == "axolotl" else "2"
-    version = found.source.text(*keys, default=usual)
-    read_fsdp(found, version=version, strategy=next(iter(known), ""))
-    if modes and "offload" in words:
-        read_offload(found, modes, FSDP_OFFLOAD)
+    # Transformers 5 defaults to FSDP 2; axolotl 0.20 does too, but refuses keys of FSDP 1 with it.
+    old = modes or any(f"fsdp_config.{each}" in target.source for each in _FSDP_1_KEYS)
+    default = "1" if old and target.tool == "axolotl" else "2"
+    version = target.source.text(*keys, default=default)
+    read_fsdp(target, version=version, strategy=next(iter(strategies), ""))
+    if modes and "offload" in values:
+        read_offload(target, modes, FSDP_OFFLOAD)
 
 
 def _read_prefetch(
-    found: Translation, backward: SourceKey | None, forward: SourceKey | None
+    target: Translation, backward: SourceKey | None, forward: SourceKey | None
 ) -> None:
     if backward and backward.text.strip().lower() in ("no_prefetch", "none"):
-        found.map(backward, "prefetch=none")
+        target.map(backward, "prefetch=none")
     elif forward and forward.is_on:
-        found.map(forward, "prefetch=both")
+        target.map(forward, "prefetch=both")
     elif backward or forward:
-        found.map(backward or forward, "prefetch=backward")
+        target.map(backward or forward, "prefetch=backward")
 
 
-def read_deepspeed(found: Translation, value: SourceKey) -> None:
-    """Translate the ZeRO of the file that `value` names."""
-    places = (Path(value.text), found.source.file_of(value.key).parent / value.text)
-    file = next((each for each in places if each.is_file()), None)
+def read_deepspeed(target: Translation, value: SourceKey) -> None:
+    """Translate ZeRO from the file of DeepSpeed in `value`."""
+    candidates = (Path(value.text), target.source.file_of(value.key).parent / value.text)
+    file = next((each for each in candidates if each.is_file()), None)
     if file is None:
-        found.require("strategy", value, "not found; add the stage of ZeRO, such as strategy=zero3")
+        target.require("strategy", value, "not found; add the ZeRO stage, such as strategy=zero3")
         return
-    found.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
-    read_zero(found, found.deepspeed, "zero_optimization.", "stage")
+    target.deepspeed = SourceConfig(file, read_json(file, dict[str, Any]))
+    read_zero(target, target.deepspeed, "zero_optimization.", "stage")
 
 
-def read_zero(found: Translation, source: SourceConfig, section: str, stage_key: str) -> None:
+def read_zero(target: Translation, source: SourceConfig, section: str, stage_key: str) -> None:
+    """Translate the stage of ZeRO and its offload from the keys of a section."""
     stage = source.whole(f"{section}{stage_key}") or 0
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:
@@ -282,14 +285,14 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     if stage == 3 and hpz > 1:
         ours = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")
     note = "estimated for fsdpctl's engine, without DeepSpeed's buffers"
-    found.map(SourceKey(f"{section}{stage_key}", str(stage)), *ours, note=note)
+    target.map(SourceKey(f"{section}{stage_key}", str(stage)), *ours, note=note)
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         offload = source.take_enabled(*keys)
         if offload and what == "param" and stage < 3:
-            found.source.seen.add(offload.key)
+            target.source.seen.add(offload.key)
         elif offload:
-            read_offload(found, offload, *_ZERO_OFFLOADS[what])
+            read_offload(target, offload, *_ZERO_OFFLOADS[what])
 
 
 def _is_known(name: str) -> bool:
@@ -299,32 +302,33 @@ def _is_known(name: str) -> bool:
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
         model_settings(str(folder))
         return True
-    with suppress(UsageError):  # not on the Hub, or not to be fetched here
+    with suppress(UsageError):  # not on the Hub, or fetching failed
         return name.partition("@")[0] in hub_models() or local_model(name, "config") != name
     return False
 
 
-def model_of(found: Translation) -> dict[str, str]:
-    """Return the settings of the pretrained model; none if its configuration is unknown."""
-    with suppress(UsageError):  # as in `_is_known`
-        if found.model:
-            path = local_model(os.path.expanduser(found.model.text), "config", table=True)
+def model_of(target: Translation) -> dict[str, str]:
+    """Return the settings of the pretrained model; {} if its configuration is unknown."""
+    with suppress(UsageError):  # not on the Hub, or fetching failed
+        if target.model:
+            path = local_model(os.path.expanduser(target.model.text), "config", table=True)
             return model_settings(path)
     return {}
 
 
-def map_model(found: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
-    way_on = "add model=llama3_8b, or model=hf model.path=DIR"
+def map_model(target: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
+    """Translate the model in `value`; `key` is the name of the key if it isn't set."""
+    advice = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
-        found.missing.append(("model", f"{key}: not set; {way_on}"))
+        target.missing.append(("model", f"{key}: not set; {advice}"))
         return
     name = f"{value.text.strip()}{revision and '@'}{revision}"
-    found.model = SourceKey(value.key, name)
+    target.model = SourceKey(value.key, name)
     try:
         is_known = _is_known(name)
     except UsageError as error:
-        raise UsageError(f"{found.file}: {value.key}: {error}") from None
-    found.map(found.model, "model=hf", f"model.path={name}")
+        raise UsageError(f"{target.file}: {value.key}: {error}") from None
+    target.map(target.model, "model=hf", f"model.path={name}")
     if not is_known:
         why = "not a directory, a known name, or one on the Hugging Face Hub"
-        found.require("model", found.model, f"{why}; {way_on}")
+        target.require("model", target.model, f"{why}; {advice}")

@@ -1,4 +1,4 @@
-"""A configuration of another tool: keys and values as text, until they are translated."""
+"""A configuration file of another tool: keys and values as text, before their translation."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,31 +17,35 @@ _ON = ("true", "yes", "on", "1")
 class SourceKey:
     """A key of the file with its value."""
 
-    key: str  # dotted
-    text: str  # of a list: its items, separated by commas
-    items: tuple[str, ...] = ()  # of a list; else only the text
+    key: str  # KEY.KEY for nested mappings
+    text: str  # the items of a list are separated by commas
+    items: tuple[str, ...] = ()  # the items of a list, or the text alone
     is_list: bool = False
 
     @property
     def is_off(self) -> bool:
+        """Whether the value is false, none, 0 or empty."""
         return not self.is_list and self.text.strip().lower() in _OFF
 
     @property
     def is_on(self) -> bool:
-        """Whether the value is true, and not one of several options."""
+        """Whether the value is true; the name of an option is not."""
         return self.text.strip().lower() in _ON
 
 
-# Keys of a training file that decide how ranks shard, and those of accelerate's that then don't.
+# Keys of a training file that set the sharding, and keys of accelerate's file that they replace.
 _SHARDS = ("fsdp", "fsdp_config", "deepspeed")
-_UNUSED_THEN = ("distributed_type", "fsdp_config", "deepspeed_config")
+_REPLACED_BY_SHARDS = ("distributed_type", "fsdp_config", "deepspeed_config")
 
 
 class SourceConfig:
-    """The keys of a file, and of accelerate's file with the ranks. Each key can be taken once."""
+    """The keys of a training file and of accelerate's file with the ranks.
+
+    Each key can be taken once. Keys that remain are unknown to the translation.
+    """
 
     def __init__(self, file: Path, content: object, launch: "SourceConfig | None" = None) -> None:
-        """Set the file and its content: nested mappings, as in YAML.
+        """Set the file, its content of nested mappings, and accelerate's file.
 
         UsageError if the content isn't a mapping.
         """
@@ -49,78 +53,79 @@ class SourceConfig:
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file, self.launch = file, launch
         self.content: Mapping[object, object] = _without_nulls(content)
-        given = [x for x in _flatten(self.content) if x.text.strip() and not x.is_off]
-        used = {each.key.partition(".")[0] for each in given}
+        set_keys = [x for x in _flatten(self.content) if x.text.strip() and not x.is_off]
+        used = {each.key.partition(".")[0] for each in set_keys}
         self.shards = not used.isdisjoint(_SHARDS)
-        # The keys of `launch` that this file decides, as transformers does.
-        of_ranks = _UNUSED_THEN if self.shards else ()
+        # Keys that this file decides, whatever `launch` has, as in transformers.
+        of_ranks = _REPLACED_BY_SHARDS if self.shards else ()
         self.decided = {*used, "gradient_accumulation_steps", *of_ranks}
         if launch is not None:
-            others = {key: x for key, x in launch.content.items() if key not in self.decided}
-            self.content = {**self.content, **others}
+            undecided = {key: x for key, x in launch.content.items() if key not in self.decided}
+            self.content = {**self.content, **undecided}
         flat = list(_flatten(self.content))
         self._left = {each.key: each for each in flat}
         self._all = {each.key: each for each in self.peek()}
         self.nulls = self._left.keys() - self._all.keys()
-        self.seen: set[str] = set()  # keys that are read, and have no effect on memory
+        self.seen: set[str] = set()  # keys that are read and do not affect memory
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file has `key` or a key below it, even if it isn't set."""
         return any(each == key or each.startswith(f"{key}.") for each in self._left)
 
     def take(self, *keys: str) -> SourceKey | None:
-        """Remove all of `keys`, and return the first one that is set."""
-        found = [value for key in keys if (value := self._left.pop(key, None)) is not None]
-        return next((each for each in found if each.text.strip().lower() not in YAML_NULLS), None)
+        """Take all of `keys`, and return the first key that is set."""
+        values = [value for key in keys if (value := self._left.pop(key, None)) is not None]
+        return next((each for each in values if each.text.strip().lower() not in YAML_NULLS), None)
 
     def value(self, *keys: str) -> SourceKey | None:
-        """Return the first of `keys` that is set, also if it is taken; the others are not left."""
-        given = [self._all[key] for key in keys if key in self._all]
-        self.seen |= {each.key for each in given if self._left.pop(each.key, None)}
-        return next(iter(given), None)
+        """Return the first of `keys` that is set, even if it was taken; take all of `keys`."""
+        values = [self._all[key] for key in keys if key in self._all]
+        self.seen |= {each.key for each in values if self._left.pop(each.key, None)}
+        return next(iter(values), None)
 
     def take_on(self, *keys: str) -> SourceKey | None:
-        """Take keys, and return the first one that is set if its value is true."""
+        """Take keys, and return the first key that is set if its value is true."""
         value = self.take(*keys)
         return value if value is not None and value.is_on else None
 
     def take_enabled(self, *keys: str) -> SourceKey | None:
-        """Take keys, and return the first one that is set unless its value disables it."""
+        """Take keys, and return the first key that is set unless its value is off."""
         value = self.take(*keys)
         return value if value is not None and not value.is_off else None
 
     def text(self, *keys: str, default: str = "") -> str:
+        """Take keys, and return the text of the first key that is set."""
         value = self.take(*keys)
         return default if value is None else value.text.strip()
 
     def whole(self, *keys: str) -> int | None:
-        """Take a key and return its whole number, or None if it isn't set or is `auto`.
+        """Take keys and return their whole number, or None if no key is set or it is `auto`.
 
         UsageError if the value is another text.
         """
         value = self.take(*keys)
         if value is None or value.text.strip().lower() == "auto":
             return None
-        if (found := as_whole(value.text)) is None:
+        if (number := as_whole(value.text)) is None:
             raise self.error(value, "expected a whole number")
-        return found
+        return number
 
     def positive(self, *keys: str) -> int | None:
-        """Take a key and return its whole number, as `whole`.
+        """Take keys and return their whole number, as `whole` does.
 
         UsageError if the number is less than 1.
         """
-        found = self.whole(*keys)
-        if found is not None and found < 1:
-            where = self.file_of(keys[0])
-            raise UsageError(f"{where}: {keys[0]}: expected at least 1, got {found}")
-        return found
+        number = self.whole(*keys)
+        if number is not None and number < 1:
+            location = self.file_of(keys[0])
+            raise UsageError(f"{location}: {keys[0]}: expected at least 1, got {number}")
+        return number
 
     def error(self, value: SourceKey, why: str) -> UsageError:
         return UsageError(f"{self.file_of(value.key)}: {value.key}: {value.text[:80]}: {why}")
 
     def file_of(self, key: str) -> Path:
-        """Return the file that has a key, or the first of keys separated by commas."""
+        """Return the file that has a key. Only the first of keys separated by commas counts."""
         top, launch = re.split(r"[.,]", key)[0], self.launch
         is_own = launch is None or top in self.decided or top not in launch.content
         return self.file if launch is None or is_own else launch.file
@@ -130,19 +135,20 @@ class SourceConfig:
         return tuple(x for x in self._left.values() if x.text.strip().lower() not in YAML_NULLS)
 
     def all_keys(self) -> tuple[SourceKey, ...]:
-        """Return the keys that are set, also those that are taken."""
+        """Return all keys that are set, even if they were taken."""
         return tuple(self._all.values())
 
     def rest(self) -> Iterator[SourceKey]:
-        left, self._left = self.peek(), {}
-        yield from left
+        """Take all remaining keys that are set, and yield them."""
+        remaining, self._left = self.peek(), {}
+        yield from remaining
 
 
 def as_whole(text: str) -> int | None:
-    """Return a whole number, as YAML 1.1 and Python write it, such as 1_000; None if it isn't."""
+    """Return the whole number of a text such as 1_000, else None."""
     try:
-        found = float(text.strip().replace("_", ""))
-        return int(found) if found == int(found) else None
+        number = float(text.strip().replace("_", ""))
+        return int(number) if number == int(number) else None
     except (ValueError, OverflowError):
         return None
 

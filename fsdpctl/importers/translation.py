@@ -1,4 +1,4 @@
-"""The translation of another tool's configuration: settings of fsdpctl, and what remains."""
+"""The translation of another tool's file: settings of fsdpctl, and keys without a counterpart."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +27,9 @@ _AFFECT_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class TranslationRow:
-    """Keys of the other tool with the settings that they become."""
+    """Keys of the other tool, and the settings of fsdpctl that replace them."""
 
-    key: str  # separated by commas if there are several
+    key: str  # several keys are separated by commas
     value: str
     settings: tuple[str, ...] = ()  # KEY=VALUE
     note: str = ""
@@ -37,18 +37,18 @@ class TranslationRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceBatch:
-    """The batch sizes of the file, which don't depend on the number of ranks."""
+    """The batch sizes in the file. They do not depend on the number of ranks."""
 
-    keys: tuple[str, ...]  # that the file may have; first that of the micro-batch
-    micro: int | None  # samples per rank and micro-batch, if the file says so
+    keys: tuple[str, ...]  # keys of batch sizes; the first is that of the micro-batch
+    micro: int | None  # samples per rank and micro-batch; None: not in the file
     accumulation: int | None = None  # micro-batches per step
-    samples: int | None = None  # of a step, if the file says so
-    usual: int = 1  # samples of a micro-batch if the file does not say so
+    samples: int | None = None  # samples per step; None: not in the file
+    default_micro: int = 1  # the tool's default of `micro`
 
 
 @dataclass(frozen=True, slots=True)
 class RankDegrees:
-    """The arrangement of ranks; -1 means all remaining ranks."""
+    """The number of replicas, and of ranks that shard each; -1 means all remaining ranks."""
 
     keys: tuple[str, ...]
     replicate: int  # replicas
@@ -61,35 +61,35 @@ class RankDegrees:
 
 @dataclass(slots=True)
 class Translation:
-    """The configuration of another tool, as far as fsdpctl recognizes it.
+    """The translation of a file, which functions of each tool fill with rows.
 
-    `defaults` are values of the tool for keys that decide the training.
+    `defaults` are the tool's values of keys that affect the training.
     """
 
     tool: str
     source: SourceConfig
     defaults: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[str, ...] = ()  # patterns of keys that change the training
-    rows: list[TranslationRow] = field(default_factory=list)  # of the recipe
-    # What the other program does to memory: settings of an estimate alone, and notes.
+    rows: list[TranslationRow] = field(default_factory=list)  # settings of the recipe
+    # Memory use of the other program: settings that only estimates have, and notes.
     program: list[TranslationRow] = field(default_factory=list)
-    excluded: list[TranslationRow] = field(default_factory=list)  # not estimated; see the note
-    left_out: list[TranslationRow] = field(default_factory=list)  # of the training
+    excluded: list[TranslationRow] = field(default_factory=list)  # keys that estimates ignore
+    left_out: list[TranslationRow] = field(default_factory=list)  # keys that the training ignores
     unrecognized: list[str] = field(default_factory=list)
-    # Settings that must be given on the command line, and the reason: for estimates and trainings,
-    # and for trainings alone.
+    # Settings that the command line must have, with the reason: for estimates and trainings, and
+    # for trainings alone.
     missing: list[tuple[str, str]] = field(default_factory=list)
     missing_for_training: list[tuple[str, str]] = field(default_factory=list)
-    # Values that no recipe can have: a setting that replaces each, or none, and the reason.
+    # Refused values: the setting that may replace the value, or an empty text, and the reason.
     refused: list[tuple[str, str]] = field(default_factory=list)
-    deepspeed: SourceConfig | None = None  # the file that replaces parts of the training
+    deepspeed: SourceConfig | None = None  # DeepSpeed's file, which replaces parts of the training
     model: SourceKey | None = None  # the directory or name of the pretrained weights
     batch: SourceBatch | None = None
     degrees: RankDegrees | None = None
-    uses_torch: bool = False  # PyTorch's engines shard or replicate the model
-    whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
-    whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
-    tiled_logits: bool = False  # a part of the vocabulary at a time, of up to 4,096 tokens
+    uses_torch: bool = False  # whether PyTorch's engines shard or replicate the model
+    whole_gradients: bool = False  # whether gradients stay unsharded until the last micro-batch
+    whole_logits: bool = True  # whether the logits of all tokens of a micro-batch exist at once
+    tiled_logits: bool = False  # whether logits are computed for a part of the vocabulary at a time
 
     @property
     def file(self) -> Path:
@@ -106,16 +106,17 @@ class Translation:
     @property
     def shown_batch(self) -> tuple[str, str]:
         names = self.batch.keys if self.batch else ()
-        given = (*self.source.all_keys(), *(self.deepspeed.all_keys() if self.deepspeed else ()))
-        own = {each.key: each.text for each in given if each.key in names and each.text != "auto"}
-        return ", ".join(own) or "(batch)", ", ".join(own.values()) or "(not set)"
+        keys = (*self.source.all_keys(), *(self.deepspeed.all_keys() if self.deepspeed else ()))
+        sizes = {each.key: each.text for each in keys if each.key in names and each.text != "auto"}
+        return ", ".join(sizes) or "(batch)", ", ".join(sizes.values()) or "(not set)"
 
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the key `default` that isn't set.
+        """Add a row for `value`, or for the key `default` without a `value`.
 
-        Without settings, it is a note on the estimate. Settings whose value is wrong are missing.
+        Without settings, the row is a note on the estimate. An invalid setting is added to
+        `missing` instead.
         """
         shown = (default, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
@@ -125,13 +126,13 @@ class Translation:
         rows.append(TranslationRow(*shown, settings, note))
 
     def emulate(self, key: str, value: str, setting: str, note: str = "") -> None:
-        """Add what the tool does to memory, to estimates alone."""
+        """Add a setting that describes memory use of the tool, for estimates alone."""
         self.program.append(TranslationRow(key, value, (setting,), note))
 
     def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
-        """Add a row for a value of the training, unless its setting is rejected.
+        """Add a row for a value of the training.
 
-        Then the file is rejected too if the value `decides` the training.
+        If a setting is invalid, refuse the value if it `decides` the training, else leave it out.
         """
         for name, why in _invalid(settings):
             if decides:
@@ -144,7 +145,7 @@ class Translation:
         self.map(None if is_usual else value, *settings, default=value.key, note=note)
 
     def add_same(self, names: Mapping[str, str]) -> None:
-        """Add the values of keys that have a counterpart with the same meaning."""
+        """Add the values of keys (`names` maps them to fsdpctl's) that have the same meaning."""
         for theirs, ours in names.items():
             value = self.value_or_default(theirs) if theirs in self.defaults else self.value(theirs)
             if value is None or ours in self.settings:
@@ -157,7 +158,7 @@ class Translation:
                 self.add(value, f"{ours}={value.text}", decides=theirs in self.defaults)
 
     def value(self, *keys: str) -> SourceKey | None:
-        """Return the first of `keys` that is set, for the training."""
+        """Return the first of `keys` that is set."""
         return self.source.value(*keys)
 
     def value_or_default(self, key: str) -> SourceKey:
@@ -166,37 +167,37 @@ class Translation:
         return self.value(key) or SourceKey(key, text, (text,))
 
     def exclude(self, value: SourceKey, why: str) -> None:
-        """Record that the estimate doesn't include `value`."""
+        """Record that the estimate ignores `value`."""
         self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
     def leave_out(self, value: SourceKey, why: str) -> None:
-        """Record that the training doesn't follow `value`."""
+        """Record that the training ignores `value`."""
         self.left_out.append(TranslationRow(value.key, value.text, note=why))
 
     def require(self, name: str, value: SourceKey, why: str) -> None:
-        """Require the setting `name`, also for an estimate, because of a value."""
+        """Require the setting `name` on the command line, because of a value."""
         self.missing.append((name, f"{value.key}: {value.text[:80]}: {why}"))
 
     def require_for_training(self, name: str, why: str) -> None:
-        """Require the setting `name`, without which `train` does not accept the recipe."""
+        """Require the setting `name` for a training; estimates do without it."""
         self.missing_for_training.append((name, why))
 
     def refuse(self, value: SourceKey, name: str, why: str) -> None:
-        """Refuse a recipe because of a value, unless the setting `name` is on the command line."""
-        way = f"; set {name}" if name else ""
+        """Refuse a training because of a value, unless the command line has the setting `name`."""
+        advice = f"; set {name}" if name else ""
         shown = value.key if not value.text else f"{value.key}: {value.text[:80]}"
-        self.refused.append((name, f"{shown}: {why}{way}"))
+        self.refused.append((name, f"{shown}: {why}{advice}"))
 
     def path_of(self, path: str) -> Path | None:
-        """Return a path in the working directory or next to the file; None if it is absent."""
-        places = (Path(os.path.expanduser(path)), self.file.parent / path)
+        """Return a path in the working directory or next to the file; None if it doesn't exist."""
+        candidates = (Path(os.path.expanduser(path)), self.file.parent / path)
         try:
-            return next((each for each in places if path and each.exists()), None)
-        except OSError:  # too long for a name
+            return next((each for each in candidates if path and each.exists()), None)
+        except OSError:  # the text is too long for a path
             return None
 
     def classify_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that are left; the patterns `unused` don't affect memory."""
+        """Classify all keys that remain; keys of the patterns `unused` do not affect memory."""
         patterns = tuple(unused)
         for value in self.source.rest():
             last = value.key.rsplit(".", 1)[-1]
@@ -242,10 +243,10 @@ def _read_tools() -> dict[str, dict[str, Any]]:
 
 
 def table(part: str, *tools: str) -> dict[str, str]:
-    """Return a part with a text for each key; later `tools` take precedence."""
+    """Return a part of conf/tools.yaml with a text for each key; later `tools` take precedence."""
     return {key: text for tool in tools for key, text in _read_tools()[tool][part].items()}
 
 
 def patterns(part: str, *tools: str) -> tuple[str, ...]:
-    """Return a part with patterns of keys."""
+    """Return a part of conf/tools.yaml with patterns of keys."""
     return tuple(each for tool in tools for each in _read_tools()[tool][part].split())

@@ -15,8 +15,8 @@ from fsdpctl.config.decoder_config import (
     CONFIG_LOCATION,
     config_dict,
     read_configuration,
+    resize,
     with_config,
-    with_other_sizes,
 )
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
@@ -115,8 +115,8 @@ def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     config = read_configuration(content, CONFIG_LOCATION)
     head = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
     width = min(config.num_attention_heads * head, config.hidden_size)
-    narrow = with_other_sizes(content, {"hidden_size": width}, CONFIG_LOCATION)
-    return with_other_sizes(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if it does not follow
+    narrow = resize(content, {"hidden_size": width}, CONFIG_LOCATION)
+    return resize(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if it does not follow
 
 
 def _shrink(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The attention kernel of a configuration: whether it can run, and which one `auto` stands for."""
+"""The attention kernel of a configuration: the value of `auto`, and checks of support."""
 
 from importlib.util import find_spec
 
@@ -20,7 +20,7 @@ from fsdpctl.plan.attention_kernels import (
     TRANSFORMERS,
 )
 
-# By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
+# GPU generations by compute capability. GeForce cards of 12.x run Ada's kernels, not Blackwell's.
 _ARCHITECTURES = {
     (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
     (10, 0): "blackwell", (10, 3): "blackwell", (12, 0): "ada", (12, 1): "ada",
@@ -29,10 +29,10 @@ _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not div
 
 
 def kernel_of(config: Config, *, here: bool = False) -> str | None:
-    """Return the kernel of a placed configuration; None on the CPU, unless it is set: torch's.
+    """Return the kernel of a configuration with ranks; None is torch's choice, for CPU ranks.
 
-    `auto` is a kernel of torch itself, by the GPU of its cluster or, with `here`, of this machine.
-    If it cannot run, such as on packed samples or with a mask, torch's other kernels serve.
+    `auto` selects a kernel of torch for the GPU of the cluster or, with `here`, of this machine. If
+    the kernel does not support an input, such as a mask, torch falls back to another kernel.
     """
     kernel = config.model.attention
     if kernel not in (None, TRANSFORMERS) or config.launch.device == "cpu":
@@ -45,11 +45,12 @@ def kernel_of(config: Config, *, here: bool = False) -> str | None:
 
 
 def can_run(config: Config, kernel: str | None) -> bool:
+    """Return whether a kernel can run on this machine."""
     return not _problem(config, kernel, here=True)
 
 
 def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
-    """Return a line if `auto` leaves out an installed kernel, for a configuration placed here."""
+    """Return a line if `auto` doesn't select a kernel whose package is installed here."""
     if config.model.attention is not None or config.launch.device == "cpu":
         return ()
     for name in KERNEL_PACKAGES if architecture_here() else ():
@@ -62,12 +63,12 @@ def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
 
 
 def check_attention(config: Config, *, here: bool = False) -> None:
-    """Check that the selected kernel can run a placed configuration; `here`: with its package."""
-    given = config.model.attention
-    if problem := _problem(config, given, here=here):
-        known = [name for name in KERNELS if not _problem(config, name, here=here)]
-        expected = ", ".join(["auto", *known])
-        raise UsageError(f"model.attention={given}: {problem}; expected {expected}")
+    """Check that the kernel supports a configuration with ranks; with `here`, also its package."""
+    kernel = config.model.attention
+    if problem := _problem(config, kernel, here=here):
+        supported = [name for name in KERNELS if not _problem(config, name, here=here)]
+        expected = ", ".join(["auto", *supported])
+        raise UsageError(f"model.attention={kernel}: {problem}; expected {expected}")
 
 
 def architecture_here() -> str | None:
@@ -100,5 +101,5 @@ def _problem(config: Config, kernel: str | None, *, here: bool) -> str:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ImportError:  # of the package that it is in
+    except ImportError:  # the parent package is missing
         return False

@@ -1,9 +1,9 @@
-"""Values of `auto` that follow from others: a row per key, in the order in which they are known.
+"""Values of `auto` that are computed from other values: one row per key, in order of the stages.
 
-Note: a key is filled in at the stage at which all that its row reads is known. Except for the least
-samples of a step, the number of ranks has no influence on values that decide the losses: a run
-resumes on another number. Keys without a row, such as `launch.share_memory`, are read where they
-have a meaning.
+Note: a key is filled in at the stage at which the inputs of its row are known. Values that decide
+the losses do not depend on the number of ranks, except for the minimum of samples per step, since
+a run may resume on another number of ranks. Code that reads keys without a row, such as
+`launch.share_memory`, computes their `auto` itself.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from torch import nn
 from fsdpctl.checkpoint.pretrained import find_tokenizer
 from fsdpctl.config.data import CHAT, TOKENS
 from fsdpctl.config.model import SCRIPT_PREFIX
-from fsdpctl.config.schema import BATCH_SIZE_KEYS, C, Config
+from fsdpctl.config.schema import BATCH_KEYS, C, Config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.batches import Batches
@@ -36,38 +36,39 @@ from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.run_data import DATE_KEY, check_amount, vocabulary_of
 
-# Samples of a step, and steps of warmup, if the data and the length of a run are no less.
+# Default samples per step and warmup steps, which small data and short runs reduce.
 _SAMPLES, _WARMUP = 16, 50
-_STEPS, _EPOCHS = 500, 3  # of a run whose length is not set: on text, and on conversations
-# If the size of a step is not set: steps of a run on conversations, and the fewest samples in one.
-_WANTED, _FEWEST = 50, 4
-_NOMINAL = 8  # samples per step, for the length of packed sequences
-_CHUNK_BYTES = 128 << 20  # of float32 logits
-_LEAST_CHUNK_TOKENS = 1024
-_MULTIPLE = 64  # of tokens in a chunk
-_MOST_CHUNKS = 128  # each costs kernels, and time in every estimate
-_CHUNKED = ("train.loss_chunk_tokens", "train.mlp_chunk_tokens")
-# Settings that decide the losses; the others may change from one start of a run to the next.
-_DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
+_STEPS, _EPOCHS = 500, 3  # default length of a run on text, and on conversations
+# A run on conversations has fewer samples per step if it would have fewer steps than this, and at
+# least this number of samples per step.
+_MIN_STEPS, _MIN_SAMPLES = 50, 4
+_PACKED_SAMPLES = 8  # samples per step that the length of packed sequences is computed for
+_CHUNK_BYTES = 128 << 20  # bytes of float32 logits in a chunk
+_MIN_CHUNK_TOKENS = 1024
+_MULTIPLE = 64  # tokens in a chunk are a multiple of this number
+_MAX_CHUNKS = 128  # each chunk launches kernels, and takes time in every estimate
+_CHUNK_KEYS = ("train.loss_chunk_tokens", "train.mlp_chunk_tokens")
+# Settings that decide the losses; other settings may change between starts of a run.
+_DECIDING_SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "precision")
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 
 
 class Stage(Enum):
-    """The point at which enough is known for a value."""
+    """The stages of preparation; the comment says what is known from this stage on."""
 
-    RANKS = auto()  # the device and the ranks, of this machine or a cluster
+    RANKS = auto()  # the device and the ranks of this machine or of a cluster
     MODEL = auto()  # the files of the model
-    DECODER = auto()  # the attention that its decoder supports
-    DATA = auto()  # the data of a run; an estimate may lack it
+    DECODER = auto()  # the attention kernels that the decoder supports
+    DATA = auto()  # the data; an estimate may lack it
     LENGTH = auto()  # the data and the module
-    STRATEGY = auto()  # the strategy, which may be selected
-    BATCHES = auto()  # the distribution of a step to ranks
+    STRATEGY = auto()  # the strategy, which may have been selected
+    BATCHES = auto()  # the division of a step among ranks
 
 
 class AutoInputs(NamedTuple):
-    """The inputs of rows besides the settings."""
+    """The inputs of rows other than the settings."""
 
-    is_here: bool = False  # on this machine, rather than on a cluster
+    is_here: bool = False  # whether the ranks are on this machine, not on a described cluster
     data: DataSet | None = None
     module: nn.Module | None = None
     batches: BatchPlan | None = None
@@ -75,18 +76,18 @@ class AutoInputs(NamedTuple):
 
 
 class AutoValue(NamedTuple):
-    """The function that computes the value of a key that is `auto`, and the stage at which."""
+    """A row: the function that computes the value of a key, and its stage."""
 
     key: str
     stage: Stage
     value: Callable[[Config, AutoInputs], Any]
-    # Whether it also replaces a value, such as the `auto` of an earlier row.
+    # Whether the row replaces a value too, such as the value of an earlier row.
     replaces: Callable[[Config, str], bool] = lambda c, key: False
-    kept_on_resume: bool = False  # a run that resumes keeps it: losses depend on it
+    kept_on_resume: bool = False  # a resumed run keeps the value, since losses depend on it
 
 
-def with_auto_values(config: C, stage: Stage, inputs: AutoInputs = AutoInputs()) -> C:
-    """Return the configuration with the value of each row of a stage whose key has none."""
+def fill_auto(config: C, stage: Stage, inputs: AutoInputs = AutoInputs()) -> C:
+    """Return the configuration with the values of a stage; set values stay."""
     for row in AUTO_VALUES:
         if row.stage is stage and (config.value(row.key) is None or row.replaces(config, row.key)):
             config = config.changed({row.key: row.value(config, inputs)})
@@ -97,24 +98,24 @@ def with_auto_values(config: C, stage: Stage, inputs: AutoInputs = AutoInputs())
 
 
 def has_bf16() -> bool:
-    """Return whether GPUs, those of this machine if it has any, compute in bf16 in hardware."""
+    """Return whether the GPUs compute in bf16 in hardware; without a GPU here, it is assumed."""
     is_here = torch.cuda.is_available()
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _compute_dtype(c: Config, f: AutoInputs) -> str:
-    """bfloat16 on GPUs, except those that only emulate it and are many times slower with it."""
+    """Return bfloat16 for GPUs, except for GPUs that emulate it, which are much slower with it."""
     on_gpu = c.launch.device == "cuda" and has_bf16()
-    is_split = c.precision.master_dtype == SPLIT  # of which the bf16 half is gathered
+    is_split = c.precision.master_dtype == SPLIT  # the bf16 half of the weights is gathered
     return "bfloat16" if on_gpu or is_split else "float32"
 
 
 def _last_validation(c: Config, f: AutoInputs) -> int:
-    """All data, unless its loss is compared with those before."""
+    """Return 0 (all data), unless validation losses are compared with one another."""
     return c.train.eval_batches if c.compares_losses else 0
 
 
-def _usual_warmup(c: Config, f: AutoInputs) -> int | None:
+def _default_warmup(c: Config, f: AutoInputs) -> int | None:
     return None if c.lr_scheduler.warmup_ratio is not None else _WARMUP
 
 
@@ -131,32 +132,33 @@ def _tokenizer(c: Config, f: AutoInputs) -> str | None:
 
 
 def _length(c: Config, f: AutoInputs) -> int:
-    """Samples of at most the usual length.
+    """Return the length of samples, at most the default.
 
-    Text is as long as its shortest part. Conversations get sequences for the longest of them, and
-    packed ones longer sequences, as far as enough steps are left.
+    Samples of text are no longer than the smaller of training and validation data. Sequences of
+    conversations hold the longest conversation; packed ones are longer if enough steps remain.
     """
-    usual = c.train.seq_len
-    if f.data is None:  # of an estimate, which then is of the most
-        return usual
+    default = c.train.seq_len
+    if f.data is None:  # an estimate without data is an upper bound
+        return default
     parts = [f.data.train] if f.data.val is None else [f.data.train, f.data.val]
     contents = [each for part in parts for each in contents_of(part)]
     if chats := [each for each in contents if isinstance(each, DocumentSet)]:
         longest = max(int(part.lengths.max(initial=2)) for part in chats) - 1
         length = 1 << max(6, (longest - 1).bit_length())
         if chats[0].packing.shares_sequences:
-            tokens = _epochs(c) * f.data.train.num_tokens / (_WANTED * _NOMINAL)
+            tokens = _epochs(c) * f.data.train.num_tokens / (_MIN_STEPS * _PACKED_SAMPLES)
             length = max(length, _rounded_down(tokens))
-        return min(usual, length)
+        return min(default, length)
     check_amount(c, f.data)
     most = min(part.num_tokens for part in parts) - 1
-    return usual if usual <= most or most < 1 else _rounded_down(most)
+    return default if default <= most or most < 1 else _rounded_down(most)
 
 
 def _samples(c: Config, f: AutoInputs) -> int:
-    """The usual number, or what the tokens of a step hold; at least what the ranks need.
+    """Return the samples per step: the default, or as many as `train.global_batch_tokens` hold.
 
-    Of conversations, fewer if the run would otherwise have too few steps.
+    Each rank gets at least one micro-batch. For conversations, the number is reduced if the run
+    would have too few steps.
     """
     if (tokens := c.train.global_batch_tokens) is not None:
         if tokens < c.train.seq_len:
@@ -165,8 +167,8 @@ def _samples(c: Config, f: AutoInputs) -> int:
         return tokens // c.train.seq_len
     size = c.train.global_batch_size
     if c.data.name == CHAT and f.data is not None:
-        wanted = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _WANTED)
-        size = min(size, max(wanted, _FEWEST))
+        wanted = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS)
+        size = min(size, max(wanted, _MIN_SAMPLES))
     micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
     return max(size, c.num_groups * micro * passes)
 
@@ -187,11 +189,11 @@ def _vocabulary(c: Config, f: AutoInputs) -> int | None:
 
 
 def _peak_rate(c: Config, f: AutoInputs) -> float | None:
-    """By the model's size, as the values published for Llama 3: 3e-4 at 8 B, 1.5e-4 at 70 B.
+    """Return a learning rate for the model's size: 3e-4 at 8 B, 1.5e-4 at 70 B, as for Llama 3.
 
-    Pretrained weights are usually trained with a tenth of it, and LoRA adapters with the full rate.
+    Pretrained weights are usually trained with a tenth of the rate, LoRA adapters with all of it.
     """
-    if f.module is None:  # of an estimate
+    if f.module is None:  # an estimate
         return None
     millions = sum(count_weights(f.module).values()) / 1e6
     tunes_all_weights = c.model.is_pretrained and c.model.lora.rank is None
@@ -200,31 +202,31 @@ def _peak_rate(c: Config, f: AutoInputs) -> float | None:
 
 
 def _warmup(c: Config, f: AutoInputs) -> int | None:
-    """The usual steps, or a tenth of all if that is less."""
-    usual, steps = c.lr_scheduler.warmup_steps, c.train.steps
-    if usual is None or steps is None:  # a share
-        return usual
-    return min(usual, -(-steps // 10))
+    """Return the warmup steps: the default, or a tenth of all steps if that is less."""
+    default, steps = c.lr_scheduler.warmup_steps, c.train.steps
+    if default is None or steps is None:  # `warmup_ratio` is set
+        return default
+    return min(default, -(-steps // 10))
 
 
 def total_steps(c: Config, data: DataSet | None) -> int | None:
-    """Return the steps of a run; None if they follow from data that is unknown.
+    """Return the steps of a run; None if they depend on data that is unknown.
 
-    UsageError if there is too little data for one.
+    UsageError if there is too little data for one sample.
     """
-    train, asked = c.train, None if c.is_auto("train.steps") else c.train.steps
+    train, set_steps = c.train, None if c.is_auto("train.steps") else c.train.steps
     epochs = None if data is None else steps_of_epochs(c, data)
     if train.epochs is not None:
-        return epochs if asked is None or epochs is None else min(asked, epochs)
-    if asked is not None:
-        return asked
+        return epochs if set_steps is None or epochs is None else min(set_steps, epochs)
+    if set_steps is not None:
+        return set_steps
     if train.tokens is not None:
         return math.ceil(train.tokens / (train.global_batch_size * train.seq_len))
     return epochs if c.data.name == CHAT else _STEPS
 
 
 def steps_of_epochs(c: Config, data: DataSet) -> int:
-    """Return the steps of all epochs; UsageError if there is no sample to train on or validate."""
+    """Return the steps of all epochs; UsageError without a sample to train on or to validate."""
     train = c.train
     plan = plan_batches(
         train.global_batch_size, c.num_ranks, context_parallel=train.context_parallel
@@ -240,34 +242,34 @@ def steps_of_epochs(c: Config, data: DataSet) -> int:
 
 
 def decides_losses(name: str) -> bool:
-    """Return whether a key decides the losses of a run, up to rounding."""
+    """Return whether a setting changes the losses of a run by more than rounding."""
     if name == "model.attention":
         return False
-    return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
+    return name.split(".")[0] in _DECIDING_SECTIONS or name in _DECIDING_KEYS
 
 
 def run_identity(config: Config) -> str:
     """Return six hexadecimal digits of the hash of the settings that decide the losses.
 
-    Without those that have their default, so that a new key changes no name of a run, and with the
-    usual values of those that follow from the data, the length or the ranks.
+    Settings with their default are left out, so that a new key changes no hash. Values of `auto`
+    that depend on the data, the length or the ranks are replaced by their defaults.
     """
     rows = (each for each in AUTO_VALUES if each.replaces is Config.is_auto)
     keys = {each.key for each in rows if config.is_auto(each.key)}
     if config.train.global_batch_tokens is not None:
-        keys.discard(BATCH_SIZE_KEYS[0])
-    same = with_auto_values(config.changed(dict.fromkeys(keys)), Stage.RANKS)
-    usual = to_settings(Config())
-    words = {
+        keys.discard(BATCH_KEYS[0])
+    same = fill_auto(config.changed(dict.fromkeys(keys)), Stage.RANKS)
+    defaults = to_settings(Config())
+    deciding = {
         name: text
         for name, text in to_settings(same).items()
-        if decides_losses(name) and name != DATE_KEY and usual.get(name) != text
+        if decides_losses(name) and name != DATE_KEY and defaults.get(name) != text
     }
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _run_dir(c: Config, f: AutoInputs) -> str | None:
-    if f.module is None:  # of an estimate
+    if f.module is None:  # an estimate
         return None
     return str(
         Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(SCRIPT_PREFIX)}-{run_identity(c)}"
@@ -287,17 +289,17 @@ def _replica(c: Config, f: AutoInputs) -> int | None:
 
 
 def _logits(c: Config, f: AutoInputs) -> int:
-    """Tokens whose logits exist at a time; never so few that matrix products become slow."""
+    """Return the tokens whose logits exist at a time, not so few that matmuls become slow."""
     assert c.model.vocab_size is not None
     few = _CHUNK_BYTES // (4 * c.model.vocab_size)
     return 0 if c.engine.emulated.keeps_logits else _chunk(_tokens(c, f), few)
 
 
 def _feed_forward(c: Config, f: AutoInputs) -> int:
-    """Tokens whose activations need about as much memory as a hidden state of all."""
+    """Return the tokens whose MLP activations need about the memory of all hidden states."""
     tokens = _tokens(c, f)
-    alike = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
-    return _chunk(tokens, -(-alike // _MULTIPLE) * _MULTIPLE)
+    equal_memory = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
+    return _chunk(tokens, -(-equal_memory // _MULTIPLE) * _MULTIPLE)
 
 
 def _tokens(c: Config, f: AutoInputs) -> int:
@@ -307,23 +309,23 @@ def _tokens(c: Config, f: AutoInputs) -> int:
 
 
 def _chunk(tokens: int, few: int) -> int:
-    """Return `few` tokens within limits; 0 if that would be nearly all."""
-    chunk = max(_LEAST_CHUNK_TOKENS, few, -(-tokens // _MOST_CHUNKS))
+    """Return `few` tokens within limits; 0 if two chunks would not fit into `tokens`."""
+    chunk = max(_MIN_CHUNK_TOKENS, few, -(-tokens // _MAX_CHUNKS))
     return chunk if tokens >= 2 * chunk else 0
 
 
 def check_chunks(c: Config, batches: BatchPlan) -> None:
     tokens = _tokens(c, AutoInputs(batches=batches))
-    least = -(-tokens // _MOST_CHUNKS)
-    for key in _CHUNKED:
-        if 0 < (asked := c.value(key) or 0) < least:
+    least = -(-tokens // _MAX_CHUNKS)
+    for key in _CHUNK_KEYS:
+        if 0 < (size := c.value(key) or 0) < least:
             raise UsageError(
-                f"{key}={asked}: {tokens:,} tokens of a micro-batch would be more than "
-                f"{_MOST_CHUNKS} chunks; expected at least {least}"
+                f"{key}={size}: {tokens:,} tokens of a micro-batch would be more than "
+                f"{_MAX_CHUNKS} chunks; expected at least {least}"
             )
 
 
-def _of_batches(name: str) -> Callable[[Config, AutoInputs], int]:
+def _from_batches(name: str) -> Callable[[Config, AutoInputs], int]:
     return lambda c, f: int(getattr(f.batches, name))
 
 
@@ -343,8 +345,8 @@ AUTO_VALUES = (
     AutoValue(
         _LENGTH, Stage.RANKS, lambda c, f: default_seq_len(c.model.name, c.model.max_seq_len)
     ),
-    AutoValue(BATCH_SIZE_KEYS[0], Stage.RANKS, lambda c, f: _SAMPLES),
-    AutoValue(_WARMUP_STEPS, Stage.RANKS, _usual_warmup),
+    AutoValue(BATCH_KEYS[0], Stage.RANKS, lambda c, f: _SAMPLES),
+    AutoValue(_WARMUP_STEPS, Stage.RANKS, _default_warmup),
     AutoValue("data.tokenizer", Stage.MODEL, _tokenizer),
     AutoValue(
         "model.attention",
@@ -355,15 +357,15 @@ AUTO_VALUES = (
     AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, kept_on_resume=True),
     AutoValue("model.vocab_size", Stage.DATA, _vocabulary),
     AutoValue(DATE_KEY, Stage.DATA, lambda c, f: f.data and f.data.date, kept_on_resume=True),
-    AutoValue(BATCH_SIZE_KEYS[0], Stage.DATA, _samples, Config.is_auto, kept_on_resume=True),
+    AutoValue(BATCH_KEYS[0], Stage.DATA, _samples, Config.is_auto, kept_on_resume=True),
     AutoValue("train.steps", Stage.LENGTH, lambda c, f: total_steps(c, f.data), _is_limited),
     AutoValue("optimizer.lr", Stage.LENGTH, _peak_rate),
     AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, Config.is_auto, kept_on_resume=True),
     AutoValue("train.run_dir", Stage.LENGTH, _run_dir),
     AutoValue("strategy.owner_map", Stage.STRATEGY, _owners),
     AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _replica),
-    AutoValue("train.micro_batch_size", Stage.BATCHES, _of_batches("micro_batch_size")),
-    AutoValue("accumulation.steps", Stage.BATCHES, _of_batches("num_micro_batches")),
-    AutoValue(_CHUNKED[0], Stage.BATCHES, _logits),
-    AutoValue(_CHUNKED[1], Stage.BATCHES, _feed_forward),
+    AutoValue("train.micro_batch_size", Stage.BATCHES, _from_batches("micro_batch_size")),
+    AutoValue("accumulation.steps", Stage.BATCHES, _from_batches("num_micro_batches")),
+    AutoValue(_CHUNK_KEYS[0], Stage.BATCHES, _logits),
+    AutoValue(_CHUNK_KEYS[1], Stage.BATCHES, _feed_forward),
 )

@@ -1,7 +1,7 @@
-"""The rank of this process among those that a launcher has started, from its variables.
+"""The rank of this process, from the environment variables of a launcher such as torchrun.
 
-Nothing is guessed: if the variables and `launch` contradict each other, nothing starts. A process
-that took itself for the only one would train a second model next to the others.
+If the variables contradict `launch`, the command fails: a rank that believed it was alone would
+train a second copy of the model.
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.errors import UsageError
 
-# Set by launchers: of ranks, of tasks, of several machines.
+# Variables that launchers set for ranks, for tasks, and for nodes.
 _RANKS = ("RANK", "LOCAL_RANK")
 _TASKS = {
     "WORLD_SIZE": "set launch=env",
@@ -20,15 +20,8 @@ _TASKS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun is not supported; use torchrun with launch=env",
 }
 _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
-_ENV_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_STEP_VARIABLES = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
+_ENV_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STEP_NAMES = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
 _SAME_EVERYWHERE = re.compile(r"\d+(\(x\d+\))?")
 _ENDPOINT = re.compile(
     r"(\[(?P<address>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[^][:]+)):(?P<port>[0-9]{1,5})"
@@ -38,25 +31,25 @@ _FIRST_PORT, _PORTS = 20000, 12000  # below the ephemeral ports
 
 @dataclass(frozen=True, slots=True)
 class LauncherRank:
-    """The rank that this process is, if another launcher has started it."""
+    """The rank of a process that another launcher has started."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str  # of rank 0, a name or an IP address
+    address: str  # host name or IP address of rank 0
     port: int
     attempt: int = 0  # restarts of all ranks by the launcher
-    has_store: bool = False  # the launcher's; else rank 0 creates one
+    has_store: bool = False  # whether the launcher serves the store at this port; else rank 0 does
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRole:
-    """The ranks that a configuration is prepared for, here or on a described cluster."""
+    """The ranks of a configuration: on this machine, or on a described cluster."""
 
-    launch: LaunchConfig | None  # with the nodes of the launcher; None: a described cluster
-    rank: LauncherRank | None = None  # that this process is, if another launcher has started it
-    is_dry: bool = False  # nothing runs: no weights are fetched; data and model are opened
+    launch: LaunchConfig | None  # has the launcher's number of nodes; None: a described cluster
+    rank: LauncherRank | None = None  # this process, if another launcher has started it
+    is_dry: bool = False  # a dry run opens data and model, but fetches no weights
 
     @property
     def is_here(self) -> bool:
@@ -77,8 +70,8 @@ def role_of(
 ) -> LaunchRole:
     """Return the role of this process, with the nodes of its launcher.
 
-    `are_ranks`: Slurm's tasks are ranks even if there is one per node. UsageError if the variables
-    are missing, contradict `launch`, or are another launcher's.
+    `are_ranks`: one task of Slurm per node is a rank, not a launcher. UsageError if the variables
+    are missing, contradict `launch`, or belong to another launcher.
     """
     rank: LauncherRank | None = None
     if launch.name == "env":
@@ -102,7 +95,7 @@ def role_of(
 def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> LaunchRole:
     """Return the role of a script: a rank of torchrun or srun, or else the only one.
 
-    UsageError if the variables are missing, contradict `launch`, or are another launcher's.
+    UsageError if the variables are missing, contradict `launch`, or belong to another launcher.
     """
     name = launch.name
     if name == "local" and _RANKS[0] in environ:
@@ -119,8 +112,8 @@ def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ
             f"script is one rank; start one process per rank, such as with torchrun "
             f"--nproc-per-node {launch.nproc_per_node or 2} SCRIPT"
         )
-    alone = LauncherRank(0, 1, 0, 1, address="", port=0)
-    return LaunchRole(replace(launch, nproc_per_node=1), alone)
+    only_rank = LauncherRank(0, 1, 0, 1, address="", port=0)
+    return LaunchRole(replace(launch, nproc_per_node=1), only_rank)
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
@@ -134,13 +127,15 @@ def _check_nodes(launch: LaunchConfig) -> None:
 
 
 def check_nodes(launch: LaunchConfig) -> None:
-    """Check the number of this node and the rendezvous endpoint, as far as they are set."""
+    """Check `launch.node_rank` and `launch.rdzv_endpoint` if they are set."""
     nodes, node = launch.nnodes, launch.node_rank
     if launch.rdzv_endpoint is not None:
         host_and_port(launch.rdzv_endpoint)
     if launch.name == "local" and nodes == 1 and (node or launch.rdzv_endpoint):
-        way = "set launch.nnodes to their number"
-        raise UsageError(f"launch.node_rank and launch.rdzv_endpoint require several nodes; {way}")
+        advice = "set launch.nnodes to the number of nodes"
+        raise UsageError(
+            f"launch.node_rank and launch.rdzv_endpoint require several nodes; {advice}"
+        )
     if nodes > 1 and node is not None and node >= nodes:
         problem = f"expected 0 to {nodes - 1} with launch.nnodes={nodes}"
         raise UsageError(f"launch.node_rank={node}: {problem}")
@@ -184,20 +179,20 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
 
 
 def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
-    missing = [name for name in _ENV_VARIABLES if not environ.get(name)]
+    missing = [name for name in _ENV_NAMES if not environ.get(name)]
     if missing:
         raise UsageError(
             f"launch=env: {', '.join(missing)} not set; start one process per rank with another "
             "launcher, such as `torchrun -m fsdpctl train launch=env`"
         )
     _refuse_own_nodes(launch, "launch=env")
-    rank, world, local, ranks = (_number(name, environ) for name in _ENV_VARIABLES[:4])
+    rank, world, local, ranks = (_number(name, environ) for name in _ENV_NAMES[:4])
     is_one = 0 <= local < ranks <= world and rank < world
     if not is_one or world % ranks or rank % ranks != local:
         raise UsageError(
             f"launch=env: RANK={rank} of WORLD_SIZE={world} and LOCAL_RANK={local} of "
             f"LOCAL_WORLD_SIZE={ranks} are inconsistent; expected consecutive ranks on every node, "
-            "and as many on each"
+            "and the same number on each"
         )
     attempt = "TORCHELASTIC_RESTART_COUNT"
     return LauncherRank(
@@ -218,7 +213,7 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
 def _role_from_slurm(
     launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool
 ) -> tuple[LaunchConfig, LauncherRank | None]:
-    if any(f"SLURM_STEP_{name}" not in environ for name in _STEP_VARIABLES):
+    if any(f"SLURM_STEP_{name}" not in environ for name in _STEP_NAMES):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
             "`srun fsdpctl train launch=slurm`"
@@ -226,7 +221,7 @@ def _role_from_slurm(
     if "SLURM_HET_SIZE" in environ:
         raise UsageError("launch=slurm: heterogeneous jobs are not supported")
     _refuse_own_nodes(launch, "launch=slurm")
-    tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _STEP_VARIABLES[:2])
+    tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _STEP_NAMES[:2])
     _check_node_count(launch, nodes, "Slurm has started the step on")
     each = environ["SLURM_STEP_TASKS_PER_NODE"]
     if not _SAME_EVERYWHERE.fullmatch(each) or tasks % nodes:
@@ -238,7 +233,7 @@ def _role_from_slurm(
         problem = "expected consecutive tasks on every node; set srun -m block"
         raise UsageError(f"SLURM_PROCID={task}: {problem}")
     endpoint = launch.rdzv_endpoint
-    if endpoint is None:  # a port that all tasks of a step agree on, and hardly any other step uses
+    if endpoint is None:  # derive a port that all tasks of this step know, and few other steps use
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
         endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
     if tasks == nodes and not are_ranks:
@@ -248,7 +243,7 @@ def _role_from_slurm(
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """Return the host and the port of HOST:PORT; an IPv6 address is in brackets there."""
+    """Return the host and the port of HOST:PORT or [IPV6]:PORT; UsageError if it's another text."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         problem = "expected HOST:PORT of node 0, such as 10.0.0.1:29500 or [fd00::1]:29500"
@@ -262,6 +257,6 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def first_host(environ: Mapping[str, str]) -> str:
-    """Return the first node of the step: gpu-a003 for `gpu-a[003-005,9],b1`."""
+    """Return the first node of a Slurm step, such as gpu-a003 for `gpu-a[003-005,9],b1`."""
     listed = environ["SLURM_STEP_NODELIST"]
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", listed).split(",")[0]

@@ -1,4 +1,4 @@
-"""The place of a configuration: this machine or, for estimates, a specified cluster."""
+"""The ranks of a configuration on this machine or, for estimates, on a described cluster."""
 
 import resource
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from fsdpctl.plan.strategy import (
     strategies_of,
 )
 from fsdpctl.resolve.attention_kernel import architecture_here
-from fsdpctl.resolve.auto_values import AutoInputs, Stage, has_bf16, with_auto_values
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, fill_auto, has_bf16
 from fsdpctl.resolve.launchers import CLUSTER, LaunchRole
 
 LOCAL = "local"
 _GIB = 1 << 30
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
-_CPU_RANKS = 2  # that share memory; the cores between them are for their threads
+_CPU_RANKS = 2  # default ranks without a GPU; threads of the ranks use the other cores
 
 
 def assign_ranks(
@@ -39,12 +39,12 @@ def assign_ranks(
 ) -> WithRanks:
     """Return a configuration with its device, ranks and dtypes.
 
-    The ranks are on this machine, as `role` has them, or else on `cluster`, which need not exist:
-    then it has its memory too. The host memory of another machine is unknown unless it is set.
-    UsageError if this machine does not have the devices, or a rank could open too few files.
+    The ranks are those of `role` on this machine, or else those of `cluster`; then the memory of
+    the cluster is filled in too. The host memory of another machine is unknown unless it is set.
+    UsageError if this machine lacks the devices, or limits open files to too few.
     """
     placed = on_cluster(config) if role.launch is None else _here(config, role.launch, role)
-    return WithRanks(with_auto_values(placed, Stage.RANKS, inputs))
+    return WithRanks(fill_auto(placed, Stage.RANKS, inputs))
 
 
 def _here(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
@@ -57,7 +57,7 @@ def _here(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or local_ranks(device)
-    # A launcher of ranks may make only its own device visible to each.
+    # A launcher may make only one device visible to each rank.
     if available is not None and ranks > available and not (role.rank and available == 1):
         problem = f"expected at most {available}, the CUDA devices"
         raise UsageError(f"launch.nproc_per_node={ranks}: {problem}")
@@ -66,55 +66,55 @@ def _here(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
 
 
 def local_ranks(device: str = "auto") -> int:
-    """Return the ranks on this machine if none are set: one per CUDA device, or CPU ranks."""
+    """Return the default number of ranks on this machine: one per CUDA device, or CPU ranks."""
     return (torch.cuda.device_count() if device != "cpu" else 0) or min(_CPU_RANKS, num_cores())
 
 
-def num_ranks_of(words: Mapping[str, str]) -> int:
-    """Return the number of ranks by settings of `launch` and `cluster`, here if there are none."""
-    pairs = (each for each in words.items() if each[0].startswith(("launch.", "cluster")))
+def num_ranks_of(settings: Mapping[str, str]) -> int:
+    """Return the number of ranks that settings of `launch` and `cluster` give on a cluster."""
+    pairs = (each for each in settings.items() if each[0].startswith(("launch.", "cluster")))
     return assign_ranks(compose_config([f"{name}={text}" for name, text in pairs]).config).num_ranks
 
 
 def on_cluster(config: C) -> C:
-    """Return a configuration with the ranks and the memory of `cluster`, where it lacks them."""
+    """Return a configuration with the ranks and the memory of `cluster`, unless they are set."""
     launch, cluster = config.launch, config.cluster
     is_gpu = torch.cuda.is_available() if cluster.name == LOCAL else cluster.name != "cpu"
     device = launch.device or ("cuda" if is_gpu or assumes_gpu(config) else "cpu")
-    here = cluster.name in (LOCAL, "cpu") and (device == "cpu" or torch.cuda.is_available())
-    found = torch.cuda.device_count() if here and device == "cuda" else None
-    usual = local_ranks(device) if device == "cpu" else 1
-    ranks = launch.nproc_per_node or cluster.ranks_per_node or found or usual
+    is_here = cluster.name in (LOCAL, "cpu") and (device == "cpu" or torch.cuda.is_available())
+    devices = torch.cuda.device_count() if is_here and device == "cuda" else None
+    default = local_ranks(device) if device == "cpu" else 1
+    ranks = launch.nproc_per_node or cluster.ranks_per_node or devices or default
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
     if device == "cpu":
-        in_host: float | None = memory * ranks
+        host: float | None = memory * ranks
     else:
-        in_host = host_memory() / _GIB if here else None
+        host = host_memory() / _GIB if is_here else None
     values = {
         "launch.device": device,
         "launch.nproc_per_node": ranks,
         "cluster.memory": memory,
-        "cluster.host_memory": cluster.host_memory or in_host,
+        "cluster.host_memory": cluster.host_memory or host,
         "cluster.ranks_per_node": ranks,
-        "cluster.architecture": cluster.architecture or (architecture_here() if found else None),
+        "cluster.architecture": cluster.architecture or (architecture_here() if devices else None),
     }
     return config.changed(values)
 
 
 def on_this_machine(composed: Composed) -> Composed:
-    """Return the configuration of a run without the other machine that its recipe describes.
+    """Return the configuration of a run without a cluster of the recipe that isn't this machine.
 
-    UsageError if `cluster` is typed and is not this machine.
+    UsageError if the command line sets such a cluster.
     """
-    given, config = composed.cluster, composed.config
+    cluster, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = gpu_by_name(_machine(config)) if device == "cuda" else None
-    if given is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
+    if cluster is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
         return composed
     if not composed.has_cluster_of_recipe:
         raise UsageError(
-            f"cluster={given}: this machine is {_machine(config)}; leave cluster out, or size the "
-            f"run for that machine with fsdpctl estimate-memory cluster={given}"
+            f"cluster={cluster}: this machine is {_machine(config)}; leave cluster out, or size "
+            f"the run for that machine with fsdpctl estimate-memory cluster={cluster}"
         )
     described = [x for x in KEYS if x.startswith("cluster.") and not config.is_typed(x)]
     described += [name for name in RANK_KEYS if config.origin(name) is Origin.OPTION]
@@ -126,7 +126,7 @@ def on_this_machine(composed: Composed) -> Composed:
 
 
 def role_of_dry_run(composed: Composed) -> LaunchRole:
-    """Return the role of a dry run: the ranks of a job if the recipe is for GPUs of elsewhere."""
+    """Return the role of a dry run: the ranks of a cluster if the recipe is for its GPUs."""
     config, cluster = composed.config, composed.config.cluster
     is_for_gpus = config.launch.device == "cuda" and not config.is_typed("launch.device")
     is_described = cluster.name != LOCAL or cluster.memory is not None
@@ -135,13 +135,13 @@ def role_of_dry_run(composed: Composed) -> LaunchRole:
 
 
 def note_on_job(placed: WithRanks) -> str:
-    """Return a line about what a dry run without a GPU checks a recipe for."""
+    """Return a line with the cluster that a dry run without a GPU checks a recipe for."""
     cluster = placed.cluster
     return f"checked for cluster={cluster.name}, {cluster.memory:g} GiB per rank; no GPU is here"
 
 
 def notes_on_cluster(composed: Composed) -> tuple[str, ...]:
-    """Return a line if a run is not on the machine that its recipe describes."""
+    """Return a line if the recipe of a run describes another machine."""
     if composed.cluster in (None, LOCAL) or composed.config.cluster.name != LOCAL:
         return ()
     return (f"sized for {composed.cluster}; this machine is {_machine(composed.config)}",)
@@ -153,14 +153,14 @@ def _machine(config: Config) -> str:
 
 
 def assumes_gpu(config: Config) -> bool:
-    """Return whether an estimate is of a GPU that is described by its memory alone."""
+    """Return whether an estimate assumes a GPU because only `cluster.memory` is set."""
     is_open = config.cluster.name == LOCAL and not config.is_typed("cluster")
     is_described = is_open and config.cluster.memory is not None
     return is_described and config.launch.device is None and not torch.cuda.is_available()
 
 
 def notes_on_cores(config: Config) -> tuple[str, ...]:
-    """Return a line if a placed configuration has more threads on this CPU than it has cores."""
+    """Return a line if the ranks have more threads on this CPU than the CPU has cores."""
     launch, cores = config.launch, num_cores()
     ranks = launch.nproc_per_node or 1
     if (launch.device, launch.name, config.cluster.name) != ("cpu", LOCAL, LOCAL):
@@ -173,17 +173,17 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
 
 
 def note_on_tf32(config: Config) -> str:
-    """Return a line if float32 products could be faster, or `precision=tf32` changes nothing."""
-    has_tf32 = config.launch.device != "cpu" and has_bf16()  # of the same GPUs, and later ones
+    """Return a line if TF32 would be faster, or if `precision=tf32` changes nothing here."""
+    has_tf32 = config.launch.device != "cpu" and has_bf16()  # the same GPUs have both
     if config.precision.name == TF32:
-        here = f"precision={TF32}: not supported by {_machine(config)}; products are in float32"
-        return "" if has_tf32 else here
+        note = f"precision={TF32}: not supported by {_machine(config)}; products are in float32"
+        return "" if has_tf32 else note
     faster = f"matrix products are in float32; precision={TF32} is faster, with 10 bits of each"
     return faster if has_tf32 and config.precision.param_dtype == "float32" else ""
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raise a low limit of open files, which workers inherit."""
+    """Raise a low limit of open files, which workers inherit; UsageError if the limit is fixed."""
     needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -196,7 +196,7 @@ def raise_file_limit(ranks: int) -> None:
 
 
 def notes_on_memory(config: Config) -> tuple[str, ...]:
-    """Return a line on an estimate of such a GPU."""
+    """Return a line if an estimate assumes a GPU because only `cluster.memory` is set."""
     if not assumes_gpu(config):
         return ()
     size = f"{config.cluster.memory:g} GiB"
@@ -204,11 +204,12 @@ def notes_on_memory(config: Config) -> tuple[str, ...]:
 
 
 def shares_memory(config: Config) -> bool:
+    """Return whether the ranks of a configuration share memory."""
     return may_share_memory(config) and (config.launch.nproc_per_node or 1) > 1
 
 
 def may_share_memory(config: Config) -> bool:
-    """Return whether any number of ranks would share memory: `launch.share_memory`, resolved."""
+    """Return whether several ranks would share memory: the value of `launch.share_memory`."""
     launch, is_ours = config.launch, config.engine.name == FSDPCTL
     on_one_host = launch.device == "cpu" and launch.nnodes == 1
     is_possible = on_one_host and is_ours and Offload.PARAMS not in config.strategy.on_host
@@ -216,9 +217,9 @@ def may_share_memory(config: Config) -> bool:
 
 
 def executed_strategy(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
-    """Return what the strategy `row` of a placed configuration is on its ranks, and its shard size.
+    """Return the strategy that ranks execute for the requested one, and its shard size.
 
-    `size` ranks share a replica; None: all.
+    `row` is the requested strategy. `size` is the number of ranks of a replica; None: all ranks.
     """
     ranks = config.num_ranks
     return effective_strategy(
@@ -231,7 +232,10 @@ def executed_strategy(config: Config, row: Strategy, size: int | None) -> tuple[
 
 
 def owner_map_of(config: Config) -> str:
-    """Return the owner map of a resolved configuration; shared memory gives no_shard one."""
+    """Return the owner map of a resolved configuration.
+
+    With shared memory, no_shard runs as shard_optimizer and has an owner map too.
+    """
     owners = config.strategy.owner_map or "even"
     cuts_matrices = owners == "even" and config.optimizer.name == MUON
     return MATRICES if cuts_matrices and shares_memory(config) else owners
@@ -244,6 +248,7 @@ def _memory_here(device: str, ranks: int) -> float:
 
 
 def supported_strategies(config: Config) -> list[str]:
+    """Return the strategies that the engine and the optimizer of a configuration support."""
     is_muon = config.optimizer.name == MUON
     return [
         name

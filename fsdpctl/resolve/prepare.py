@@ -1,4 +1,4 @@
-"""The one way from settings to a configuration that runs: on this machine, or on a cluster."""
+"""Preparation of a configuration, its data and its module, for runs and for estimates."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from fsdpctl.config.hub import Part, local_model, part_for_training, print_missi
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import BATCH_SIZE_KEYS, C, Config, Filled, Origin, WithRanks
+from fsdpctl.config.schema import BATCH_KEYS, C, Config, Filled, Origin, WithRanks
 from fsdpctl.config.serialize import config_from_settings
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
@@ -33,13 +33,7 @@ from fsdpctl.models.build_model import build_model
 from fsdpctl.models.decoder_check import adapt_to_decoder
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
-from fsdpctl.resolve.auto_values import (
-    AUTO_VALUES,
-    AutoInputs,
-    Stage,
-    steps_of_epochs,
-    with_auto_values,
-)
+from fsdpctl.resolve.auto_values import AUTO_VALUES, AutoInputs, Stage, fill_auto, steps_of_epochs
 from fsdpctl.resolve.launchers import CLUSTER, LaunchRole, role_of
 from fsdpctl.resolve.machine import (
     assign_ranks,
@@ -61,7 +55,7 @@ from fsdpctl.resolve.run_data import (
 from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
-_DATA_KEYS = ("train.seq_len", BATCH_SIZE_KEYS[0])  # whose `auto` follows from the data
+_DATA_KEYS = ("train.seq_len", BATCH_KEYS[0])  # `auto` of these keys depends on the data
 _REPLACED_KEYS = (
     "train.epochs",
     "train.tokens",
@@ -71,12 +65,12 @@ _REPLACED_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A configuration, its data and its module; what depends on its ranks is as requested."""
+    """A configuration, its data and its module. Values that depend on the ranks are still open."""
 
-    config: Filled  # of a run, every setting that decides the losses is final, and its directory
-    notes: tuple[str, ...]  # settings that cannot be honored, and facts about the data
-    data_or_error: DataSet | UsageError | None  # the data, or why an estimate could not open it
-    module_or_none: nn.Module | None  # the module, on the meta device unless it is a script's
+    config: Filled  # for a run, settings that decide the losses and the directory are final
+    notes: tuple[str, ...]  # settings that are not applied, and facts about the data
+    data_or_error: DataSet | UsageError | None  # the error if an estimate could not open the data
+    module_or_none: nn.Module | None  # on the meta device, unless a script passed it
 
     @property
     def data(self) -> DataSet:
@@ -115,11 +109,11 @@ def prepare(
     if role is CLUSTER:
         return preparation.prepared()
     with doing("opening the model and the data"):
-        found = preparation.prepared()
-        if not (kept := _stored_values(found.config) if resume == AUTO else {}):
-            return found
-        # Set before the data is opened, whose tokens may have the date.
-        composed = replace(composed, config=composed.config.changed(kept, Origin.DERIVED))
+        prepared = preparation.prepared()
+        if not (stored := _stored_values(prepared.config) if resume == AUTO else {}):
+            return prepared
+        # Prepare again: the date of the first start may be part of the tokens of the data.
+        composed = replace(composed, config=composed.config.changed(stored, Origin.DERIVED))
         return replace(preparation, composed=composed).prepared()
 
 
@@ -144,30 +138,30 @@ class _Preparation:
         if self.task is None:
             config, more = self._with_model(config, inputs)
             notes += more
-        found, on_cache = self._data(config)
-        inputs = inputs._replace(data=found if isinstance(found, DataSet) else None)
-        config = with_auto_values(config, Stage.DATA, inputs)
+        data, on_cache = self._data(config)
+        inputs = inputs._replace(data=data if isinstance(data, DataSet) else None)
+        config = fill_auto(config, Stage.DATA, inputs)
         if inputs.data is not None and self.task is None:
             config = with_data(config, inputs.data)
         module, more = self._module(config, inputs)
-        config = with_auto_values(config, Stage.LENGTH, inputs._replace(module=module))
+        config = fill_auto(config, Stage.LENGTH, inputs._replace(module=module))
         notes = (*notes, *on_cache, *more)
         if inputs.data is not None and self.is_run:
-            steps_of_epochs(config, inputs.data)  # refuses data without a sample
+            steps_of_epochs(config, inputs.data)  # raises UsageError if there is no sample
             steps = config.train.steps or 0
             notes += () if self.task else notes_on_epochs(config, inputs.data, steps)
             config = config.changed(dict.fromkeys(_REPLACED_KEYS))
         run_dir = config.train.run_dir
-        if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
+        if run_dir is not None and Path(run_dir).is_symlink():  # the link may change: runs/latest
             run_dir = os.path.relpath(os.path.realpath(run_dir))
             config = config.changed({"train.run_dir": run_dir})
-        return Prepared(Filled(config), notes, found, module)
+        return Prepared(Filled(config), notes, data, module)
 
     def _placed(self, inputs: AutoInputs) -> tuple[WithRanks, tuple[str, ...]]:
         if self.is_run:
             check_preflight(self.composed.config)
         config = assign_ranks(self.composed.config, self.role, inputs)
-        try:  # an error does not wait for the data
+        try:  # report errors before reading data
             validate(config.with_strategy(AUTO) if self.all_strategies else config)
         except UsageError as error:
             key = str(error).partition("=")[0]
@@ -193,17 +187,17 @@ class _Preparation:
         if self.is_run:
             config = _with_path(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
-            open_weights(config.model)  # whose tensors must be those that the file describes
-        config = with_vocabulary(with_auto_values(config, Stage.MODEL, inputs))
+            open_weights(config.model)  # raises an error if tensors contradict the metadata
+        config = with_vocabulary(fill_auto(config, Stage.MODEL, inputs))
         config, on_packing = adapt_to_decoder(config)
-        config = with_auto_values(config, Stage.DECODER, inputs)
+        config = fill_auto(config, Stage.DECODER, inputs)
         if not self.is_run:
             return config, ()
         notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
         return config, notes + notes_on_gguf(config.model.path)
 
     def _data(self, config: WithRanks) -> tuple[DataSet | UsageError | None, tuple[str, ...]]:
-        """Open the data. An estimate needs none, or returns why it cannot be read."""
+        """Open the data. An estimate that can do without it may return None or the error."""
         if self.task is not None:
             check_validation(config, self.task.data)
             return self.task.data, ()
@@ -219,13 +213,11 @@ class _Preparation:
         if not (is_needed or counts or ends_with_data or train.epochs is not None):
             return None, ()
         try:
-            return self.open_data(
-                with_auto_values(_with_path(config, "tokenizer"), Stage.MODEL)
-            ), ()
+            return self.open_data(fill_auto(_with_path(config, "tokenizer"), Stage.MODEL)), ()
         except UsageError as error:
             if is_needed or (counts and os.path.exists(config.model.path or os.curdir)):
                 raise
-            return error, ()  # without the tokenizer, the usual length is assumed
+            return error, ()  # without a tokenizer, the estimate assumes the default length
 
     def _module(
         self, config: WithRanks, inputs: AutoInputs
@@ -244,21 +236,20 @@ class _Preparation:
 
 
 def _with_path(config: C, part: Part | None) -> C:
-    """Fetch up to `part` of the model, by default what a run needs; make its paths absolute."""
+    """Fetch a part of the model, by default what a run reads; make its paths absolute."""
     if config.model.path is None:
         return config
-    found = local_model(config.model.path, part or part_for_training(config.model))
-    paths = {"model.path": os.path.abspath(found)}
+    path = local_model(config.model.path, part or part_for_training(config.model))
+    paths = {"model.path": os.path.abspath(path)}
     if config.model.lora.path is not None:
         paths["model.lora.path"] = os.path.abspath(config.model.lora.path)
     return config.changed(paths)
 
 
 def _stored_values(config: Config) -> dict[str, Any]:
-    """Return the values of rows that a run was begun with and that would be others now.
+    """Return the values of `auto` that the first start of a run had, if they would change now.
 
-    Only a prepared run has a directory. Another length or number of ranks, or another day if the
-    template writes the date, would change them.
+    They may depend on the length of the run, on the ranks, or on the date of a chat template.
     """
     if (begun := _stored_config(config)) is None:
         return {}
@@ -267,22 +258,25 @@ def _stored_values(config: Config) -> dict[str, Any]:
         row.key for row in AUTO_VALUES if row.kept_on_resume and config.is_auto(row.key)
     } - typed
     if config.is_set("train.global_batch_tokens"):
-        keys.discard(BATCH_SIZE_KEYS[0])
+        keys.discard(BATCH_KEYS[0])
     if not can_run(config, before.model.attention):
         keys.discard("model.attention")
     values = {key: (before.value(key), config.value(key)) for key in keys}
-    found = {x: old for x, (old, new) in values.items() if None not in (old, new) and old != new}
-    return found and {**found, "train.run_dir": config.train.run_dir}
+    changed = {x: old for x, (old, new) in values.items() if None not in (old, new) and old != new}
+    return changed and {**changed, "train.run_dir": config.train.run_dir}
 
 
 def _stored_config(config: Config) -> tuple[Config, set[str]] | None:
-    """Return the configuration that a run's directory or its store has, and what was typed."""
+    """Return the stored configuration of a run, and the names of its settings on the command line.
+
+    It is in the run directory or in the object store. None if there is none.
+    """
     run_dir = Path(str(config.train.run_dir))
-    with suppress(UsageError):  # reported by `inspect_run_dir`
+    with suppress(UsageError):  # `inspect_run_dir` reports errors
         if (run_dir / RUN_CONFIG).is_file():
             lines = read_text_file(run_dir / OVERRIDES_FILE).splitlines()
-            words = read_run_config(run_dir / RUN_CONFIG)
-            return config_from_settings(words), {each.partition("=")[0] for each in lines}
+            settings = read_run_config(run_dir / RUN_CONFIG)
+            return config_from_settings(settings), {each.partition("=")[0] for each in lines}
         remote = remote_checkpoints_of(config)
         if remote is not None and (stored := remote.newest()) is not None:
             return config_from_settings(stored.manifest.config), set()

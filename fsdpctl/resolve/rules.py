@@ -1,8 +1,7 @@
-"""The rules of settings that depend on one another: a row each, for every command.
+"""Rules for settings that depend on one another: one row per rule, for every command.
 
-Each row has its message, in which `{section.key}` is a value, and the condition of the mistake. A
-condition can return the part of the message that differs, `{found}`. A setting that is still `auto`
-breaks no rule.
+A row has a message, in which `{section.key}` is a value, and a condition. A condition may return
+text, which replaces `{found}` in the message. A setting that is still `auto` breaks no rule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,26 +38,27 @@ from fsdpctl.plan.strategy import (
 )
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.resolve.attention_kernel import check_attention
-from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import executed_strategy, may_share_memory
 
 
 class Rule(NamedTuple):
-    """A mistake."""
+    """A mistake that a configuration can have."""
 
     message: str
     is_broken: Callable[[Config], bool | str]
 
 
 def validate(config: C) -> C:
-    """Check the settings of a placed configuration against one another.
+    """Check the settings of a configuration with ranks against one another.
 
-    Returns the configuration with the sizes of its strategy, unless that is `auto`.
+    Returns the configuration with the owner map and shard size of its strategy, unless the strategy
+    is `auto`. UsageError if a rule is broken.
     """
     if not config.is_auto("strategy"):
         row = get_strategy(config.strategy.name)
         check_strategy(config.engine.name, row)
-        config = with_auto_values(config, Stage.STRATEGY)
+        config = fill_auto(config, Stage.STRATEGY)
         ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
     check_data_keys(config.data, {*filter(config.is_typed, KEYS)})
     for message in _broken(config):
@@ -69,29 +69,29 @@ def validate(config: C) -> C:
 
 
 def _broken(config: Config) -> Iterator[str]:
-    yield from _keys_of_others(config)
+    yield from _unused_keys(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
-    about = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
+    constants = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
     for rule in RULES:
-        if found := rule.is_broken(config):
-            yield rule.message.replace("{found}", str(found)).format(**sections, **about)
+        if mistake := rule.is_broken(config):
+            yield rule.message.replace("{found}", str(mistake)).format(**sections, **constants)
 
 
-def _keys_of_others(config: Config) -> Iterator[str]:
-    usual = Config()
+def _unused_keys(config: Config) -> Iterator[str]:
+    defaults = Config()
 
-    def set_ones(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    def set_keys(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
         for key in sorted(keys):
-            if (value := config.value(key)) != usual.value(key) or config.is_typed(key):
+            if (value := config.value(key)) != defaults.value(key) or config.is_typed(key):
                 yield key, f"{key}={KEYS[key].text(value)}"
 
     names = {name for each in OPTIMIZERS.values() for name in each.keys}
     names -= {*get_optimizer(config.optimizer.name).keys}
-    for key, text in set_ones(f"optimizer.{name}" for name in names):
-        known = [each.name for each in OPTIMIZERS.values() if key[10:] in each.keys]
-        yield f"{text}: only valid with optimizer={' or '.join(known)}"
+    for key, text in set_keys(f"optimizer.{name}" for name in names):
+        valid = [each.name for each in OPTIMIZERS.values() if key[10:] in each.keys]
+        yield f"{text}: only valid with optimizer={' or '.join(valid)}"
     if config.is_auto("prefetch"):
-        for _, text in set_ones(("prefetch.forward", "prefetch.backward")):
+        for _, text in set_keys(("prefetch.forward", "prefetch.backward")):
             yield f"{text}: conflicts with prefetch=auto; leave one of them out"
 
 
@@ -103,8 +103,8 @@ def _divides(config: Config) -> bool:
     return not config.is_auto("strategy") and config.num_ranks > 1
 
 
-# What only fsdpctl's engine has, and whether a configuration asks for it.
-_ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
+# Features that only fsdpctl's engine has, and whether a configuration uses them.
+_FSDPCTL_ONLY: Mapping[str, Callable[[Config], bool]] = {
     "strategy.offload={strategy.offload}": lambda c: bool(c.strategy.on_host),
     "optimizer={optimizer.name}": lambda c: _row(c).steps_matrices,
     "optimizer.state_dtype={optimizer.state_dtype}": lambda c: c.optimizer.state_dtype is not None,
@@ -119,20 +119,20 @@ _ONLY_OURS: Mapping[str, Callable[[Config], bool]] = {
 }
 
 
-def _only_ours(config: Config) -> str:
+def _requires_fsdpctl(config: Config) -> str:
     ours = config.engine.name == FSDPCTL
-    return next((text for text, is_set in _ONLY_OURS.items() if not ours and is_set(config)), "")
+    return next((text for text, is_set in _FSDPCTL_ONLY.items() if not ours and is_set(config)), "")
 
 
 def _cannot_offload(config: Config) -> str:
-    given = config.strategy
-    if Offload.STATES in given.on_host and config.optimizer.name != ADAMW:
+    strategy = config.strategy
+    if Offload.STATES in strategy.on_host and config.optimizer.name != ADAMW:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
     if config.is_auto("strategy"):
         return ""
-    row = get_strategy(given.name)
-    runs, _ = executed_strategy(config, row, given.dp_shard_size)
-    return given.on_host.conflict(row, runs, config.num_ranks)
+    row = get_strategy(strategy.name)
+    runs, _ = executed_strategy(config, row, strategy.dp_shard_size)
+    return strategy.on_host.conflict(row, runs, config.num_ranks)
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -141,21 +141,21 @@ def _is_uneven_on_nodes(config: Config) -> bool:
 
 
 def _sends_inputs(config: Config, mode: str) -> bool:
-    about = config.activation_checkpointing
-    return about.offload and about.name == mode
+    recomputation = config.activation_checkpointing
+    return recomputation.offload and recomputation.name == mode
 
 
 def _conflict_of_blocks(config: Config) -> str:
-    about = config.activation_checkpointing
-    if about.blocks is None:
+    recomputation = config.activation_checkpointing
+    if recomputation.blocks is None:
         return ""
-    if about.name == AUTO:
+    if recomputation.name == AUTO:
         return "=auto; leave one of them out"
-    if about.offload:
+    if recomputation.offload:
         return ".offload=true; write offload:N in place of full:N"
-    least = about.blocks.rpartition(",")[2].partition(":")[0]
-    if LEVELS.index(least) <= LEVELS.index(about.name):
-        return f"={about.name}; the first blocks are recomputed more than the others"
+    least = recomputation.blocks.rpartition(",")[2].partition(":")[0]
+    if LEVELS.index(least) <= LEVELS.index(recomputation.name):
+        return f"={recomputation.name}; the first blocks are recomputed more than the others"
     return ""
 
 
@@ -200,7 +200,7 @@ RULES = (
             and c.precision.master_dtype in ("bfloat16", "float16")
         ),
     ),
-    Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _only_ours),
+    Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _requires_fsdpctl),
     Rule("strategy.offload={strategy.offload}: {found}", _cannot_offload),
     Rule(
         "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1, engine={FSDPCTL} "
@@ -289,7 +289,7 @@ RULES = (
 
 
 def check_preflight(config: Config) -> None:
-    """Check what estimates have no need of: packages for logging, the object store."""
+    """Check settings that only runs need: packages of trackers, and the object store."""
     if (program := config.engine.program) != NO_EMULATION:
         raise UsageError(f"engine.program={program}: for estimates only; expected {NO_EMULATION}")
     if config.is_typed("cluster.price"):
@@ -305,12 +305,13 @@ def check_preflight(config: Config) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package has source: wandb leaves directories of its name behind."""
+    """Return whether a package is installed, not only a directory that wandb has left behind."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:
+    """Check settings that depend on which parameters are trained."""
     params = [param for unit in units for param in unit.params]
     config.strategy.on_host.check_frozen_params(trains_all=all(param.trainable for param in params))
     if config.optimizer.name == MUON and not any(map(uses_muon, params)):

@@ -1,4 +1,4 @@
-"""The data of a run: read, checked, and described."""
+"""The data of a run: opening it, checks against the configuration, and notes."""
 
 import os
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from fsdpctl.data.packing import PackedSamples
 from fsdpctl.data.token_formats import TokenFile, check_tokens
 from fsdpctl.errors import UsageError
 
-_CHECKED_BYTES = 1 << 30  # of all token files
-# With less data, the length of samples must be set.
+_CHECKED_BYTES = 1 << 30  # token files up to this size in all are checked at each start
+# If the data has fewer samples of this length, the length must be set.
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
 _MANY_EPOCHS = 100
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
-DATE_KEY = "data.date"  # a run that resumes on another day is the same run
+DATE_KEY = "data.date"  # the hash of a run excludes it: resuming on another day is the same run
 
 
 def open_checked_data(config: Config) -> DataSet:
-    """Open the data, and check the token files that are not too large."""
+    """Open the data of a run, and check token files unless they are too large."""
     data = open_data(config.data, config.train.seed)
     for file in data.token_files if is_quick(data.token_files) else ():
         if file.is_local:
@@ -35,69 +35,74 @@ def open_checked_data(config: Config) -> DataSet:
 
 
 def open_estimated_data(config: Config) -> DataSet:
-    """Open the data of an estimate, whose tokens are counted or estimated; nothing is fetched."""
+    """Open the data of an estimate, with counted or estimated tokens; nothing is fetched."""
     data = open_estimated(config.data, config.train.seed)
     check_validation(config, data)
     return data
 
 
 def check_validation(config: Config, data: DataSet) -> None:
+    """Refuse settings that compare validation losses if there is no validation data."""
     if data.val is None and config.compares_losses:
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
-        way = "val_data" if config.model.is_script_module else "data.val_fraction or data.val_path"
-        raise UsageError(f"{key}: requires validation data; set {way}")
+        option = (
+            "val_data" if config.model.is_script_module else "data.val_fraction or data.val_path"
+        )
+        raise UsageError(f"{key}: requires validation data; set {option}")
 
 
 def is_quick(files: Sequence[TokenFile]) -> bool:
-    """Return whether token files are checked before every run, which takes about a second."""
+    """Return whether token files are small enough to check at each start, in about a second."""
     return sum(each.size for each in files if each.is_local) <= _CHECKED_BYTES
 
 
 def check_amount(config: Config, data: DataSet) -> None:
+    """Refuse data with so few tokens that the length of samples should be set."""
     count = data.train.num_tokens
     if count >= _LEAST_TOKENS:
         return
     cause = ""
     if data.val is not None and not data.has_val_files:
-        kept, share = data.val.num_tokens, config.data.used_val_fraction
-        cause = f" (data.val_fraction={share:g} keeps {kept:,} more for validation)"
+        held_out, share = data.val.num_tokens, config.data.used_val_fraction
+        cause = f" (data.val_fraction={share:g} keeps {held_out:,} more for validation)"
     raise UsageError(
         f"data.path={config.data.path}: {count:,} tokens are too few to train on{cause}; expected "
         f"at least {_LEAST_TOKENS:,}, {_LEAST_SAMPLES} samples of {_LEAST_LENGTH}; to train on "
-        "them nevertheless, set train.seq_len"
+        "this data nevertheless, set train.seq_len"
     )
 
 
 def vocabulary_of(config: Config, data: DataSet) -> int:
-    """Return the vocabulary of the model, by default the data's; UsageError if neither is known."""
-    if found := config.model.vocab_size or data.vocab_size:
-        return found
-    problem = "does not tell its vocabulary; set model.vocab_size, or data.tokenizer=DIR"
+    """Return the vocabulary size of the model, else of the data; UsageError if both are unknown."""
+    if size := config.model.vocab_size or data.vocab_size:
+        return size
+    problem = "vocabulary unknown; set model.vocab_size, or data.tokenizer=DIR"
     raise UsageError(f"data.path={config.data.path}: {problem}")
 
 
 def with_data(config: C, data: DataSet) -> C:
-    """Name the tokenizer of the data, and make its paths absolute.
+    """Return the configuration with the tokenizer of the data, and absolute paths.
 
-    UsageError if the model has too few rows for its tokens.
+    UsageError if the vocabulary of the model is smaller than that of the data.
     """
     if (vocab_size := vocabulary_of(config, data)) < data.vocab_size:
         problem = f"smaller than the vocabulary of the data, {data.vocab_size}"
         raise UsageError(f"model.vocab_size={vocab_size}: {problem}")
-    given, name = config.data, data.tokenizer.name
+    settings, name = config.data, data.tokenizer.name
     values: dict[str, Any] = {
         key: absolute_paths(value, key)
         for key in ("data.path", "data.val_path")
         if (value := config.value(key)) is not None
     }
-    if given.template is not None:
-        values["data.template"] = os.path.abspath(given.template)
-    if data.has_text:  # the tokens of a file may be of one that is unknown
+    if settings.template is not None:
+        values["data.template"] = os.path.abspath(settings.template)
+    if data.has_text:  # the tokenizer of token files is unknown
         values["data.tokenizer"] = name if name == "bytes" else os.path.abspath(name)
     return config.changed(values)
 
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
+    """Return notes about the data, also about packed sequences of `train.seq_len`."""
     length = config.train.seq_len
     rows = [each.samples(length) for each in contents_of(data.train)]
     packed = [each for each in rows if isinstance(each, PackedSamples)]
@@ -115,7 +120,7 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
 
 
 def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...]:
-    """Return a line about a run that reads its data many times, and was not asked to."""
+    """Return a line if a run reads its data many times, unless `train.epochs` is set."""
     samples = len(data.train.samples(config.train.seq_len))
     epochs = steps * config.train.global_batch_size / max(samples, 1)
     if config.train.epochs is not None or epochs < _MANY_EPOCHS:
@@ -124,9 +129,9 @@ def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...
 
 
 def is_here(data: DataConfig) -> bool:
-    """Return whether the data is in files of this machine, fetched ones too."""
-    given = {"data.path": data.path, "data.val_path": data.val_path}
-    paths = [x.path for key, text in given.items() if text for x in sources_in(text, key)]
+    """Return whether all files of the data are on this machine."""
+    texts = {"data.path": data.path, "data.val_path": data.val_path}
+    paths = [x.path for key, text in texts.items() if text for x in sources_in(text, key)]
     return bool(paths) and all(
         is_cached(each) if each.startswith(HUB) else glob(each) or os.path.exists(each)
         for each in paths

@@ -1,4 +1,4 @@
-"""From settings to a plan: the only place where what depends on the ranks is decided."""
+"""The plan of a run: the values of settings that depend on the number of ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -6,15 +6,15 @@ from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.config.schema import Config, Filled, Origin, Resolved, WithRanks
 from fsdpctl.config.selection import MICRO_BATCH, Selection, with_selection
 from fsdpctl.plan.batch_plan import BatchPlan, plan_batches
-from fsdpctl.resolve.auto_values import AutoInputs, Stage, check_chunks, with_auto_values
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, check_chunks, fill_auto
 from fsdpctl.resolve.rules import validate
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The settings of a run without `auto`, as config.yaml has them, and how they divide a step."""
+    """The resolved settings of a run, as in config.yaml, and the division of a step."""
 
-    requested: Filled  # with what was selected: a change of a setting begins with it
+    requested: Filled  # requested settings plus the selection; suggestions start from it
     config: Resolved
     batches: BatchPlan
 
@@ -22,11 +22,11 @@ class RunPlan:
 def make_run_plan(
     config: Filled, selection: Selection | None = None, launch: LaunchConfig | None = None
 ) -> RunPlan:
-    """Return the plan of a placed configuration; opens neither data nor model.
+    """Return the plan of a configuration, without opening data or model.
 
-    A selected micro-batch may come from other ranks: it is limited to a rank's share of the step.
-    `launch` has the ranks if they differ from those that `config` was prepared for. UsageError if
-    the ranks cannot run it; the message names the keys.
+    A micro-batch that was selected for other ranks is limited to a rank's share of the step.
+    `launch` replaces the ranks that `config` was prepared for. UsageError if the ranks cannot run
+    the configuration; the message names the keys.
     """
     config = config if launch is None else replace(config, launch=launch)
     if selection is not None:
@@ -38,17 +38,18 @@ def make_run_plan(
         config = config.changed({MICRO_BATCH: size})
     batches = _batches(config)
     check_chunks(config, batches)
-    config = with_auto_values(config, Stage.BATCHES, AutoInputs(batches=batches))
+    config = fill_auto(config, Stage.BATCHES, AutoInputs(batches=batches))
     return RunPlan(requested, Resolved(config), batches)
 
 
 def stored_config(config: Config) -> Resolved:
-    """Return a configuration that a run has kept, in its directory or a checkpoint, as settled."""
+    """Return a configuration from a run directory or a checkpoint, which is resolved already."""
     return Resolved(Filled(WithRanks(config)))
 
 
-def stored_plan(kept: Config) -> RunPlan:
-    return RunPlan(stored_config(kept), stored_config(kept), _batches(kept))
+def stored_plan(config: Config) -> RunPlan:
+    """Return the plan of a stored configuration."""
+    return RunPlan(stored_config(config), stored_config(config), _batches(config))
 
 
 def _batches(config: Config) -> BatchPlan:

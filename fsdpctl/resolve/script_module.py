@@ -1,4 +1,4 @@
-"""A module of a script, and the settings that it has."""
+"""The module, the data and the settings that a script passes to `fsdpctl.train`."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.plan.strategy import FSDPCTL
 
-# Of decoders and their tokens, and of estimates, which trace a decoder.
-_OF_DECODERS = (
+# Sections and keys that only decoders and their tokens have, or estimates, which trace a decoder.
+_DECODER_KEYS = (
     "model", "data", "cluster", "train.seq_len", "train.tokens", "train.global_batch_tokens",
     "train.context_parallel", "train.sample_tokens", "train.loss_chunk_tokens",
     "train.mlp_chunk_tokens", "train.require_fit", "engine.program",
@@ -35,14 +35,14 @@ _OF_DECODERS = (
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """A module with values, its data, and in that its loss."""
+    """A module with values, and its data, which has the loss function."""
 
     module: nn.Module
     data: DataSet
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line about modules in eval mode, which stay in it; () if there are none."""
+        """A line about modules in eval mode, which stay in this mode; () if there are none."""
         modes = [each.training for each in self.module.modules()]
         if all(modes):
             return ()
@@ -52,18 +52,18 @@ class ScriptTask:
     @property
     def name(self) -> str:
         """The class of the module, with a checksum of its parameters' names and shapes."""
-        about = [
+        params = [
             (name, [*param.shape], dtype_name(param.dtype), param.requires_grad)
             for name, param in self.module.named_parameters()
         ]
-        digest = hashlib.sha256(repr(about).encode()).hexdigest()
+        digest = hashlib.sha256(repr(params).encode()).hexdigest()
         return f"{type(self.module).__name__}-{digest[:6]}"
 
 
 def make_task(
     module: Any, loss: Any, data: Any, val_data: Any, collate: Callable[[list[Any]], Any] | None
 ) -> ScriptTask:
-    """Check the arguments of `fsdpctl.train`; UsageError if one is of another type, or empty."""
+    """Check the arguments of `fsdpctl.train`; UsageError if one has a wrong type, or is empty."""
     check_module(module, needs_values=True)
     if not any(param.requires_grad for param in module.parameters()):
         raise UsageError("module: expected at least one trained parameter, got none")
@@ -78,7 +78,7 @@ def make_task(
             raise UsageError(f"{name}: expected a function, got {type(each).__name__}")
     parts = {"data": data} if val_data is None else {"data": data, "val_data": val_data}
     for name, each in parts.items():
-        if (advice := _other_than_samples(name, each)) is not None:
+        if (advice := _data_advice(name, each)) is not None:
             raise UsageError(
                 f"{name}: expected a map-style Dataset, with __getitem__ and __len__, got "
                 f"{type(each).__name__}{advice}"
@@ -90,44 +90,44 @@ def make_task(
     return ScriptTask(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
 
 
-def _other_than_samples(name: str, given: Any) -> str | None:
-    """Return what to pass in place of something without samples by number; None: it has them."""
-    if isinstance(given, DataLoader):
+def _data_advice(name: str, data: Any) -> str | None:
+    """Return advice for data that isn't a map-style data set; None if it is one."""
+    if isinstance(data, DataLoader):
         return f"; pass its dataset: {name}=loader.dataset, collate_fn=loader.collate_fn"
-    if isinstance(given, Mapping):  # of splits, or columns
-        keys = ", ".join(map(repr, islice(given, 3)))
-        return None if 0 in given else f"; pass one of its values, or a list of samples ({keys}, …)"
-    if hasattr(given, "iloc"):
+    if isinstance(data, Mapping):  # a mapping of splits or columns
+        keys = ", ".join(map(repr, islice(data, 3)))
+        return None if 0 in data else f"; pass one of its values, or a list of samples ({keys}, …)"
+    if hasattr(data, "iloc"):
         return f'; pass its rows: {name}=frame.to_dict("records")'
-    if isinstance(given, str | bytes | Path):
+    if isinstance(data, str | bytes | Path):
         return "; pass the samples in this file"
-    if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__"):
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return f"; pass a list of its samples: {name}=list(samples)"
-    return None if hasattr(given, "__len__") else "; define __len__"
+    return None if hasattr(data, "__len__") else "; define __len__"
 
 
 def compose_task(
     task: ScriptTask, settings: Sequence[str], recipe: str | None
 ) -> tuple[Composed, list[str]]:
-    """Return the configuration of a script's run, and what is recorded as given.
+    """Return the configuration of a script's run, and the settings to record with the run.
 
-    The last value of a key counts: scripts append those of the command line to their own.
-    UsageError if a setting is invalid, or only valid with a decoder; the message names it.
+    The last value of a key counts, since scripts append settings of their command line to others.
+    UsageError if a setting is invalid, or only valid with a decoder; the message names the setting.
     """
     if isinstance(settings, Mapping):
-        words = [f"{name}={value}" for name, value in islice(settings.items(), 2)]
-        raise UsageError(f"settings: expected a list of KEY=VALUE, got a dict; write {words}")
+        texts = [f"{name}={value}" for name, value in islice(settings.items(), 2)]
+        raise UsageError(f"settings: expected a list of KEY=VALUE, got a dict; write {texts}")
     is_list = isinstance(settings, Sequence) and not isinstance(settings, str)
     if not is_list or not all(isinstance(each, str) for each in settings):
         raise UsageError(f"settings: expected a list of KEY=VALUE, got {settings!r:.60}")
     settings = list({each.partition("=")[0]: each for each in settings}.values())
     read = [] if recipe is None else read_recipe(find_recipe(recipe))
-    for where, pairs in (("", parse_settings(settings)), (f"{recipe}: ", read)):
+    for location, pairs in (("", parse_settings(settings)), (f"{recipe}: ", read)):
         for name, text in pairs:
-            is_of_theirs = name in _OF_DECODERS or name.partition(".")[0] in _OF_DECODERS
-            if is_of_theirs or (name == "engine" and text != FSDPCTL):
+            is_decoder_key = name in _DECODER_KEYS or name.partition(".")[0] in _DECODER_KEYS
+            if is_decoder_key or (name == "engine" and text != FSDPCTL):
                 why = "only valid with a decoder, not with a module of a script"
-                raise UsageError(f"{where}{name}={text}: {why}")
+                raise UsageError(f"{location}{name}={text}: {why}")
     composed = compose_config(settings, recipe)
     for name in auto_names(composed.config):
         raise UsageError(f"{name}=auto: selected by an estimate of a decoder; set a value")

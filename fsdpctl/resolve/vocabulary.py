@@ -20,24 +20,24 @@ from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.lora import fully_trained_modules
 from fsdpctl.models.module_spec import vocabulary_shapes
 
-_MULTIPLE = 64  # of rows, for GPUs
+_MULTIPLE = 64  # rows of embeddings are a multiple, which is fast on GPUs
 
 
 def with_vocabulary(config: C) -> C:
-    """Return a configuration whose model has the rows and the ties that it will be trained with.
+    """Return a configuration with the rows of embeddings, and the ties, that training will have.
 
-    UsageError if the tokenizer can't get the new tokens.
+    UsageError if the new tokens can't be added to the tokenizer.
     """
     path = config.model.path
-    here = path is not None and Path(path).exists()
+    is_here = path is not None and Path(path).exists()
     if config.model.lora.path is not None and config.model.is_pretrained:
         config = _as_in_peft(config, config.model.lora.path)
     if not config.data.new_token_texts or config.model.vocab_size is None:
         return config
     data, size = config.data, config.model.vocab_size
-    if data.tokenizer is None and here:
+    if data.tokenizer is None and is_here:
         data = replace(data, tokenizer=find_tokenizer(Path(str(path))))
-    if data.tokenizer is None and path is not None and not here:  # only its sizes are known
+    if data.tokenizer is None and path is not None and not is_here:  # a known name, not fetched
         return config.changed({"model.vocab_size": _padded(size + len(data.new_token_texts))})
     tokenizer = open_run_tokenizer(data)
     assert isinstance(tokenizer, FileTokenizer)
@@ -49,11 +49,12 @@ def with_vocabulary(config: C) -> C:
 
 
 def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
+    """Return lines about rows of embeddings for new tokens, and about ones that aren't trained."""
     if (first := config.model.first_new_token) is None:
         return ()
     names, _ = vocabulary_shapes(module)
     frozen = [name for name in names if not module.get_parameter(name).requires_grad]
-    line = f"rows of {', '.join(names)} from {first:,} are the mean of those before"
+    line = f"rows of {', '.join(names)} from {first:,}: initialized with the mean of earlier rows"
     if not frozen:
         return (line,)
     modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
@@ -69,13 +70,13 @@ def _as_in_peft(config: C, path: str) -> C:
     model = config.model
     module = build_base_model(model)
     shapes, names = vocabulary_shapes(module)
-    found = stored_rows(Path(path), names)
+    saved_rows = stored_rows(Path(path), names)
     also = fully_trained_modules(module, model.lora.also)
     is_saved = any(name.rpartition(".")[0] in also for name in names)
     is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_WORD_EMBEDDINGS))
-    if is_saved and is_tied and not (saves_tied_weights(path) and len(found) == len(names)):
+    if is_saved and is_tied and not (saves_tied_weights(path) and len(saved_rows) == len(names)):
         config = replace(config, model=_untied(model))
-    base, rows = find_tokenizer(Path(str(model.path))), max(found.values(), default=0)
+    base, rows = find_tokenizer(Path(str(model.path))), max(saved_rows.values(), default=0)
     if config.data.tokenizer in (None, base) and _has_new_tokens(path, base):
         config = config.changed({"data.tokenizer": path})
     if rows <= (model.vocab_size or 0):
@@ -84,17 +85,17 @@ def _as_in_peft(config: C, path: str) -> C:
 
 
 def _has_new_tokens(adapters: str, base: str | None) -> bool:
-    """Return whether adapters come with tokens of their own; the base may have rows to spare."""
+    """Return whether the tokenizer next to adapters has tokens that the base model lacks."""
     if not has_tokenizer(Path(adapters)):
         return False
-    one, other = (open_tokenizer(each) for each in (adapters, base))
-    if not (isinstance(one, FileTokenizer) and isinstance(other, FileTokenizer)):
+    tokenizer, base_tokenizer = (open_tokenizer(each) for each in (adapters, base))
+    if not (isinstance(tokenizer, FileTokenizer) and isinstance(base_tokenizer, FileTokenizer)):
         return True
-    return bool(one.hf.get_vocab().items() - other.hf.get_vocab().items())
+    return bool(tokenizer.hf.get_vocab().items() - base_tokenizer.hf.get_vocab().items())
 
 
 def _untied(model: ModelConfig) -> ModelConfig:
-    """Return a model whose head is a parameter of its own, as PEFT makes it."""
+    """Return a model with an output head that is separate from the embedding, as in PEFT."""
     overrides = json.loads(model.overrides or "{}") | {TIE_WORD_EMBEDDINGS: False}
     content = config_dict(model) | {TIE_WORD_EMBEDDINGS: False}
     return replace(model, overrides=canonical_json(overrides), config_json=canonical_json(content))

@@ -151,8 +151,8 @@ def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
 
 
 @pytest.mark.parametrize(("kind", "keys", "note"), [
-    ("gemma2", {"attention.key_length": 64}, "it has no scale of attention; 256 is taken"),
-    ("starcoder2", {}, "such files have no window of attention; set model.overrides.sliding_w"),
+    ("gemma2", {"attention.key_length": 64}, "no attention scale in the file; 256 is used"),
+    ("starcoder2", {}, "no attention window in such files; set model.overrides.sliding_window"),
     ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: not"),
     ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: not read"),
     ("llama", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}, "as gpt-2"),
@@ -164,7 +164,7 @@ def test_what_is_not_read_has_a_note(tmp_path, kind, keys, note):
 
 def test_heads_in_another_order_are_refused(tmp_path):
     file = write(tmp_path / "m.gguf", "falcon", {"attention.head_count_kv": 2})
-    with pytest.raises(UsageError, match="falcon with several heads of keys: not supported"):
+    with pytest.raises(UsageError, match="falcon with several key heads: not supported"):
         config_of_gguf(file)
 
 

@@ -217,6 +217,6 @@ def test_scaling_that_transformers_does_not_read_has_a_note(tmp_path):
 
     file = write_other(tmp_path / "m.gguf", "llama", "F16", scaled)
     assert notes_on_gguf(str(file)) == (
-        f"{file}: its scaling of rotary embeddings is not read, as in transformers; set it by "
+        f"{file}: scaling of rotary embeddings: not read, as in transformers; set "
         "model.overrides.rope_scaling",
     )

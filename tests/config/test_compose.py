@@ -10,7 +10,7 @@ from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import assign_ranks
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
@@ -138,10 +138,10 @@ def test_only_one_key_sets_the_batch_size():
     with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
-    assert with_auto_values(assign_ranks(config), Stage.DATA).train.global_batch_size == 3
+    assert fill_auto(assign_ranks(config), Stage.DATA).train.global_batch_size == 3
     short = compose_config(["train.global_batch_tokens=299", "train.seq_len=300"]).config
     with pytest.raises(UsageError, match=r"fewer than the train.seq_len=300 of one sample"):
-        with_auto_values(assign_ranks(short), Stage.DATA)
+        fill_auto(assign_ranks(short), Stage.DATA)
 
 
 @pytest.fixture

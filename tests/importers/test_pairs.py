@@ -122,7 +122,7 @@ def test_errors_name_the_file_that_has_the_key():
 
 @pytest.mark.parametrize(("second", "message"), [
     (TRL, "a file of TRL; with run.yaml, of axolotl, expected one of accelerate"),
-    (None, "launch.yml: "), ({"model": "gpt2"}, "is a recipe of fsdpctl"),
+    (None, "launch.yml: "), ({"model": "gpt2"}, "a recipe of fsdpctl"),
 ])  # fmt: skip
 def test_another_second_file_is_refused(second, message):
     written("run.yaml", AXOLOTL)

@@ -125,7 +125,7 @@ def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     file = written(tmp_path, AXOLOTL + "deepspeed: zero2.json\n")
     assert asked(file).composed.config.strategy.name == "shard_grad_op"
     file = written(tmp_path, AXOLOTL + "deepspeed: zero7.json\n")
-    with pytest.raises(UsageError, match="zero7.json: not found; add the stage"):
+    with pytest.raises(UsageError, match="zero7.json: not found; add the ZeRO stage"):
         asked(file)
     assert asked(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
 
@@ -358,7 +358,7 @@ def test_values_are_those_of_the_tools(tmp_path, base, lines, expected):
 def test_a_share_of_the_blocks_of_an_unknown_model_is_asked_for(tmp_path):
     base = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
     file = written(tmp_path, f"{base}{RECOMPUTES}_kwargs: {{every_n_layers: 2}}\n")
-    with pytest.raises(UsageError, match="every_n_layers: 2: the number of blocks is unknown"):
+    with pytest.raises(UsageError, match="every_n_layers: 2: number of blocks unknown"):
         asked(file, "model=llama_tiny", "model.vocab_size=64")
     words = (
         "model.vocab_size=64",

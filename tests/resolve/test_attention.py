@@ -16,8 +16,8 @@ from fsdpctl.resolve.auto_values import (
     AutoInputs,
     Stage,
     decides_losses,
+    fill_auto,
     run_identity,
-    with_auto_values,
 )
 from fsdpctl.resolve.launchers import CLUSTER
 from fsdpctl.resolve.prepare import _stored_values, prepare
@@ -89,7 +89,7 @@ def hopper(monkeypatch):
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     config = placed("cluster=a100_80").changed({KERNEL: None})
-    found = with_auto_values(config, Stage.DECODER, AutoInputs(is_here=True))
+    found = fill_auto(config, Stage.DECODER, AutoInputs(is_here=True))
     assert found.model.attention == "cudnn"  # by the GPU here
     assert can_run(config, "flash")
     assert not can_run(config, "flash3")  # no longer installed

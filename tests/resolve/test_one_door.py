@@ -263,7 +263,7 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
     passes, samples = config.accumulation.steps, config.train.micro_batch_size
     assert passes is not None
     assert samples is not None
-    with mock.patch.object(user_module, "steps_of", wraps=engine_steps) as steps:
+    with mock.patch.object(user_module, "engine_steps", wraps=engine_steps) as steps:
         found = fsdpctl.estimate_memory(
             make,
             lambda: (torch.empty(samples, 2), torch.empty(samples, 1)),

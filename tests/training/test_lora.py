@@ -416,6 +416,5 @@ def test_the_adapter_replaces_the_rank_of_a_recipe_but_conflicts_with_a_typed_on
     assert "up_proj" in str(lora.targets)
     names = ("alpha", "rank", "targets")
     assert sorted(composed.ignored) == [
-        f"model.lora.{name} of the recipe ignored: that of model.lora.path applies"
-        for name in names
+        f"model.lora.{name} of the recipe ignored: model.lora.path sets it" for name in names
     ]

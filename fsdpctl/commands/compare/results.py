@@ -28,7 +28,7 @@ from fsdpctl.io.run_files import METRICS
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.precision import Dtype
-from fsdpctl.resolve.auto_values import Stage, with_auto_values
+from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import notes_on_memory
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.run.assets import collect_assets
@@ -78,7 +78,7 @@ def _prepare(
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
-    seen = inspect_run_dir(with_auto_values(config, Stage.LENGTH), "auto")
+    seen = inspect_run_dir(fill_auto(config, Stage.LENGTH), "auto")
     each.plan, estimate, _ = resolve_auto_of_run(
         estimator, seen.config, seen.stored_config, seen.stored_config_location, note
     )
