@@ -67,7 +67,7 @@ def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
     config = make_run_plan(prepare(compose_config(SETTINGS), CLUSTER).config).config
     plan = plan_run(config, module_units(build_model(config.model), None), 1)
-    buffers = (K.ALLOCATE, K.FREE)
+    buffers = (K.ALLOCATE, K.DEALLOCATE)
     events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]
     units = [*plan.step.order.forward, plan.step.order.root]
     canvas = _Canvas()
