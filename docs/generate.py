@@ -25,7 +25,7 @@ from fsdpctl.commands.compare.variants import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import plan_run, sent_per_step
-from fsdpctl.estimate.search import estimates_of
+from fsdpctl.estimate.resolve_auto import estimates_of
 from fsdpctl.models.build_model import build_model
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.strategy import STRATEGIES, Strategy

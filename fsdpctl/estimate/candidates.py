@@ -23,21 +23,22 @@ from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import executed_strategy, supported_strategies
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
-_MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
+# Micro-batches per step: up to this number, each number that divides a rank's share is tried.
+_MOST_PASSES = 8
 
 
 class Point(NamedTuple):
-    """One value per setting."""
+    """A combination in a search space: one value per setting."""
 
     strategy: str
-    recomputation: int  # index among those of the axes
-    size: int | None  # of a micro-batch; None: a rank's whole share, if it is not `auto`
-    prefetch: int  # index among those of the strategy
+    recomputation: int  # an index into `SearchSpace.recomputations`
+    size: int | None  # of a micro-batch; None: a rank's whole share, if the size is not `auto`
+    prefetch: int  # an index into the prefetch settings of the strategy
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The values of each setting; a setting that is not `auto` has one."""
+    """The values of each setting to search; a setting that is not `auto` has one value."""
 
     config: Filled
     names: tuple[str, ...]  # of the settings that are `auto`
@@ -47,7 +48,7 @@ class SearchSpace:
 
     @staticmethod
     def of(config: Filled, num_blocks: int) -> "SearchSpace":
-        """Return the combinations for a placed configuration of a model with `num_blocks`.
+        """Return the search space of a resolved configuration of a model with `num_blocks`.
 
         UsageError if its settings conflict.
         """
@@ -66,25 +67,26 @@ class SearchSpace:
 
     @property
     def count(self) -> int:
+        """The number of combinations."""
         prefetches = sum(len(self._prefetches(each)) for each in self.strategies)
         return prefetches * len(self.recomputations) * len(self.sizes)
 
     @property
     def modes(self) -> list[int]:
-        """The indices of the recomputations that treat all blocks alike, and of the most."""
+        """The indices of the recomputations of all blocks in one mode, and of the most thorough."""
         last = len(self.recomputations) - 1
-        alike = (index for index, each in enumerate(self.recomputations) if each.blocks is None)
-        return sorted({*alike, last})
+        uniform = (index for index, each in enumerate(self.recomputations) if each.blocks is None)
+        return sorted({*uniform, last})
 
     def lighter(self, point: Point) -> Point | None:
-        """Return the point with the mode that recomputes less."""
-        below = [each for each in self.modes if each < point.recomputation]
-        return point._replace(recomputation=below[-1]) if below else None
+        """Return the point with the next mode that recomputes less, if there is a lighter mode."""
+        lighter = [each for each in self.modes if each < point.recomputation]
+        return point._replace(recomputation=lighter[-1]) if lighter else None
 
-    def point(self, strategy: str, recomputation: int, place: int, *, most: bool) -> Point:
-        """Return a point with the size at index `place`, and the most prefetch or the least."""
+    def point(self, strategy: str, recomputation: int, size_index: int, *, most: bool) -> Point:
+        """Return a point with the size at `size_index`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
-        return Point(strategy, recomputation, self.sizes[place], last if most else 0)
+        return Point(strategy, recomputation, self.sizes[size_index], last if most else 0)
 
     def less_prefetch(self, point: Point) -> Point | None:
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
@@ -99,71 +101,73 @@ class SearchSpace:
         return make_run_plan(self.config, self.selection(point))
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
-        """Return the prefetch settings that differ under a strategy, the least first."""
+        """Return the prefetch settings with different effects under a strategy, the least first."""
         if PREFETCH not in self.names:
             return (self.config.prefetch,)
         if self.config.engine.name != "fsdpctl":
-            return PREFETCHES[-1:]  # other engines ignore it
+            return PREFETCHES[-1:]  # other engines ignore the setting
         row, _ = _effective(self.config, strategy)
         if not row.shards_params:
             return PREFETCHES[:1]
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
 
 
-def _recomputations(placed: Filled, num_blocks: int) -> tuple[Recomputation, ...]:
-    """Return what can be recomputed, the least first."""
-    if placed.activation_checkpointing.offload:  # of all recomputed blocks, so some are
+def _recomputations(config: Filled, num_blocks: int) -> tuple[Recomputation, ...]:
+    """Return the recomputations to try, the least first."""
+    if config.activation_checkpointing.offload:  # only inputs of recomputed blocks are offloaded
         return tuple(map(Recomputation, MODES[1:]))
-    # CPU ranks would save nothing; with compiled blocks, sending is not supported for all families.
-    sends = placed.launch.device != "cpu" and placed.engine.name == FSDPCTL
-    sends &= not placed.train.compile and not placed.is_set("activation_checkpointing.offload")
+    # Offloaded inputs save nothing on CPU ranks, and compiled blocks of some families do not
+    # support the offload.
+    sends = config.launch.device != "cpu" and config.engine.name == FSDPCTL
+    sends &= not config.train.compile and not config.is_set("activation_checkpointing.offload")
     return recomputation_steps(num_blocks, LEVELS if sends else MODES)
 
 
 def is_distinct_on_cluster(config: Config, name: str) -> bool:
-    """Return whether a strategy without replicas does not do the same.
+    """Return whether a strategy differs from all strategies without replicas on the cluster.
 
-    Replicas make sense on several nodes, or if `strategy.dp_shard_size` is set.
+    A strategy with replicas differs on several nodes, or if `strategy.dp_shard_size` is set.
     """
     has_replicas = config.launch.nnodes > 1 or config.strategy.dp_shard_size is not None
     return has_replicas or not STRATEGIES[name].replicates
 
 
-def _strategies(placed: Filled) -> tuple[str, ...]:
-    """Return the strategies of the engine, without those that are equivalent on these ranks."""
-    found: dict[tuple[Strategy, int], str] = {}
-    # Of equivalent ones, the one that runs.
-    named = sorted(supported_strategies(placed), key=lambda n: _effective(placed, n)[0].name != n)
-    for name in named:
-        if is_distinct_on_cluster(placed, name):
-            found.setdefault(_effective(placed, name), name)
-    return tuple(found.values())
+def _strategies(config: Filled) -> tuple[str, ...]:
+    """Return the strategies of the engine, one of each kind that is equivalent on these ranks."""
+    strategies: dict[tuple[Strategy, int], str] = {}
+    # Of equivalent strategies, the effective one comes first and is kept.
+    names = sorted(supported_strategies(config), key=lambda n: _effective(config, n)[0].name != n)
+    for name in names:
+        if is_distinct_on_cluster(config, name):
+            strategies.setdefault(_effective(config, name), name)
+    return tuple(strategies.values())
 
 
-def _effective(placed: Filled, name: str) -> tuple[Strategy, int]:
-    under = placed.with_strategy(name)
+def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
+    """Return the strategy that a named one runs as on these ranks, and the ranks per replica."""
+    under = config.with_strategy(name)
     size = fill_auto(under, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
-    return executed_strategy(under, row, ranks_per_replica(row, placed.num_ranks, size))
+    return executed_strategy(under, row, ranks_per_replica(row, config.num_ranks, size))
 
 
-def _micro_batch_sizes(placed: Filled) -> tuple[int, ...]:
+def _micro_batch_sizes(config: Filled) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
-    groups, asked = placed.num_groups, placed.accumulation.steps
-    samples = placed.train.global_batch_size
+    groups, passes_set = config.num_groups, config.accumulation.steps
+    samples = config.train.global_batch_size
     share = -(-samples // groups)
-    found = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
-    found |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}
-    if asked is not None:
-        found = {-(-share // asked)}
+    sizes = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
+    sizes |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}
+    if passes_set is not None:
+        sizes = {-(-share // passes_set)}
         plan_batches(
             samples,
-            placed.num_ranks,
-            micro_batch_size=min(found),
-            num_micro_batches=asked,
-            context_parallel=placed.train.context_parallel,
+            config.num_ranks,
+            micro_batch_size=min(sizes),
+            num_micro_batches=passes_set,
+            context_parallel=config.train.context_parallel,
         )
-    return tuple(sorted(found))
+    return tuple(sorted(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ class Candidate:
 
     selection: Selection
     estimate: RunEstimate
-    seconds: float  # predicted, per step; those of CPU ranks only rank it
+    seconds: float  # predicted, per step; for CPU ranks only good enough to rank candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +184,18 @@ class Ranking:
     """The candidates that fit, the selected one first."""
 
     names: tuple[str, ...]  # the settings that are selected
-    ranked: tuple[Candidate, ...]  # the best that fit; they differ in more than prefetch
-    count: int  # of combinations
+    ranked: tuple[Candidate, ...]  # the best, any two of which differ in more than prefetch
+    count: int  # of combinations in the search space
     spec_source: str  # the source of the hardware specs
-    closest: RunEstimate | None = None  # of the combination that lacks least, if none fits
-    defaults: RunEstimate | None = None  # of those settings that are not set; they do not fit
+    closest: RunEstimate | None = None  # if nothing fits, of the combination that lacks least
+    defaults: RunEstimate | None = None  # with the defaults, if the defaults do not fit
 
     @property
     def estimate(self) -> RunEstimate:
         """The estimate of the selected candidate, or of the combination closest to fitting."""
-        found = self.ranked[0].estimate if self.ranked else self.closest
-        assert found is not None
-        return found
+        estimate = self.ranked[0].estimate if self.ranked else self.closest
+        assert estimate is not None
+        return estimate
 
     @property
     def selection(self) -> Selection:
@@ -200,19 +204,19 @@ class Ranking:
 
     @property
     def summary(self) -> str:
-        """The selection, or the closest and the memory that it lacks; with the reason, if any."""
-        usual = self.defaults
-        same = None if usual is None else Selection.default(usual.config)
+        """The selection, or the closest combination with its shortage, and what defaults need."""
+        defaults = self.defaults
+        same = None if defaults is None else Selection.default(defaults.config)
         text = " ".join(self.selection.settings(self.names, same))
         if not self.ranked:
             text = f"nothing fits; closest is {text}: {'; '.join(self.estimate.shortages)}"
-        elif usual is not None:
+        elif defaults is not None:
             text = f"selected: {text}"
-        return text if usual is None else f"the defaults need {usual.excess}; {text}"
+        return text if defaults is None else f"the defaults need {defaults.excess}; {text}"
 
     @property
     def predicts(self) -> bool:
-        """Whether the seconds of candidates are predictions, and do not only rank them."""
+        """Whether the seconds of candidates are predictions, not only good enough for ranking."""
         return self.estimate.config.launch.device != "cpu"
 
     def band_of(self, candidate: Candidate) -> ErrorBand | None:

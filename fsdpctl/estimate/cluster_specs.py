@@ -1,4 +1,4 @@
-"""The device, the network and the host of a configuration, by its cluster's specs."""
+"""The data sheets of a configuration's device, network and host, from its cluster's specs."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -23,30 +23,33 @@ from fsdpctl.predict.hardware import SHARED_CORES, DeviceDataSheet, HostDataShee
 from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.machine import LOCAL, on_cluster
 
+ASSUMED = "assumed"  # the first word of a spec source if the specs are of other hardware
+_ASSUMED_GPU = "h100"
+_CPU_CLUSTER = "cpu"
+_NOT_SPECS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # keys of a cluster
 _TERA, _GIGA = 1e12, 1e9
 _STEP_OVERHEAD = 0.015  # seconds: data loading, hooks, and waits of the host
-_DEFAULT_ARCHITECTURE = "hopper"  # the assumed generation of unknown GPUs
-# What the products and the routing of experts reach, where published steps show it.
+_DEFAULT_ARCHITECTURE = "hopper"  # assumed for unknown GPUs
+# Efficiencies of grouped products and of indexing in layers of experts, by published steps.
 _EXPERT_EFFICIENCY = {
     "hopper": {"grouped_efficiency": 0.78, "index_efficiency": 0.3},
     "blackwell": {"grouped_efficiency": 0.78},
 }
-# Share of NVLink that FSDP's collectives reach during computation, where published steps show it.
+# Share of NVLink that FSDP's collectives reach during computation, by published steps.
 _NVLINK_EFFICIENCY = {"blackwell": 0.28}
 # Seconds of the host for each pass of a unit, without its operators: FSDP2 by published steps of
 # small models; fsdpctl by the ratio of both in benchmarks/results/host-time.json.
 _UNIT_OVERHEAD = {FSDP2: 1.1e-3, FSDPCTL: 0.45e-3}
-_LONG_SEQUENCE_GAIN = {
-    "hopper": {CUDNN: 0.14}
-}  # by four published steps with samples of 2**20 tokens
-# Of the bf16 FLOP/s, by the data sheets of NVIDIA's GPUs since the A100 (312 and 156 TFLOP/s). For
-# older ones without TF32, those of fp32 are more.
+# Relative gain of attention over long sequences, by four published steps with 2**20 tokens.
+_LONG_SEQUENCE_GAIN = {"hopper": {CUDNN: 0.14}}
+# TF32 FLOP/s relative to bf16 FLOP/s, by the data sheets of NVIDIA's GPUs since the A100 (312 and
+# 156 TFLOP/s). GPUs without TF32 are older, and their fp32 FLOP/s exceed this share.
 _TF32_SHARE = 1 / 2
-_FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
+_FP32_SHARE = 1 / 16  # fp32 FLOP/s relative to bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
 def device_of(config: Resolved) -> DeviceDataSheet:
-    """Return the device of a placed configuration; UsageError if its specs are incomplete."""
+    """Return the data sheet of the device; UsageError if the cluster's specs are incomplete."""
     cluster = config.cluster
     if cluster.flops is None or cluster.memory_bandwidth is None:
         raise _missing_specs(config, "cluster.flops and cluster.memory_bandwidth")
@@ -54,7 +57,8 @@ def device_of(config: Resolved) -> DeviceDataSheet:
     bf16 = cluster.flops * _TERA
     fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
     attention, tf32 = _attention_efficiency(config), max(fp32, bf16 * _TF32_SHARE)
-    if config.uses_tf32:  # not of attention, whose float32 kernels are as fast as before
+    if config.uses_tf32:
+        # TF32 speeds up matrix products, not the float32 kernels of attention.
         attention = {name: share * fp32 / tf32 for name, share in attention.items()}
     return DeviceDataSheet(
         {2: bf16, 4: tf32 if config.uses_tf32 else fp32},
@@ -82,7 +86,7 @@ def _attention_efficiency(config: Resolved) -> Mapping[str, float]:
 
 
 def network_of(config: Resolved) -> RingNetwork:
-    """Return the network of a placed configuration; UsageError if its specs are incomplete."""
+    """Return the network; UsageError if the cluster's specs are incomplete."""
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
         raise _missing_specs(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
@@ -112,46 +116,39 @@ def _missing_specs(config: Resolved, missing: str) -> UsageError:
     )
 
 
-ASSUMED = "assumed"  # how the name of specs begins that belong to other hardware
-_ASSUMED_GPU = "h100"
-_CPU_CLUSTER = "cpu"
-_NOT_SPECS = ("name", "memory", "host_memory", "ranks_per_node", "price")  # than specs
-
-
 def with_specs(config: C) -> tuple[C, str]:
-    """Return a configuration with complete hardware specs, and the source of these specs.
+    """Return a configuration with complete hardware specs, and the source of the specs.
 
-    A specified cluster has its own. For this machine, they come from the settings, then from the
-    cluster with the same GPUs, or from assumptions that are only good enough to rank candidates.
+    A named cluster has specs. For this machine, specs come from the settings, then from the cluster
+    with the same GPUs. Otherwise they are assumed, which is only good enough to rank candidates.
     """
     config = on_cluster(config)
     cluster = config.cluster
     if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"
     if config.launch.device != "cpu":
-        found, whose = _specs_of_this_gpu()
+        specs, source = _specs_of_this_gpu()
     else:
-        found, whose = (
-            _cluster_named(_CPU_CLUSTER),
-            "specs as set" if cluster.flops else f"{ASSUMED} CPU specs",
-        )
-    return replace(config, cluster=_with_missing(config, found)), whose
+        specs = _cluster_named(_CPU_CLUSTER)
+        source = "specs as set" if cluster.flops else f"{ASSUMED} CPU specs"
+    return replace(config, cluster=_with_missing(config, specs)), source
 
 
 def gpu_of(config: Resolved) -> str:
-    """Return the GPU of a cluster by its name in conf/cluster, or that of this machine."""
+    """Return the name of the cluster, or of the cluster in conf/ with this machine's GPUs."""
     if config.cluster.name != LOCAL or not torch.cuda.is_available():
         return config.cluster.name
     known = gpu_by_name(name := torch.cuda.get_device_name(0))
     return name if known is None else known.cluster
 
 
-def _with_missing(config: Config, found: ClusterConfig) -> ClusterConfig:
-    given, usual = config.cluster, ClusterConfig()
-    specs = (each.name for each in fields(given) if each.name not in _NOT_SPECS)
-    specs = (name for name in specs if not config.is_typed(f"cluster.{name}"))
-    lacking = (name for name in specs if getattr(given, name) == getattr(usual, name))
-    return replace(given, **{name: getattr(found, name) for name in lacking})
+def _with_missing(config: Config, specs: ClusterConfig) -> ClusterConfig:
+    """Return the cluster of a configuration, with the `specs` that it does not set."""
+    cluster, default = config.cluster, ClusterConfig()
+    names = (each.name for each in fields(cluster) if each.name not in _NOT_SPECS)
+    names = (name for name in names if not config.is_typed(f"cluster.{name}"))
+    missing = (name for name in names if getattr(cluster, name) == getattr(default, name))
+    return replace(cluster, **{name: getattr(specs, name) for name in missing})
 
 
 def _specs_of_this_gpu() -> tuple[ClusterConfig, str]:

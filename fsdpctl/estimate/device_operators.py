@@ -1,9 +1,9 @@
 """The operators that a device would run, their results, and the workspaces of their kernels.
 
-Meta tensors have no device, so if torch selects an operator by device, it is selected here. torch
-computes the shape of a result in Python, and a model has the same operators again and again: in
-every block, in every chunk of the loss, and in every micro-batch of a search's models. So each
-result is computed once for each kind of arguments.
+Tensors are on the meta device, so this module selects the operators that torch selects by device.
+torch computes the shapes of results in Python. A model repeats its operators in every block, in
+every chunk of the loss, and for every micro-batch size that a search tries. So the shapes of an
+operator's results are computed once for each combination of arguments.
 """
 
 import functools
@@ -24,8 +24,9 @@ from fsdpctl.plan.layout import round_up
 
 _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
-_SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
-_FLASH_BACKEND = 1  # of torch.nn.attention.SDPBackend, whose import is slow
+# Of the embedding's backward: indices are sorted above this number; gradient rows per thread.
+_SORTED_FROM, _ROWS_PER_THREAD = 3072, 10
+_FLASH_BACKEND = 1  # SDPBackend.FLASH_ATTENTION; importing torch.nn.attention is slow
 
 _CUDNN_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
 _BACKWARDS_OF_ROWS = (_aten._scaled_dot_product_flash_attention_backward.default, _CUDNN_BACKWARD)
@@ -34,7 +35,7 @@ Attention = Callable[..., Tensor]
 
 
 class _Options(NamedTuple):
-    """The other arguments of attention, as torch names them."""
+    """The optional arguments of `scaled_dot_product_attention`."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -43,30 +44,30 @@ class _Options(NamedTuple):
     enable_gqa: bool = False
 
 
-def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
-    """Dispatch as torch does on CUDA with `kernel` preferred; None: flash attention.
+def _cuda_attention(default: Attention, kernel: str | None) -> Attention:
+    """Return attention as torch dispatches it on CUDA if `kernel` is preferred; None: flash.
 
-    In float32, with a mask or with wide heads, torch uses the memory-efficient kernel. That does
-    not support heads that share keys and values, for which torch computes plain products.
+    In float32, with a mask or with wide heads, torch uses the memory-efficient kernel. That kernel
+    does not support grouped-query attention, for which torch falls back to the math kernel.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = _Options(*args, **kwargs)
-        rest = (options.dropout_p, options.is_causal)
-        in_two_bytes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-        given: tuple[Any, ...] = (query, key, value)
-        if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and in_two_bytes:
+        flags = (options.dropout_p, options.is_causal)
+        is_half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+        inputs: tuple[Any, ...] = (query, key, value)
+        if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and is_half:
             run = _aten._scaled_dot_product_flash_attention
             if kernel == CUDNN:
                 run = _aten._scaled_dot_product_cudnn_attention
-                given = (*given, None, query.requires_grad)
+                inputs = (*inputs, None, query.requires_grad)
         elif kernel == MATH or query.shape[1] != key.shape[1]:
-            return plain(query, key, value, *args, **kwargs)
+            return default(query, key, value, *args, **kwargs)
         else:
             run = _aten._scaled_dot_product_efficient_attention
             bias = None if options.attn_mask is None else _additive_mask(options.attn_mask, query)
-            given = (*given, bias, query.requires_grad)
-        out: Tensor = run(*given, *rest, scale=options.scale)[0]
+            inputs = (*inputs, bias, query.requires_grad)
+        out: Tensor = run(*inputs, *flags, scale=options.scale)[0]
         return out
 
     return attention
@@ -76,19 +77,19 @@ def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     zero = torch.scalar_tensor(0.0, dtype=like.dtype, device=like.device)
-    never = torch.scalar_tensor(float("-inf"), dtype=like.dtype, device=like.device)
-    return torch.where(mask, zero, never)
+    masked = torch.scalar_tensor(float("-inf"), dtype=like.dtype, device=like.device)
+    return torch.where(mask, zero, masked)
 
 
-def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
+def _cpu_attention(default: Attention, kernel: str | None) -> Attention:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = _Options(*args, **kwargs)
         if kernel == MATH or not _uses_flash_on_cpu(query, key, value, options):
-            return plain(query, key, value, *args, **kwargs)
+            return default(query, key, value, *args, **kwargs)
         bias = None if options.attn_mask is None else _additive_mask(options.attn_mask, query)
-        rest = (options.dropout_p, options.is_causal)
+        flags = (options.dropout_p, options.is_causal)
         out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, *rest, attn_mask=bias, scale=options.scale
+            query, key, value, *flags, attn_mask=bias, scale=options.scale
         )[0]
         return out
 
@@ -97,21 +98,22 @@ def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
 
 def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> bool:
     with _disable_current_modes():
-        given = (query, key, value, options.attn_mask)
-        tensors: list[Any] = [each if each is None else _on_cpu(each) for each in given]
-        rest: dict[str, Any] = options._asdict() | {"attn_mask": tensors.pop()}
-        chosen = torch._fused_sdp_choice(*tensors, **rest)
-    return int(chosen) == _FLASH_BACKEND
+        inputs = (query, key, value, options.attn_mask)
+        tensors: list[Any] = [each if each is None else _on_cpu(each) for each in inputs]
+        keywords: dict[str, Any] = options._asdict() | {"attn_mask": tensors.pop()}
+        backend = torch._fused_sdp_choice(*tensors, **keywords)
+    return int(backend) == _FLASH_BACKEND
 
 
 def _on_cpu(like: Tensor) -> Tensor:
+    """Return a CPU tensor of the same shape and dtype, with the memory of one row."""
     *others, last = like.shape
     row = torch.empty(last, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
     return row.expand(*others, last)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """The tensors that the CUDA kernel saves: its input, and a float32 number per row."""
+    """RMSNorm that saves the tensors of the CUDA kernel: its input, and a float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,12 +127,12 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _cuda_rms_norm(default: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def rms_norm(
         x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         if weight is None or weight.dtype != x.dtype:
-            return plain(x, shape, weight, eps)
+            return default(x, shape, weight, eps)
         out: Tensor = _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's
         return out
 
@@ -139,10 +141,10 @@ def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def operators_of(device: str, kernel: str | None) -> Iterator[None]:
-    """Run meta tensors as on `device` inside, with attention in `kernel`.
+    """Run operators on meta tensors as on `device`, with attention in `kernel`.
 
-    Functions are replaced, because a mode would not be active while checkpointed parts are
-    recomputed in backward.
+    Functions are replaced, because a TorchFunctionMode would not be active while checkpointed parts
+    are recomputed in backward.
     """
     attention, rms_norm = F.scaled_dot_product_attention, F.rms_norm
     try:
@@ -164,8 +166,8 @@ def result_of(
 ) -> object:
     """Return an operator's result on the meta device.
 
-    torch's own meta function of `aten::_grouped_mm` accepts bfloat16 only. On CUDA, rows of its
-    result begin on 16 bytes.
+    The meta function of `aten::_grouped_mm` in torch accepts bfloat16 only. On CUDA, each row of
+    the result is aligned to 16 bytes.
     """
     if func is not _GROUPED_MM:
         return cached_result(func, args, kwargs)
@@ -175,7 +177,7 @@ def result_of(
     offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or left.dtype
     columns = right.shape[-1]
-    if left.ndim == right.ndim == 2:  # a product of each group, such as the weights' gradient
+    if left.ndim == right.ndim == 2:  # one product per group, as in the gradient of the weights
         rows = (len(offsets), left.shape[-2])
     if not is_cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
@@ -186,28 +188,28 @@ def result_of(
 def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     """Return the bytes of a CUDA kernel's workspace, besides its results.
 
-    Attention's backward has the sums of the softmax, the query's gradient in float32, and if heads
-    share keys and values, their gradients: per query head in FlashAttention 2, in float32 in later
-    versions. cuDNN reports its workspace only when it plans; that of FlashAttention 3 is assumed.
-    The embedding's backward for more than a few tokens (EmbeddingBackwardKernel.cu) has buffers to
-    sort them, and partial sums.
+    The backward of attention allocates the sums of the softmax and the query's gradient in float32.
+    With grouped-query attention, it allocates gradients of keys and values, too: per query head in
+    FlashAttention 2, in float32 in later versions. The workspace of cuDNN is assumed to equal that
+    of FlashAttention 3, because cuDNN reports it only when it plans. The backward of an embedding
+    of many tokens (EmbeddingBackwardKernel.cu) allocates buffers to sort tokens, and partial sums.
     """
     if op in _BACKWARDS_OF_ROWS or op.name() == "torch_attn::_varlen_attn_backward":
         return _flash_workspace(op, inputs, kernel)
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
-        query = inputs[1]  # a product that is summed by rows, or its float32 gradient
+        query = inputs[1]  # its float32 gradient, and a float32 sum per row
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
             return 0
-        partial_sums = tokens // _ROWS_OF_A_THREAD + min(tokens, rows)
+        partial_sums = tokens // _ROWS_PER_THREAD + min(tokens, rows)
         return int(4 * 8 * tokens + 4 * partial_sums * round_up(width, 32))
     return 0
 
 
 def _flash_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
-    """Return the bytes for rows of all heads, and for keys and values that heads share."""
+    """Return the bytes for rows of all heads, and for keys and values of grouped heads."""
     query, key = inputs[1], inputs[2]
     if op in _BACKWARDS_OF_ROWS:
         batch, heads, length, width = query.shape
@@ -222,82 +224,85 @@ def _flash_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     return int(rows * 4 * (1 + columns) + 2 * shared * width)
 
 
-def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:
-    """Return the bytes of a result on the CPU; statistics of a norm have its input's dtype."""
-    nbytes: int = made.untyped_storage().nbytes()
-    if op is _aten.native_layer_norm.default and made.dtype != inputs[0].dtype:
-        nbytes = nbytes * int(inputs[0].dtype.itemsize) // made.dtype.itemsize
+def cpu_nbytes(op: Any, inputs: Sequence[Any], result: Tensor) -> int:
+    """Return the bytes of a result on the CPU: statistics of a norm have the input's dtype."""
+    nbytes: int = result.untyped_storage().nbytes()
+    if op is _aten.native_layer_norm.default and result.dtype != inputs[0].dtype:
+        nbytes = nbytes * int(inputs[0].dtype.itemsize) // result.dtype.itemsize
     return nbytes
 
 
 _META = torch.device("meta")
 _empty = torch.ops.aten.empty_strided.default
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
-_MAX_RESULTS = 20_000  # results that are kept
+_MAX_RESULTS = 20_000  # in the cache
 
-_NewTensor = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-_results: dict[object, tuple[_NewTensor, ...] | None] = {}  # None: cannot be made from this
+_NewTensor = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+# Results by operator and arguments. None: the result cannot be made from shapes and strides.
+_results: dict[object, tuple[_NewTensor, ...] | None] = {}
 
 
-class _NotCacheable(Exception):  # noqa: N818  # an answer
-    """An argument of another kind."""
+class _NotCacheable(Exception):  # noqa: N818  # an answer, not an error
+    """An argument is a tensor with data, or of a subclass of Tensor."""
 
 
 def cached_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Return an operator's result: new tensors as the operator makes them."""
+    """Return an operator's result, which a cache describes if the arguments are known."""
     if not _is_functional(func):
         return func(*args, **kwargs)
     try:
         key = (func, _key(args), _key(tuple(kwargs.items())))
-        made = _results.get(key, ())
-    except (_NotCacheable, TypeError):  # or one that cannot be a key
+        tensors = _results.get(key, ())
+    except (_NotCacheable, TypeError):  # TypeError: an argument cannot be hashed
         return func(*args, **kwargs)
-    if not made:
+    if not tensors:
         result = func(*args, **kwargs)
-        if made is not None and len(_results) < _MAX_RESULTS:
+        if tensors is not None and len(_results) < _MAX_RESULTS:
             _results[key] = _new_tensors(result, args)
         return result
-    new = [_empty(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in made]
+    new = [_empty(shape, stride, dtype=dtype, device=_META) for shape, stride, dtype in tensors]
     return new[0] if len(new) == 1 else tuple(new)
 
 
 @functools.cache
 def _is_functional(func: Any) -> bool:
     schema = func._schema
-    about = [*schema.returns, *schema.arguments]
+    values = [*schema.returns, *schema.arguments]
     returns_tensors = all(str(each.type) == "Tensor" for each in schema.returns)
-    return returns_tensors and bool(schema.returns) and all(e.alias_info is None for e in about)
+    return returns_tensors and bool(schema.returns) and all(e.alias_info is None for e in values)
 
 
 def _key(values: Sequence[Any]) -> tuple[object, ...]:
-    found: list[object] = []
+    key: list[object] = []
     for each in values:
         if isinstance(each, Tensor):
             if type(each) not in _PLAIN_TENSORS or each.device != _META:
                 raise _NotCacheable
-            found.append((each.shape, each.stride(), each.dtype))  # wherever it begins
+            key.append((each.shape, each.stride(), each.dtype))  # its offset has no effect
         elif isinstance(each, list | tuple):
-            found.append(_key(each))
+            key.append(_key(each))
         else:
-            found.append((type(each), each))
-    return tuple(found)
+            key.append((type(each), each))
+    return tuple(key)
 
 
 def _new_tensors(result: object, args: Sequence[Any]) -> tuple[_NewTensor, ...] | None:
-    """Return how to make the result, if all its tensors are new and have no more memory."""
-    made = result if isinstance(result, tuple) else (result,)
-    seen: set[int] = set()
-    for each in made:
+    """Describe the tensors of a result; None if a tensor is a view or has additional memory."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    storages: set[int] = set()
+    for each in tensors:
         if type(each) is not Tensor or each.device != _META or each.storage_offset():
             return None
-        seen.add(each.untyped_storage()._cdata)
+        storages.add(each.untyped_storage()._cdata)
         needed = _empty(each.shape, each.stride(), dtype=each.dtype, device=_META)
         if each.untyped_storage().nbytes() != needed.untyped_storage().nbytes():
             return None
-    given = {e.untyped_storage()._cdata for e in args if isinstance(e, Tensor)}
-    if len(seen) < len(made) or seen & given or (isinstance(result, tuple) and len(made) == 1):
+    inputs = {e.untyped_storage()._cdata for e in args if isinstance(e, Tensor)}
+    if len(storages) < len(tensors) or storages & inputs:
         return None
-    return tuple((tuple(each.shape), each.stride(), each.dtype) for each in made)
+    if isinstance(result, tuple) and len(tensors) == 1:
+        return None
+    return tuple((tuple(each.shape), each.stride(), each.dtype) for each in tensors)
 
 
 _READS_VALUES = (
@@ -307,15 +312,15 @@ _READS_VALUES = (
 
 
 class AssumedRouting:
-    """The last choice of experts, and what is computed from it.
+    """Results that depend on the routing of tokens to experts.
 
-    Meta tensors have no values, so every expert is assumed to get the same number of tokens.
+    Meta tensors have no values, so all experts are assumed to receive equally many tokens.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
-        """Assume operators as on CUDA, or as on the CPU."""
+        """Compute results of operators as on CUDA, or as on the CPU."""
         self._is_cuda = is_cuda
-        self._num_choices, self._num_experts = 0, 1  # of the choices of all tokens; of the experts
+        self._num_choices, self._num_experts = 0, 1  # of the last routing
         self._index_storages: set[int] = set()  # storages of results of `nonzero`
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -329,33 +334,35 @@ class AssumedRouting:
         return result
 
     def expert_index(self, tensor: Tensor) -> int:
-        """Return the place that `nonzero` found: the first one.
+        """Return 0, the index of the first expert, for a result of `nonzero`.
 
-        UsageError if the tensor is another number.
+        UsageError if the tensor has another origin.
         """
         if tensor.untyped_storage()._cdata in self._index_storages:
             return 0
         raise UsageError(_READS_VALUES)
 
     def _nonzero(self, mask: Tensor) -> Tensor:
-        """Return places of what a mask selects: of all choices those of an expert, else all."""
+        """Return the indices that a mask selects.
+
+        A mask of all choices selects the choices of one expert; any other mask selects everything.
+        """
         count = mask.numel()
         if count == self._num_choices:
             count = -(-count // self._num_experts)
-        found = torch.empty(count, mask.ndim, dtype=torch.int64, device="meta")
-        self._index_storages.add(found.untyped_storage()._cdata)
-        return found
+        indices = torch.empty(count, mask.ndim, dtype=torch.int64, device="meta")
+        self._index_storages.add(indices.untyped_storage()._cdata)
+        return indices
 
     def _to_cpu(self, tensor: Tensor) -> Tensor:
-        """Return assumed numbers of tokens on the CPU, or zeros for a gradient.
+        """Return the assumed tokens per expert, or zeros for floating-point numbers, on the CPU.
 
-        UsageError if the tensor is neither.
+        UsageError if the tensor has other values.
         """
         if tensor.is_floating_point():
             return torch.zeros_like(tensor, device="cpu")
         if tensor.shape != (self._num_experts,):
             raise UsageError(_READS_VALUES)
-        first = (
-            torch.arange(self._num_experts, device="cpu") < self._num_choices % self._num_experts
-        )
-        return (self._num_choices // self._num_experts + first).to(tensor.dtype)
+        count, experts = self._num_choices, self._num_experts
+        has_one_more = torch.arange(experts, device="cpu") < count % experts
+        return (count // experts + has_one_more).to(tensor.dtype)

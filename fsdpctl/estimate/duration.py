@@ -1,4 +1,4 @@
-"""How long a run takes and what it costs, by the predicted time of its steps."""
+"""The duration and the cost of a run, from the predicted time of its steps."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,23 +25,18 @@ class RunLength(NamedTuple):
     """The number of steps of a run, if it is set."""
 
     steps: int | None = None
-    unknown: str = ""  # why the length that is set is unknown
-    standard_error: float | None = (
-        None  # the standard error of estimated data, of one; None: counted
-    )
+    unknown: str = ""  # why the number of steps is unknown although a length is set
+    standard_error: float | None = None  # relative, of estimated tokens; None: tokens are counted
 
     @property
     def error(self) -> str:
-        """Two standard errors of estimated data; empty if its tokens are counted."""
-        known = self.standard_error is None
-        return (
-            ""
-            if known
-            else f"±{2 * (self.standard_error or 0):.1%}: tokens of the data are estimated"
-        )
+        """Two standard errors of the estimated tokens; empty if tokens are counted."""
+        if self.standard_error is None:
+            return ""
+        return f"±{2 * self.standard_error:.1%}: tokens of the data are estimated"
 
     def line(self, tokens: int) -> str:
-        """Return a line about steps of `tokens` each; empty if no length is set."""
+        """Return a line with the number of steps of `tokens` each; empty if no length is set."""
         if self.steps is None:
             return self.unknown and f"length  {self.unknown}"
         return (
@@ -51,7 +46,7 @@ class RunLength(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """The time of a run on GPUs: training alone, without validation, checkpoints and restarts."""
+    """The time of a run on GPUs, without validation, checkpoints and restarts."""
 
     step_seconds: float
     tokens: int  # of a step, of all ranks
@@ -59,8 +54,8 @@ class RunTime:
     length: RunLength = RunLength()
     price: float | None = None  # of a GPU hour
     band: ErrorBand | None = None  # None: the specs of the hardware are assumed
-    spec_source: str = ""  # of these specs
-    notes: tuple[str, ...] = ()  # what is assumed, a line each
+    spec_source: str = ""  # of the hardware's specs
+    notes: tuple[str, ...] = ()  # assumptions, a line each
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,12 +63,12 @@ class RunTime:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """The figures of the whole run, None if its length or the price is not set."""
+        """The hours and the cost of the run; None if its length or the price is not set."""
         steps = self.length.steps
         hours = None if steps is None else steps * self.step_seconds / _HOUR
-        total = None if hours is None else hours * self.num_ranks
-        cost = None if total is None or self.price is None else total * self.price
-        return {"hours": hours, "gpu_hours": total, "cost": cost}
+        gpu_hours = None if hours is None else hours * self.num_ranks
+        cost = None if gpu_hours is None or self.price is None else gpu_hours * self.price
+        return {"hours": hours, "gpu_hours": gpu_hours, "cost": cost}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -87,19 +82,19 @@ class RunTime:
         }
 
     def texts(self, *names: str, band: ErrorBand | None = None) -> list[str]:
-        """Return figures of the run that are known, with the range of `band`."""
-        found = ((name, self.totals[name]) for name in names)
-        known = [(_TEXTS[name], amount) for name, amount in found if amount is not None]
+        """Return the totals in `names` that are known, each with its range by `band`."""
+        totals = ((name, self.totals[name]) for name in names)
+        known = [(_TEXTS[name], amount) for name, amount in totals if amount is not None]
         if band is None:
             return [text.format(three_digits(amount)) for text, amount in known]
         ranges = ((text, map(three_digits, (x, x * band.low, x * band.high))) for text, x in known)
         return [f"{text.format(x)} ({low} to {high})" for text, (x, low, high) in ranges]
 
     def lines(self) -> Iterator[str]:
-        """Yield a line about a step, and one about the run, with the range of each figure."""
-        about = self.spec_source if self.band is None else f"{self.spec_source}; {self.band}"
+        """Yield a line about a step, a line about the run with the range of totals, and notes."""
+        source = self.spec_source if self.band is None else f"{self.spec_source}; {self.band}"
         seconds, speed = three_digits(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
-        yield f"time    {seconds} s/step predicted, {speed} ({about})"
+        yield f"time    {seconds} s/step predicted, {speed} ({source})"
         if line := self.length.line(self.tokens):
             yield ": ".join([line, *filter(None, [", ".join(self.texts(*_TEXTS, band=self.band))])])
         yield from (f"note    {line}" for line in self.notes)
@@ -112,9 +107,9 @@ def has_length(config: Config) -> bool:
 def run_time(
     estimator: Estimator, estimate: RunEstimate, step: StepPrediction | None = None
 ) -> RunTime:
-    """Predict the time of a run, or use its predicted `step`.
+    """Return the time of a run by its predicted `step`; without `step`, predict the step.
 
-    UsageError if the device is a CPU, or its specs are incomplete.
+    UsageError if the device is a CPU, or the specs of the hardware are incomplete.
     """
     config, source = with_specs(estimate.config)
     if config.launch.device == "cpu":
@@ -123,12 +118,12 @@ def run_time(
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
     length = run_length(config, step.tokens, estimator)
     notes = tuple(_notes(config, length, estimator))
-    about = length, config.cluster.price, band, source, notes
-    return RunTime(step.seconds, step.tokens, config.num_ranks, *about)
+    options = length, config.cluster.price, band, source, notes
+    return RunTime(step.seconds, step.tokens, config.num_ranks, *options)
 
 
 def notes_on_price(config: Config) -> tuple[str, ...]:
-    """Return a line with the source of a price that is not set."""
+    """Return a line with the source of the price, unless the price is set or unknown."""
     price, source = config.cluster.price, price_source(config.cluster.name)
     if price is None or config.is_set("cluster.price") or not source:
         return ()
@@ -142,11 +137,11 @@ def _notes(config: Resolved, run: RunLength, estimator: Estimator) -> Iterator[s
     if config.data.holds_documents:
         tokens = min(ASSUMED_TOKENS, -(-length // 2))
         yield (
-            f"samples of {length:,} tokens are assumed to hold documents of {tokens}, which do not "
-            "see one another: less attention than in a whole text"
+            f"samples of {length:,} tokens are assumed to contain documents of {tokens} tokens, "
+            "which do not attend to one another: less attention than in a single text"
         )
     if steps is not None:
-        with suppress(UsageError):  # of data that is not here
+        with suppress(UsageError):  # the data may be missing on this machine
             yield from notes_on_epochs(config, estimator.data_of(config), steps)
 
 

@@ -1,4 +1,4 @@
-"""Estimates the memory and the step time of a configuration: it is traced, planned and replayed."""
+"""Estimates the memory and the step time of a configuration: trace, plan and replay."""
 
 import json
 from collections import OrderedDict
@@ -37,25 +37,29 @@ from fsdpctl.resolve.rules import check_trained_params
 from fsdpctl.resolve.run_data import open_estimated_data
 from fsdpctl.resolve.run_plan import RunPlan
 
-_MAX_TRACED_MODELS = 64  # models that are kept
-_SIMULATED_PASSES = 3  # passes: another one takes as long as the second to last
+_MAX_TRACED_MODELS = 64
+# The time of a step with more passes is extrapolated from steps with three and with two passes.
+_SIMULATED_PASSES = 3
 _traced_models: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """The predicted time of a step that is not the first, in seconds."""
+    """The predicted time of a step after the first step, in seconds."""
 
     seconds: float
     exposed_communication: float
-    simulated: SimulatedStep  # of at most three passes
-    tokens: int  # of all ranks
+    simulated: SimulatedStep  # a step with at most three passes
+    tokens: int  # per step, of all ranks
 
     def extended(self, before: "StepPrediction", more: int) -> "StepPrediction":
-        """Add `more` passes, each as long as this step is longer than `before`."""
+        """Add `more` passes; `before` is the prediction for a step with one pass less.
 
-        def grown(now: float, then: float) -> float:
-            return now + more * (now - then)
+        Each additional pass takes the difference of the two predictions.
+        """
+
+        def grown(value: float, value_before: float) -> float:
+            return value + more * (value - value_before)
 
         return replace(
             self,
@@ -65,18 +69,21 @@ class StepPrediction:
 
 
 class Estimator:
-    """Estimates and predicts plans, the memory of each once; traces a model once per process."""
+    """Estimates the memory and predicts the step time of plans.
+
+    An estimator caches the estimate of each plan. A model is traced once per process.
+    """
 
     def __init__(self) -> None:
         self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
         self._data: dict[object, DataSet | UsageError] = {}
 
     def prepare(self, composed: Composed, *, every: bool = False) -> Prepared:
-        """Prepare a configuration for its cluster, as `prepare`; opens data once."""
-        found = prepare(composed, CLUSTER, open_data=self._read, all_strategies=every)
-        if found.data_or_error is not None:
-            self._data[_data_key(found.config)] = found.data_or_error
-        return found
+        """Prepare a configuration for its cluster, as `resolve.prepare`; data is opened once."""
+        prepared = prepare(composed, CLUSTER, open_data=self._read, all_strategies=every)
+        if prepared.data_or_error is not None:
+            self._data[_data_key(prepared.config)] = prepared.data_or_error
+        return prepared
 
     def _read(self, config: Config) -> DataSet:
         if (source := _data_key(config)) not in self._data:
@@ -88,31 +95,28 @@ class Estimator:
 
     def data_of(self, config: Config) -> DataSet:
         """Return the data of a prepared configuration; UsageError if it could not be read."""
-        found = self._data.get(_data_key(config), UsageError("not read"))
-        if isinstance(found, UsageError):
-            raise found
-        return found
+        data = self._data.get(_data_key(config), UsageError("not read"))
+        if isinstance(data, UsageError):
+            raise data
+        return data
 
     def estimate(self, plan: RunPlan) -> RunEstimate:
-        """Estimate a run.
-
-        UsageError if the optimizer or the engine does not support its parameters.
-        """
+        """Estimate a run; UsageError if its optimizer or engine does not support the model."""
         if plan not in self._estimates:
             try:
                 self._estimates[plan] = self._estimate(plan)
             except UsageError as error:
                 self._estimates[plan] = error
-        found = self._estimates[plan]
-        if isinstance(found, UsageError):
-            raise found
-        return found
+        estimate = self._estimates[plan]
+        if isinstance(estimate, UsageError):
+            raise estimate
+        return estimate
 
     def estimate_if_fits(self, plan: RunPlan) -> RunEstimate | None:
-        """Return the estimate of a run that is supported and fits, else None."""
+        """Return the estimate of a run if the run is supported and fits, else None."""
         with suppress(UsageError):
-            if (found := self.estimate(plan)).fits:
-                return found
+            if (estimate := self.estimate(plan)).fits:
+                return estimate
         return None
 
     def _estimate(self, plan: RunPlan) -> RunEstimate:
@@ -141,21 +145,21 @@ class Estimator:
         return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
-        """Predict one training step, on the hardware that the plan's cluster describes.
+        """Predict a training step on the hardware that the plan's cluster describes.
 
-        UsageError if its hardware specs are incomplete.
+        UsageError if the hardware specs are incomplete.
         """
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         model_pass, passes = _model_pass(plan, traced), batches.num_micro_batches
-        shown = _simulate(config, traced, model_pass, min(passes, _SIMULATED_PASSES))
+        prediction = _simulate(config, traced, model_pass, min(passes, _SIMULATED_PASSES))
         if passes > _SIMULATED_PASSES:
             before = _simulate(config, traced, model_pass, _SIMULATED_PASSES - 1)
-            shown = shown.extended(before, passes - _SIMULATED_PASSES)
-        return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
+            prediction = prediction.extended(before, passes - _SIMULATED_PASSES)
+        return replace(prediction, tokens=batches.global_batch_size * config.train.seq_len)
 
     def traced_model(self, config: Filled) -> TracedModel:
-        """Return the model of a configuration, for any activation checkpointing."""
-        alike = (
+        """Return the traced model of a configuration, for any activation checkpointing."""
+        key = (
             config.model,
             config.precision.param_dtype,
             config.launch.device,
@@ -165,12 +169,12 @@ class Estimator:
             config.engine.emulated,
             kernel_of(config),
         )
-        if alike not in _traced_models:
+        if key not in _traced_models:
             with doing("tracing the model"):
-                _traced_models[alike] = TracedModel(config)
+                _traced_models[key] = TracedModel(config)
             if len(_traced_models) > _MAX_TRACED_MODELS:
                 _traced_models.popitem(last=False)
-        return _traced_models[alike]
+        return _traced_models[key]
 
 
 def _data_key(config: Config) -> object:
@@ -186,7 +190,7 @@ def _replay(config: Resolved, recorder: MemoryRecorder, steps: Steps) -> StepEst
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-    except UnevenStepError as error:  # such as Gemma 3n's blocks
+    except UnevenStepError as error:  # for example with the blocks of Gemma 3n
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model: {model_type_of(config.model)}: {reason}") from error
 
@@ -205,12 +209,13 @@ def _simulate(
     recorder = TaskRecorder(model_pass, _machine(config, plan.step.position))
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
-    for _ in range(2):  # collectives that the first leaves in flight end in the second
+    # The first step leaves collectives in flight, which end in the second.
+    for _ in range(2):
         steps.step()
         step = simulator.run(recorder.take())
     if config.engine.name == FSDP2:
-        trained = sum(each.trainable for unit in traced.units for each in unit.params)
-        step.seconds += config.engine.emulated.seconds_per_tensor * trained
+        num_trained = sum(param.trainable for unit in traced.units for param in unit.params)
+        step.seconds += config.engine.emulated.seconds_per_tensor * num_trained
     return StepPrediction(
         seconds=step.seconds,
         exposed_communication=step.exposed_communication,
@@ -219,11 +224,11 @@ def _simulate(
     )
 
 
-def _machine(config: Resolved, place: MeshPosition) -> Machine:
+def _machine(config: Resolved, position: MeshPosition) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
-    size, on_node = place.size, ranks // nodes
-    replicas = place.num_replicas
+    size, on_node = position.size, ranks // nodes
+    replicas = position.num_replicas
     groups = {
         RankGroup.SHARD: GroupShape(size, -(-size // on_node)),
         RankGroup.REPLICAS: GroupShape(replicas, replicas if size >= on_node else nodes),
@@ -233,9 +238,11 @@ def _machine(config: Resolved, place: MeshPosition) -> Machine:
     return Machine(device_of(config), network_of(config), host_of(config), groups)
 
 
-def write_estimate(run_dir: Path, plan: RunPlan, found: RunEstimate, estimator: Estimator) -> None:
-    """Write the estimate of a run, and the predicted time of its steps on GPUs."""
-    text = json.dumps({**found.to_dict(), **_prediction(plan, estimator)}, indent=2)
+def write_estimate(
+    run_dir: Path, plan: RunPlan, estimate: RunEstimate, estimator: Estimator
+) -> None:
+    """Write the estimate of a run into its directory, with the predicted step time on GPUs."""
+    text = json.dumps({**estimate.to_dict(), **_prediction(plan, estimator)}, indent=2)
     files.write_atomic(run_dir / ESTIMATE, text + "\n")
 
 
@@ -246,5 +253,5 @@ def _prediction(plan: RunPlan, estimator: Estimator) -> dict[str, float | str]:
     try:
         seconds = estimator.predict(replace(plan, config=config)).seconds
     except UsageError:
-        return {}  # the run does not need it
+        return {}  # a run starts without a prediction
     return {"predicted_step_seconds": seconds, "prediction_source": source}

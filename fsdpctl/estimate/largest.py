@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch, length or number of blocks with which a run fits."""
+"""Search for the largest micro-batch, sequence length or model with which a run fits."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fsdpctl.resolve.run_plan import RunPlan
 
 FIT_KEYS = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
 _MAX_VALUES = {"micro_batch": 1 << 20, "model": MAX_LAYERS}
-_LENGTH_MULTIPLE = 256  # tokens: lengths are multiples of it
+_LENGTH_MULTIPLE = 256  # tokens; lengths from 256 are multiples of 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +22,28 @@ class LargestFit:
     """The largest value of a key with which a run fits."""
 
     key: str
-    value: int  # 0: not even 1 does
-    multiple: int  # that the value is a multiple of
-    estimate: RunEstimate | None  # with it
+    value: int  # 0: not even 1 fits
+    multiple: int  # the difference to the next value that is tried
+    estimate: RunEstimate | None  # with the value; None if the value is 0
     next: RunEstimate | None  # with the next value, which does not fit; None: a limit is reached
-    names: tuple[str, ...] = ()  # of the settings that are selected if their defaults do not fit
+    names: tuple[str, ...] = ()  # the settings that are selected if their defaults do not fit
 
     @property
     def values(self) -> dict[str, int]:
-        """The value, and the samples of a step that it needs."""
-        values, found = {self.key: self.value}, self.estimate
-        if found is not None and self.key == MICRO_BATCH:
-            values["train.global_batch_size"] = found.batches.global_batch_size
+        """The value, and the samples per step that follow from a micro-batch."""
+        values, estimate = {self.key: self.value}, self.estimate
+        if estimate is not None and self.key == MICRO_BATCH:
+            values["train.global_batch_size"] = estimate.batches.global_batch_size
         return values
 
     @property
     def settings(self) -> str:
-        words, found = [f"{name}={value}" for name, value in self.values.items()], self.estimate
-        if found is not None and self.names:
-            words += Selection.of(found.config).settings(
-                self.names, Selection.default(found.config)
-            )
-        return " ".join(words)
+        """The values and the selection, as the command line takes them."""
+        settings, estimate = [f"{key}={value}" for key, value in self.values.items()], self.estimate
+        if estimate is not None and self.names:
+            config = estimate.config
+            settings += Selection.of(config).settings(self.names, Selection.default(config))
+        return " ".join(settings)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,10 +55,10 @@ class LargestFit:
         }
 
 
-def _with_value(plan: RunPlan, what: str, value: int) -> Filled:
-    """Return the settings of `plan` with another size, and the global batch of all ranks then."""
-    values = {FIT_KEYS[what]: value}
-    if what == "micro_batch":
+def _with_value(plan: RunPlan, fit: str, value: int) -> Filled:
+    """Return the settings of `plan` with another size, and the global batch that follows."""
+    values = {FIT_KEYS[fit]: value}
+    if fit == "micro_batch":
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.num_groups
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
@@ -66,29 +66,34 @@ def _with_value(plan: RunPlan, what: str, value: int) -> Filled:
 
 
 def largest_that_fits(
-    estimator: Estimator, plan: RunPlan, what: str, names: Collection[str] = ()
+    estimator: Estimator, plan: RunPlan, fit: str, names: Collection[str] = ()
 ) -> LargestFit:
-    """Find the largest micro-batch, length or number of blocks of a run.
+    """Find the largest micro-batch, sequence length or number of blocks with which a run fits.
 
-    The settings of `names` have their defaults if these fit, else values that fit.
+    `fit` is a key of FIT_KEYS. The settings in `names` have their defaults if the defaults fit,
+    else values that fit.
     """
-    key, config = FIT_KEYS[what], plan.config
-    most, first = _MAX_VALUES.get(what, config.model.max_seq_len), config.value(key)
+    key, config = FIT_KEYS[fit], plan.config
+    most, first = _MAX_VALUES.get(fit, config.model.max_seq_len), config.value(key)
     names = tuple(each for each in names if each != key)
 
     def largest(most: int, multiple: int) -> LargestFit:
-        seen: dict[int, RunEstimate] = {}
+        estimates: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            seen[count] = least_memory(estimator, _with_value(plan, what, count * multiple), names)
-            return seen[count].leaves_reserve
+            estimates[count] = least_memory(
+                estimator, _with_value(plan, fit, count * multiple), names
+            )
+            return estimates[count].leaves_reserve
 
         most //= multiple
         count = largest_true(fits, 0, most, min(max(first // multiple, 1), most))
-        found, over = seen.get(count), seen.get(count + 1)
-        return LargestFit(key, count * multiple, multiple, found, over, names)
+        estimate, following = estimates.get(count), estimates.get(count + 1)
+        return LargestFit(key, count * multiple, multiple, estimate, following, names)
 
-    found = LargestFit(key, 0, 1, None, None)
-    if what == "seq_len" and most >= _LENGTH_MULTIPLE:
-        found, most = largest(most, _LENGTH_MULTIPLE), _LENGTH_MULTIPLE - 1
-    return found if found.value else largest(most, 1)
+    if fit == "seq_len" and most >= _LENGTH_MULTIPLE:
+        length = largest(most, _LENGTH_MULTIPLE)
+        if length.value:
+            return length
+        most = _LENGTH_MULTIPLE - 1
+    return largest(most, 1)

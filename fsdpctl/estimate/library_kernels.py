@@ -21,46 +21,49 @@ from torch.nn import functional as F
 
 from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 
-_CHUNK_TOKENS = 64  # tokens, of the delta rules
-_SCAN_TOKENS = 2048  # tokens between two states that a selective scan keeps
-_BACKWARD_FORWARDS = 3  # times a forward's products: the states again, and two for each
-Products = Callable[..., Tensor]  # of the inputs, which it must not hold: checkpointing frees them
+_CHUNK_TOKENS = 64  # of the delta rules
+_SCAN_TOKENS = 2048  # between two states that a selective scan saves
+# Backward computes the states again, and two products for each product of the forward: three times
+# the work of the forward.
+_BACKWARD_FORWARDS = 3
+# Computes the products from the inputs. It must not hold the inputs: checkpointing frees them.
+Products = Callable[..., Tensor]
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel that keeps its inputs, and what `kept` makes of them, for backward."""
+    """A kernel that saves for backward its inputs, and the tensor that `saved` makes of them."""
 
     @staticmethod
-    def forward(ctx: Any, products: Products, kept: Products, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs, kept(*inputs))
+    def forward(ctx: Any, products: Products, saved: Products, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs, saved(*inputs))
         ctx.products = products
         return products(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        *inputs, _kept = ctx.saved_tensors
-        for _time in range(_BACKWARD_FORWARDS):
+        *inputs, _saved = ctx.saved_tensors  # `_saved` must live until backward returns
+        for _repeat in range(_BACKWARD_FORWARDS):
             ctx.products(*inputs)
         needed = ctx.needs_input_grad[2:]
         pairs = zip(inputs, needed, strict=True)
         return (None, None, *(torch.empty_like(each) if need else None for each, need in pairs))
 
 
-def _run(products: Products, kept: Products, inputs: Sequence[Tensor | None]) -> Tensor:
-    given = [each for each in inputs if each is not None]
-    out: Tensor = _Kernel.apply(products, kept, *given)  # type: ignore[no-untyped-call]  # torch's
-    return out
+def _run(products: Products, saved: Products, inputs: Sequence[Tensor | None]) -> Tensor:
+    tensors = [each for each in inputs if each is not None]
+    result: Tensor = _Kernel.apply(products, saved, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _without_memory(like: Tensor, *shape: int) -> Tensor:
-    """Return a tensor that is read in that shape, and takes no memory of its own."""
+    """Return a tensor of a shape that allocates a single element: only its reads are counted."""
     return like.new_empty(1).expand(shape)
 
 
 def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **about: Any
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return the result for values of shape (batch, length, heads, width), and no state."""
+    """Return the result for values of shape (batch, length, heads, width), and no final state."""
     batch, length, heads, out = value.shape
     width, rows = key.shape[-1], batch * heads * -(-length // _CHUNK_TOKENS)
 
@@ -81,21 +84,21 @@ def _delta_rule(
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
-    def kept(_: Tensor, key: Tensor, *others: Tensor) -> Tensor:
+    def saved(_: Tensor, key: Tensor, *others: Tensor) -> Tensor:
         return key.new_empty(batch, length, heads, _CHUNK_TOKENS)
 
-    return _run(products, kept, (query, key, value, g, beta)), None
+    return _run(products, saved, (query, key, value, g, beta)), None
 
 
 def _chunk_scan(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803  # transformers' names, by which it calls
+    A: Tensor,  # noqa: N803  # transformers passes these names as keywords
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
     chunk_size: int,
     D: Tensor | None = None,  # noqa: N803
-    **about: Any,
+    **options: Any,
 ) -> Tensor:
     """Return the result of Mamba-2 for states of shape (batch, length, heads, width)."""
     chunk, (batch, length, heads, width) = chunk_size, hidden_states.shape
@@ -112,10 +115,10 @@ def _chunk_scan(
         torch.bmm(_without_memory(x, rows, chunk, chunk), _without_memory(x, rows, chunk, width))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    def kept(x: Tensor, *others: Tensor) -> Tensor:
+    def saved(x: Tensor, *others: Tensor) -> Tensor:
         return x.new_empty(batch, heads, chunks, chunk, dtype=torch.float32)
 
-    return _run(products, kept, (hidden_states, dt, A, B, C, D, about.get("dt_bias")))
+    return _run(products, saved, (hidden_states, dt, A, B, C, D, options.get("dt_bias")))
 
 
 def _selective_scan(
@@ -126,23 +129,24 @@ def _selective_scan(
     C: Tensor,  # noqa: N803
     D: Tensor | None = None,  # noqa: N803
     z: Tensor | None = None,
-    **about: Any,
+    **options: Any,
 ) -> Tensor:
     """Return the result of Mamba for states of shape (batch, width, length)."""
     size, (batch, width, length) = A.shape[-1], hidden_states.shape
 
     def products(x: Tensor, dt: Tensor, *others: Tensor) -> Tensor:
-        return (x + dt).mul_(x)  # the work of its kernel: inputs as large as the result
+        # The kernel reads and writes as much as these elementwise operators.
+        return (x + dt).mul_(x)
 
-    def kept(x: Tensor, *others: Tensor) -> Tensor:
+    def saved(x: Tensor, *others: Tensor) -> Tensor:
         return x.new_empty(batch, width, -(-length // _SCAN_TOKENS), 2 * size, dtype=torch.float32)
 
-    return _run(products, kept, (hidden_states, dt, A, B, C, D, z, about.get("delta_bias")))
+    return _run(products, saved, (hidden_states, dt, A, B, C, D, z, options.get("delta_bias")))
 
 
 _FLA, _MAMBA = "flash-linear-attention", "mamba-ssm"
-MODULES = {_FLA: "fla", _MAMBA: "mamba_ssm"}  # by which they are imported
-# By the function of transformers that calls them, with the package that has them.
+MODULES = {_FLA: "fla", _MAMBA: "mamba_ssm"}  # the module of each package
+# By the function of transformers that it replaces: the imitation, and the kernel's package.
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "torch_chunk_gated_delta_rule": (_delta_rule, _FLA),
     "chunk_kimi_delta_attention": (_delta_rule, _FLA),
@@ -166,7 +170,7 @@ def packages_of(module: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def with_kernels() -> Iterator[None]:
-    """Let the models of transformers that are loaded call these kernels inside."""
+    """Replace functions of the loaded models of transformers by imitations of the kernels."""
     models = [
         module
         for name, module in list(sys.modules.items())
@@ -176,23 +180,23 @@ def with_kernels() -> Iterator[None]:
     try:
         for module in models:
             for name, (kernel, _) in _KERNELS.items():
-                if (plain := vars(module).get(name)) is not None:
-                    replaced.append((module, name, plain))
+                if (function := vars(module).get(name)) is not None:
+                    replaced.append((module, name, function))
                     setattr(module, name, kernel)
         yield
     finally:
-        for module, name, plain in replaced:
-            setattr(module, name, plain)
+        for module, name, function in replaced:
+            setattr(module, name, function)
 
 
 def fuse_experts(module: nn.Module) -> None:
-    """Let stacked experts without biases and adapters run as one operator, in place."""
+    """Replace the forward of stacked experts without biases and adapters, in place."""
     for each in module.modules():
         weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
-        more = (
+        extras = (
             getattr(each, name, None) for name in ("gate_up_proj_bias", EXPERT_ADAPTERS.strip("."))
         )
-        if all(extra is None for extra in more) and all(
+        if all(extra is None for extra in extras) and all(
             isinstance(w, Tensor) and w.ndim == 3 for w in weights
         ):
             each.forward = MethodType(_fused_forward, each)
@@ -204,31 +208,31 @@ def _fused_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tens
 
 
 class _FusedExperts(torch.autograd.Function):
-    """The tensors of LigerFusedMoEFunction 0.8.5, which keeps only the products before the gate."""
+    """The allocations of LigerFusedMoEFunction 0.8.5, which saves only products before the gate."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, into: Tensor, back: Tensor, weights: Tensor) -> Tensor:
-        ends = x.new_empty(len(into), dtype=torch.int32)
-        before = F.grouped_mm(_routed_rows(x, weights), into.transpose(-2, -1), offs=ends)
-        gated = x.new_empty(weights.numel(), back.shape[-1])
-        F.grouped_mm(_routed_rows(gated, weights), back.transpose(-2, -1), offs=ends)
-        ctx.save_for_backward(x, into, back, weights, before, ends)
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        ends = x.new_empty(len(up), dtype=torch.int32)
+        before = F.grouped_mm(_routed_rows(x, weights), up.transpose(-2, -1), offs=ends)
+        gated = x.new_empty(weights.numel(), down.shape[-1])
+        F.grouped_mm(_routed_rows(gated, weights), down.transpose(-2, -1), offs=ends)
+        ctx.save_for_backward(x, up, down, weights, before, ends)
         return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        x, into, back, weights, before, ends = ctx.saved_tensors
+        x, up, down, weights, before, ends = ctx.saved_tensors
         rows = _routed_rows(gradients[0], weights)
-        of_before = _routed_rows(torch.empty_like(before), weights)
-        gated = F.grouped_mm(rows, back, offs=ends)
-        of_back = F.grouped_mm(rows.transpose(0, 1), gated, offs=ends)
-        expanded = F.grouped_mm(of_before, into, offs=ends)
-        of_x = torch.zeros_like(x)
+        grad_before = _routed_rows(torch.empty_like(before), weights)
+        gated = F.grouped_mm(rows, down, offs=ends)
+        grad_down = F.grouped_mm(rows.transpose(0, 1), gated, offs=ends)
+        expanded = F.grouped_mm(grad_before, up, offs=ends)
+        grad_x = torch.zeros_like(x)
         del expanded
-        of_into = F.grouped_mm(of_before.transpose(0, 1), _routed_rows(x, weights), offs=ends)
-        return of_x, of_into, of_back, torch.empty_like(weights)
+        grad_up = F.grouped_mm(grad_before.transpose(0, 1), _routed_rows(x, weights), offs=ends)
+        return grad_x, grad_up, grad_down, torch.empty_like(weights)
 
 
 def _routed_rows(x: Tensor, weights: Tensor) -> Tensor:
-    """Return a row for each choice of an expert, without memory: the kernel finds it by index."""
+    """Return a row for each choice of an expert; the kernel reads rows by index, without a copy."""
     return x.as_strided((weights.numel(), x.shape[-1]), (0, 1))

@@ -1,4 +1,4 @@
-"""Settings that let a run need less memory, and their cost."""
+"""Settings with which a run needs less memory, and what they cost."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,48 +23,51 @@ from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 _MOST_NODES = 1 << 10
 _ATTENTION_KEY = "model.attention"
-_CHUNK_TOKENS = 1024  # tokens
-_LORA_RANK = 16  # of adapters
-LONG_SAMPLE = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
+_CHUNK_TOKENS = 1024
+_LORA_RANK = 16
+# Tokens. For shorter samples, neither context parallelism nor a chunked MLP is suggested.
+LONG_SAMPLE = 1 << 14
 
-KeyValues = Mapping[str, Any]  # by key, as the command line would set them; None: auto
+KeyValues = Mapping[str, Any]  # the values of settings by their key; None: auto
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Changed settings, and their cost."""
+    """Changed settings of a run, and their cost."""
 
     values: KeyValues
-    cost: str  # in time, in words
-    plan: RunPlan  # with them
-    effect: str = ""  # on what is trained
-    time: RunTime | None = None  # with them; None: not predicted
+    cost: str  # what takes more time
+    plan: RunPlan  # of the run with the changed settings
+    effect: str = ""  # what changes in the training
+    time: RunTime | None = None  # of the run with the changed settings; None: not predicted
 
     @property
     def figures(self) -> str:
-        """Its predicted time and cost, or in words, and its effect."""
-        shown = [self.cost]
+        """The predicted time and cost, or a description of the cost; then the effect."""
+        costs = [self.cost]
         if self.time is not None:
-            shown = [f"{three_digits(self.time.step_seconds)} s/step"]
-            shown += self.time.texts("gpu_hours", "cost")
-        return "; ".join(filter(None, [", ".join(shown), self.effect]))
+            costs = [f"{three_digits(self.time.step_seconds)} s/step"]
+            costs += self.time.texts("gpu_hours", "cost")
+        return "; ".join(filter(None, [", ".join(costs), self.effect]))
 
     @property
     def settings(self) -> tuple[str, ...]:
+        """The changed settings as the command line takes them, such as `strategy=full_shard`."""
         texts = ((k, v if k in GROUPS else KEYS[k].text(v) or NONE) for k, v in self.values.items())
         return tuple(f"{key}={text}" for key, text in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySaving:
-    """A setting to save memory with: its values for a plan, of which the last saves most."""
+    """A setting that saves memory, and what it costs."""
 
     cost: str
-    values: Callable[[RunPlan], Iterable[KeyValues]]  # none if it does not apply
+    # The values for a plan, the last of which saves most; none if the setting does not apply.
+    values: Callable[[RunPlan], Iterable[KeyValues]]
     effect: str = ""
 
     def suggestions(self, plan: RunPlan) -> Iterator[Suggestion]:
-        """Yield the changed plans, without those that conflict with other settings."""
+        """Yield a suggestion for each value that does not conflict with other settings."""
         for values in self.values(plan):
             with suppress(UsageError):
                 yield Suggestion(values, self.cost, changed_plan(plan, values), self.effect)
@@ -73,10 +76,8 @@ class MemorySaving:
 def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.requested.changed(values)
-    if config.is_auto(_ATTENTION_KEY) and config.model.attention not in (
-        None,
-        TRANSFORMERS,
-    ):  # by the dtype
+    # The kernel that `auto` selected depends on the dtype, which may have changed.
+    if config.is_auto(_ATTENTION_KEY) and config.model.attention not in (None, TRANSFORMERS):
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
         config = fill_auto(
             config.changed({_ATTENTION_KEY: None}), Stage.DECODER, AutoInputs(is_here)
@@ -94,7 +95,7 @@ def _values_if(applies: bool, **values: Any) -> list[KeyValues]:
 
 
 def _resets_passes(plan: RunPlan) -> dict[str, Any]:
-    """Return the setting that resets the number of passes, if it was set."""
+    """Return the value that makes the number of passes follow from the batch, if it was set."""
     return {} if plan.requested.accumulation.steps is None else {"accumulation.steps": None}
 
 
@@ -107,18 +108,18 @@ def _chunked_loss(plan: RunPlan) -> list[KeyValues]:
 
 
 def _sharded_over_replicas(plan: RunPlan) -> list[KeyValues]:
-    given = plan.config.strategy
-    row = sharded_over_replicas(get_strategy(given.name))
-    is_one = given.dp_shard_size == plan.config.num_ranks
-    if row is None or plan.config.engine.name != FSDPCTL or is_one:
+    config = plan.config
+    strategy = sharded_over_replicas(get_strategy(config.strategy.name))
+    has_replicas = config.strategy.dp_shard_size != config.num_ranks
+    if strategy is None or config.engine.name != FSDPCTL or not has_replicas:
         return []
-    return [{"strategy": row.name}]
+    return [{"strategy": strategy.name}]
 
 
 def _full_shard(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
-    row = get_strategy(config.strategy.name)
-    if row.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
+    strategy = get_strategy(config.strategy.name)
+    if strategy.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
         return []
     sizes = (
         {} if plan.requested.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
@@ -128,28 +129,27 @@ def _full_shard(plan: RunPlan) -> list[KeyValues]:
 
 
 def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[KeyValues]:
-    more = _resets_passes(plan)
-    now = plan.batches.micro_batch_size
-    return [{"train.micro_batch_size": size, **more} for size in sizes if size < now]
+    """Return the values for those `sizes` of micro-batches that are below that of a plan."""
+    passes, now = _resets_passes(plan), plan.batches.micro_batch_size
+    return [{"train.micro_batch_size": size, **passes} for size in sizes if size < now]
 
 
 def halves(plan: RunPlan) -> list[int]:
-    """Return the sizes of micro-batches below that of a plan, each half of the one before."""
+    """Return the size of a plan's micro-batch, halved once, twice and so on down to 1."""
     size = plan.batches.micro_batch_size
     return [size >> times for times in range(1, size.bit_length())]
 
 
 def _context_parallel(plan: RunPlan) -> Iterator[KeyValues]:
     config = plan.config
-    train, each = config.train, config.launch.nproc_per_node or 1
+    train, on_node = config.train, config.launch.nproc_per_node or 1
     if train.seq_len < LONG_SAMPLE or config.engine.name != FSDPCTL:
         return
-    for count in range(2 * train.context_parallel, each + 1):
-        if each % count == 0 and config.model.num_heads % count == 0:
+    for count in range(2 * train.context_parallel, on_node + 1):
+        if on_node % count == 0 and config.model.num_heads % count == 0:
             values = {"train.context_parallel": count, **_resets_passes(plan)}
-            if (
-                plan.requested.train.micro_batch_size is None
-            ):  # a group has more samples than a rank
+            # Without a set size, a group would run its whole share, which is larger than a rank's.
+            if plan.requested.train.micro_batch_size is None:
                 values["train.micro_batch_size"] = plan.batches.micro_batch_size
             yield values
 
@@ -162,18 +162,18 @@ def _chunked_mlp(plan: RunPlan) -> list[KeyValues]:
 
 
 def _recomputation_of_all(mode: str) -> Callable[[RunPlan], list[KeyValues]]:
-    """Return the values of a knob that recomputes all blocks in a mode."""
+    """Return a function that gives the value with which all blocks are recomputed in `mode`."""
 
     def values(plan: RunPlan) -> list[KeyValues]:
-        now = plan.config.activation_checkpointing
-        more = MODES.index(now.name) < MODES.index(mode)
-        return [recomputation_values(plan, Recomputation(mode))] if more else []
+        current = plan.config.activation_checkpointing.name
+        saves = MODES.index(current) < MODES.index(mode)
+        return [recomputation_values(plan, Recomputation(mode))] if saves else []
 
     return values
 
 
 def recomputation_values(plan: RunPlan, recomputation: Recomputation) -> KeyValues:
-    """Return the settings of a recomputation, without what a plan has already."""
+    """Return the values of a recomputation that differ from those of a plan."""
     values = {RECOMPUTATION: recomputation.name, BLOCKS: recomputation.blocks}
     return {key: value for key, value in values.items() if plan.config.value(key) != value}
 
@@ -188,18 +188,18 @@ def _int8_states(plan: RunPlan) -> list[KeyValues]:
 def _param_offload(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     on_host = config.strategy.on_host
-    can_rest = Offload.STATES in on_host or config.model.lora.rank is not None
-    can_rest &= get_strategy(config.strategy.name).can_offload_params
-    rests = Offload.PARAMS in on_host
-    return _values_if(can_rest and not rests, strategy__offload=str(on_host | Offload.PARAMS))
+    if Offload.PARAMS in on_host or not get_strategy(config.strategy.name).can_offload_params:
+        return []
+    applies = Offload.STATES in on_host or config.model.lora.rank is not None
+    return _values_if(applies, strategy__offload=str(on_host | Offload.PARAMS))
 
 
-def _offload(what: Offload) -> Callable[[RunPlan], list[KeyValues]]:
-    """Return the values of a knob that has the host step."""
+def _offload(states: Offload) -> Callable[[RunPlan], list[KeyValues]]:
+    """Return a function that gives the value with which the host steps the optimizer."""
 
     def values(plan: RunPlan) -> list[KeyValues]:
         on_host = plan.config.strategy.on_host
-        return _values_if(Offload.STATES not in on_host, strategy__offload=str(on_host | what))
+        return _values_if(Offload.STATES not in on_host, strategy__offload=str(on_host | states))
 
     return values
 
@@ -208,13 +208,13 @@ def _adapters(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
     if config.model.lora.rank is not None or config.engine.name != FSDPCTL:
         return []
-    rounded, full = {"model.base_dtype": "nf4"}, recomputation_values(plan, Recomputation("full"))
-    more: tuple[KeyValues, ...] = ({}, full, rounded, {**rounded, **full})
-    return [{"model.lora.rank": _LORA_RANK, **each} for each in more]
+    nf4, full = {"model.base_dtype": "nf4"}, recomputation_values(plan, Recomputation("full"))
+    combined: tuple[KeyValues, ...] = ({}, full, nf4, {**nf4, **full})
+    return [{"model.lora.rank": _LORA_RANK, **each} for each in combined]
 
 
 def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
-    """Yield more nodes, with a sample for each group of ranks."""
+    """Yield 2, 4, 8 … times as many nodes, with at least one sample per group of ranks."""
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
@@ -225,8 +225,8 @@ def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
             values["train.global_batch_size"] = groups
             effect += f", {groups} samples per step"
         share = -(-max(train.global_batch_size, groups) // groups)
-        given = plan.requested.train.micro_batch_size
-        if given is not None and given > share:
+        size = plan.requested.train.micro_batch_size
+        if size is not None and size > share:
             values["train.micro_batch_size"] = share
         with suppress(UsageError):
             yield Suggestion(values, "", changed_plan(plan, values), effect)

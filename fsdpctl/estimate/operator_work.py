@@ -1,4 +1,4 @@
-"""The work of operators that were traced on the meta device."""
+"""The work of operators that are traced on the meta device: FLOPs and bytes."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,12 +12,14 @@ from fsdpctl.predict.hardware import GATHERING
 from fsdpctl.predict.model_pass import Work, WorkKind
 
 _aten = torch.ops.aten
+# The index of the first factor among the arguments.
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
             _aten.baddbmm.default: 1}  # fmt: skip
-# With one weight for all rows; seen only within operators of our own.
+# Products with a weight. Tracing dispatches them only within operators that fsdpctl defines; other
+# linear layers are traced as `mm` or `addmm`.
 _LINEARS = {_aten.linear.default, _aten.matmul.default}
 _GROUPED_MM = _aten._grouped_mm.default
-# With the positions of the query, which the key follows, and of `is_causal`.
+# The index of the query, which precedes the key, and the index of `is_causal`.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default: (0, 4),
     _aten._scaled_dot_product_efficient_attention.default: (0, 6),
@@ -30,50 +32,53 @@ _ATTENTION = {
 }
 _INDEX_PUTS = {_aten.index_put.default, _aten.index_put_.default}
 _ONLY_MEMORY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
-# Matrix products of length by length, and passes over queries and keys.
+# The number of (length, length) products, and of passes over queries and keys.
 _FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 5, 4)
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
-    """Return an operator's work, or None if `result` is a view of an argument, or only memory."""
-    made = _tensors(result)
-    if func in _ONLY_MEMORY or not made:
+    """Return the work of an operator; None if it computes nothing, as views and `empty`."""
+    results = _tensors(result)
+    if func in _ONLY_MEMORY or not results:
         return None
     if func is ALL_TO_ALL:
-        return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(made[0]), made[0].itemsize)
+        return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(results[0]), results[0].itemsize)
     if func in _MATMULS or (func in _LINEARS and args[1].ndim == 2):
-        nbytes = sum(map(_bytes_of, (*_tensors(args), *made)))
-        rows = made[0] if func in _MATMULS else made[0].flatten(0, -2)
+        nbytes = sum(map(_bytes_of, (*_tensors(args), *results)))
+        rows = results[0] if func in _MATMULS else results[0].flatten(0, -2)
         batch = rows.shape[0] if rows.ndim == 3 else 1
         dims = (batch, *rows.shape[-2:], args[_MATMULS.get(func, 0)].shape[-1])
         return Work(_name(func), WorkKind.MATMUL, 2 * prod(dims), nbytes, rows.itemsize, dims)
     if func is _GROUPED_MM:
-        return _grouped_mm(func, args, made[0])
+        return _grouped_mm(func, args, results[0])
     if func in _ATTENTION:
         return _sdpa(func, args)
     if func.name().startswith("torch_attn::_varlen_attn"):
         return _varlen_attention(func, func.name().endswith("backward"), args)
     read = _tensors([*args, *(kwargs or {}).values()])
     sizes = {each.untyped_storage()._cdata: _bytes_of(each) for each in read}
-    is_view = all(each.untyped_storage()._cdata in sizes for each in made)
+    is_view = all(each.untyped_storage()._cdata in sizes for each in results)
     if is_view and not func._schema.is_mutable:
         return None
-    nbytes = sum(map(_bytes_of, made)) + sum(sizes.values())
+    nbytes = sum(map(_bytes_of, results)) + sum(sizes.values())
     if func is _aten.embedding.default:
-        nbytes = 2 * _bytes_of(made[0])
+        nbytes = 2 * _bytes_of(results[0])
     elif func is _aten.embedding_dense_backward.default:
-        nbytes = 2 * max(map(_bytes_of, (made[0], args[0])))
+        nbytes = 2 * max(map(_bytes_of, (results[0], args[0])))
     elif not read:
-        nbytes = 2 * nbytes  # memory that a kernel of another name fills
+        nbytes = 2 * nbytes  # counts the kernel that fills the memory, which has another name
     dims = (0, 0, 0, _serialized_rows(args)) if func in _INDEX_PUTS else (0, 0, 0, 0)
-    return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize, dims)
+    return Work(_name(func), WorkKind.MEMORY, 0, nbytes, results[0].itemsize, dims)
 
 
 def _serialized_rows(args: Sequence[Any]) -> int:
-    """Return how many rows are added to each one of a tensor, one after another."""
-    target, values, *adds = args[0], args[2], *args[3:4]
-    wide = values.ndim == target.ndim == 2 and values.shape[1] > 1
-    return -(-len(values) // len(target)) if wide and any(adds) else 0
+    """Return how many rows are added to each row of the target, one after another.
+
+    0 if the operator does not accumulate rows.
+    """
+    target, values, *accumulate = args[0], args[2], *args[3:4]
+    are_rows = values.ndim == target.ndim == 2 and values.shape[1] > 1
+    return -(-len(values) // len(target)) if are_rows and any(accumulate) else 0
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -84,26 +89,31 @@ def _tensors(values: object) -> list[Tensor]:
     return [tensor for each in values for tensor in _tensors(each)]
 
 
-def _grouped_mm(func: Any, args: Sequence[Any], made: Tensor) -> Work:
-    """Return the work of grouped products; rows are tokens, also if the product sums over them."""
+def _grouped_mm(func: Any, args: Sequence[Any], result: Tensor) -> Work:
+    """Return the work of grouped products.
+
+    `rows` of the result's `dims` are tokens per group, also in the gradient of the weights, which
+    sums over tokens.
+    """
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
-        groups, length, columns = made.shape
+        groups, length, columns = result.shape
         tokens = left.shape[1]
     else:
         groups, length, columns = right.shape[0], left.shape[-1], right.shape[-1]
         tokens = left.shape[0]
     flops, rows = 2 * tokens * length * columns, -(-tokens // groups)
-    nbytes, dims = sum(map(_bytes_of, (left, right, made))), (groups, rows, columns, length)
-    gathers = 0 in (*left.stride(), *right.stride())  # as `library_kernels` marks them
+    nbytes, dims = sum(map(_bytes_of, (left, right, result))), (groups, rows, columns, length)
+    # `library_kernels` marks rows that a kernel reads by index with a stride of 0.
+    gathers = 0 in (*left.stride(), *right.stride())
     name = GATHERING if gathers else _name(func)
-    return Work(name, WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
+    return Work(name, WorkKind.MATMUL, flops, nbytes, result.itemsize, dims)
 
 
 def _sdpa(func: Any, args: Sequence[Any]) -> Work:
-    first, place = _ATTENTION[func]
+    first, causal = _ATTENTION[func]
     query, key = args[first : first + 2]
-    is_causal = len(args) > place and args[place] is True
+    is_causal = len(args) > causal and args[causal] is True
     flops = (1 if is_causal else 2) * query.numel() * key.shape[2]
     return _attention(func, query, key, flops, query.shape, _BACKWARD if first else _FORWARD)
 
@@ -114,9 +124,9 @@ def _attention(
     key: Tensor,
     flops: int,
     dims: tuple[int, int, int, int],
-    about: tuple[WorkKind, int, int],
+    amounts: tuple[WorkKind, int, int],
 ) -> Work:
-    kind, products, passes = about
+    kind, products, passes = amounts
     nbytes = passes * (_bytes_of(query) + _bytes_of(key))
     return Work(_name(func), kind, products * flops, nbytes, query.itemsize, dims)
 
@@ -138,7 +148,7 @@ def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work
 
 
 def _attended_tokens(length: int, window: Sequence[int] | None) -> int:
-    """Return the tokens that each one attends to on average: all before it, or a window."""
+    """Return the average number of tokens that a token attends to: a causal mask or a window."""
     most = window[0] + 1 if window and window[0] >= 0 else length
     most = min(most, length)
     return max(1, round(most - most * most / (2 * length)))

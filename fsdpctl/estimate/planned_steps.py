@@ -1,4 +1,4 @@
-"""The training plan of a configuration, and the steps of each engine."""
+"""The training plan of a configuration, and its steps with each engine."""
 
 from dataclasses import dataclass
 
@@ -14,27 +14,30 @@ from fsdpctl.predict.torch_steps import DdpSteps, Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import owner_map_of, shares_memory
 
-MOST_PLANNED_PASSES = 3  # micro-steps; another one needs no more memory
-_MAX_REPLAYED_RANKS = 16  # ranks, up to which each is replayed to find the fullest
+MOST_PLANNED_PASSES = 3  # per step; additional passes need no more memory
+_MAX_REPLAYED_RANKS = 16  # with more ranks, only the rank that owns most is replayed
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
-    """Return whether each pass of a step reduces gradients: every one, or only the last."""
+    """Return for each pass of a step whether it reduces gradients: every pass, or only the last."""
     return (*[every] * (count - 1), True)
 
 
 def kept_states(config: Resolved) -> OptimizerStates:
-    about, row = config.optimizer, get_optimizer(config.optimizer.name)
-    has_moments = about.momentum > 0 or not row.needs_momentum
-    muon = MuonSettings(about.ns_steps, about.nesterov) if row.steps_matrices else None
-    dtype = None if muon else tiled_dtype(about.state_dtype, [str(config.precision.master_dtype)])
+    """Return the optimizer states of a configuration."""
+    optimizer, row = config.optimizer, get_optimizer(config.optimizer.name)
+    has_moments = optimizer.momentum > 0 or not row.needs_momentum
+    muon = MuonSettings(optimizer.ns_steps, optimizer.nesterov) if row.steps_matrices else None
+    dtype = (
+        None if muon else tiled_dtype(optimizer.state_dtype, [str(config.precision.master_dtype)])
+    )
     return OptimizerStates(row.moments * has_moments, row.counter, muon, dtype)
 
 
-def first_rank(
-    division: ModelLayout, num_ranks: int, device: str, *, shares_memory: bool = False
+def first_position(
+    model_layout: ModelLayout, num_ranks: int, device: str, *, shares_memory: bool = False
 ) -> MeshPosition:
-    size, transport = division.ranks_per_replica, Transport.GLOO
+    size, transport = model_layout.ranks_per_replica, Transport.GLOO
     if device == "cuda":
         transport = Transport.NCCL
     elif shares_memory:
@@ -43,22 +46,23 @@ def first_rank(
 
 
 def plan_run(config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
-    given, ranks = config.strategy, config.num_ranks
+    """Return the plan of rank 0; a step has at most MOST_PLANNED_PASSES passes."""
+    strategy, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
-    division = lay_out(
+    model_layout = lay_out(
         units,
-        get_strategy(given.name),
+        get_strategy(strategy.name),
         ranks,
-        given.dp_shard_size or ranks,
+        strategy.dp_shard_size or ranks,
         owner_map_of(config),
         shares_memory=shares,
-        offloads_params=Offload.PARAMS in given.on_host,
+        offloads_params=Offload.PARAMS in strategy.on_host,
     )
-    place = first_rank(division, ranks, device, shares_memory=shares)
-    about = config.precision.planned, config.prefetch.planned, config.strategy.on_host
-    step = StepPlan(division, place, *about)
-    shown, every = min(num_micro_batches, MOST_PLANNED_PASSES), config.accumulation.name == "every"
-    return TrainingPlan(step, reducing_passes(shown, every=every), kept_states(config))
+    position = first_position(model_layout, ranks, device, shares_memory=shares)
+    options = config.precision.planned, config.prefetch.planned, strategy.on_host
+    step = StepPlan(model_layout, position, *options)
+    passes, every = min(num_micro_batches, MOST_PLANNED_PASSES), config.accumulation.name == "every"
+    return TrainingPlan(step, reducing_passes(passes, every=every), kept_states(config))
 
 
 def engine_steps(
@@ -73,8 +77,8 @@ def engine_steps(
 ) -> Steps:
     """Return the steps of a rank under `engine`, recorded in `recorder`.
 
-    `strategy` is the requested one; the plan's may differ if a rank is alone. UsageError if the
-    engine does not support the strategy.
+    `strategy` is the requested strategy. The strategy of `plan` may differ if there is one rank.
+    UsageError if the engine does not support the strategy.
     """
     check_strategy(engine, strategy)
     if engine == DDP:
@@ -90,15 +94,17 @@ def planned_steps(
     """Return the steps of a rank for a resolved configuration, as `steps_of`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
     fused = engine.emulated.fused_optimizer or config.optimizer.name != ADAMW
-    again = engine.emulated.reentrant_checkpoints and config.activation_checkpointing.name == "full"
-    about = (engine.name, strategy, units, plan, recorder)
-    return engine_steps(*about, fused=fused, regathers=again)
+    regathers = (
+        engine.emulated.reentrant_checkpoints and config.activation_checkpointing.name == "full"
+    )
+    options = (engine.name, strategy, units, plan, recorder)
+    return engine_steps(*options, fused=fused, regathers=regathers)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
     """Return the plan of the rank that needs the most memory.
 
-    Among many ranks, this is the one that owns the most, because all it keeps follows from that.
+    Among many ranks, it is the rank that owns most elements: its states follow from them.
     """
     layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     is_even = all(layout.is_even for layout in layouts)
@@ -119,8 +125,8 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
 class SentBytes:
     """The bytes of parameters and gradients that a rank sends in a step."""
 
-    intra_replica: float  # to the ranks that share its replica
-    inter_replica: float  # to the ranks that hold the same part of other replicas
+    intra_replica: float  # to ranks of the same replica
+    inter_replica: float  # to the ranks with the same shard of other replicas
 
     @property
     def total(self) -> int:
@@ -135,9 +141,9 @@ def sent_per_step(
     every = config.accumulation.name == "every"
     reduces = reducing_passes(num_micro_batches, every=every)
     plan = TrainingPlan(plan.step, reduces, plan.states)
-    recorder, place = TrafficRecorder(), plan.step.position
+    recorder, position = TrafficRecorder(), plan.step.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(
-        recorder.sent(RankGroup.SHARD, place.size),
-        recorder.sent(RankGroup.REPLICAS, place.num_replicas),
+        recorder.sent(RankGroup.SHARD, position.size),
+        recorder.sent(RankGroup.REPLICAS, position.num_replicas),
     )

@@ -14,11 +14,12 @@ from fsdpctl.predict.peak import StepEstimate
 from fsdpctl.resolve.run_plan import RunPlan
 
 _GIB = 1 << 30
-MEMORY_ACCURACY = "memory_accuracy.json"  # which `benchmarks/estimates.py` writes
+MEMORY_ACCURACY = "memory_accuracy.json"  # written by `benchmarks/estimates.py`
 _MIN_RESERVE = 0.05  # share of the memory of a GPU
-_MIN_MEASUREMENTS = 5  # published measurements of a kind, else the errors of all kinds count
-_LONG_TOKENS = 1 << 16  # tokens of a sample
-_SMALL_PARAMS = 1_000_000_000  # parameters
+# With fewer published measurements of a kind of run, the errors of all kinds count.
+_MIN_MEASUREMENTS = 5
+_LONG_TOKENS = 1 << 16  # per sample
+_SMALL_PARAMS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,38 +30,36 @@ class ByteRange:
     high: int
 
 
-# Assumed, not computed: a process that uses the device, and each communicator.
+# Assumed bytes of a process that uses the device, and of each communicator.
 _CONTEXT_BYTES = {
     "cuda": ByteRange(int(0.4 * _GIB), int(0.7 * _GIB)),
     "cpu": ByteRange(int(0.25 * _GIB), int(0.5 * _GIB)),
 }
 _COMMUNICATOR_BYTES = ByteRange(int(0.05 * _GIB), int(0.6 * _GIB))
-_WORKER_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
+_WORKER_BYTES = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # host memory of a worker without its model
 
 
 @cache
 def memory_errors() -> dict[str, list[float]]:
-    """Return the errors of the estimated memory of published runs, by kind."""
+    """Return the relative errors of the memory estimates of published runs, by kind of run."""
     return read_json(package_folder("conf") / MEMORY_ACCURACY, dict[str, list[float]])
 
 
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
-    """The memory of the fullest rank."""
+    """The estimated memory of the rank that needs most."""
 
     plan: RunPlan
     num_params: int
-    num_trained: int  # of them
-    num_active: int  # of them, used by a token
+    num_trained: int  # parameters that are trained
+    num_active: int  # parameters that a token uses
     frozen_bytes: int  # of all frozen parameters
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
-    assumed_packages: tuple[str, ...] = ()  # whose kernels are assumed
-    shared_bytes: int = (
-        0  # bytes that the ranks of the machine share, of which each counts its share
-    )
+    assumed_packages: tuple[str, ...] = ()  # the estimate assumes their kernels
+    shared_bytes: int = 0  # that the ranks of a machine share; each rank counts its share
 
     @property
     def config(self) -> Resolved:
@@ -98,12 +97,12 @@ class RunEstimate:
 
     @property
     def available(self) -> int:
-        """The bytes that are left for the allocator in any case."""
+        """The bytes that are left for the allocator if memory outside it is at its maximum."""
         return self.memory_bytes - self.outside_allocator.high
 
     @property
     def margin(self) -> int:
-        """The bytes left of `available`, or per rank of host memory if less; negative: missing."""
+        """The bytes to spare on the device, or per rank on the host if less; negative: missing."""
         on_device = self.available - self.peak_reserved
         if self.host_limit is None:
             return on_device
@@ -111,7 +110,7 @@ class RunEstimate:
 
     @property
     def kind(self) -> str:
-        """The kind of the run, by what predictions err most in."""
+        """The kind of the run: estimates of runs of one kind have similar errors."""
         config, model = self.config, self.config.model
         if config.strategy.on_host or config.activation_checkpointing.offloads_inputs:
             return "offloaded"
@@ -125,9 +124,9 @@ class RunEstimate:
 
     @property
     def reserve_share(self) -> float:
-        """The share of `available` that a selection leaves, for what an estimate misses.
+        """The share of `available` that a selection leaves, for errors of the estimate.
 
-        Estimates of published runs of this kind missed no more.
+        It is the largest underestimate for published runs of this kind.
         """
         if self.config.launch.device == "cpu":
             return 0
@@ -143,10 +142,12 @@ class RunEstimate:
 
     @property
     def leaves_reserve(self) -> bool:
+        """Whether the run fits and leaves `reserve` bytes."""
         return self.fits and self.peak_reserved <= self.available - self.reserve
 
     @property
     def verdict(self) -> str:
+        """`fits`, `thrashes` or `too_large`, as `StepEstimate.verdict`; counts host memory, too."""
         return "too_large" if self.lacks_host_memory else self.step.verdict(self.available)
 
     @property
@@ -156,33 +157,33 @@ class RunEstimate:
 
     @property
     def shortages(self) -> list[str]:
-        """Which memory does not suffice, a clause each; none if the run fits."""
+        """A clause for each kind of memory that does not suffice; empty if the run fits."""
         host = {"host memory": ("node", " (cluster.host_memory)")}
         return [
-            f"{what}: about {needed} needed per {each}, {limit} available{key}"
-            for what, needed, limit in self._lacking
-            for each, key in [host.get(what, ("rank", ""))]
+            f"{kind}: about {needed} needed per {owner}, {limit} available{key}"
+            for kind, needed, limit in self._lacking
+            for owner, key in [host.get(kind, ("rank", ""))]
         ]
 
     @property
     def excess(self) -> str:
-        what, needed, limit = self._lacking[0]
-        return f"{needed} of {limit}{f' {what}' if what != 'memory' else ''}"
+        """The needed and the available bytes of the memory that does not suffice."""
+        kind, needed, limit = self._lacking[0]
+        return f"{needed} of {limit}{f' {kind}' if kind != 'memory' else ''}"
 
     @property
     def _lacking(self) -> list[tuple[str, str, str]]:
-        found = []
+        lacking = []
         if self.step.verdict(self.available) != "fits":
-            found.append(
-                ("memory", self.peak_reserved + self.outside_allocator.high, self.memory_bytes)
-            )
+            needed = self.peak_reserved + self.outside_allocator.high
+            lacking.append(("memory", needed, self.memory_bytes))
         if self.host_limit is not None and self.lacks_host_memory:
-            found.append(("host memory", self.node_bytes, self.host_limit))
-        return [(what, format_bytes(needed), format_bytes(limit)) for what, needed, limit in found]
+            lacking.append(("host memory", self.node_bytes, self.host_limit))
+        return [(kind, format_bytes(needed), format_bytes(most)) for kind, needed, most in lacking]
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The bytes of a checkpoint without its manifest: master weights and moments.
+        """The bytes of a checkpoint: master weights and moments, without the manifest.
 
         Frozen parameters of a pretrained model are not saved.
         """
@@ -196,7 +197,7 @@ class RunEstimate:
 
     @property
     def host_bytes(self) -> int:
-        """The approximate host memory of a worker, with the copy that a checkpoint is made of."""
+        """The approximate host memory of a worker, with the copy of an asynchronous checkpoint."""
         base = _WORKER_BYTES[str(self.config.launch.device)] + self.host_states
         if self.config.checkpoint.mode != "async":
             return base
@@ -208,15 +209,15 @@ class RunEstimate:
 
     @property
     def node_bytes(self) -> int:
-        """The approximate host memory of all workers of a node, on the CPU with their tensors."""
+        """The approximate host memory of a node's workers; with device=cpu, it includes tensors."""
         tensors = self.peak_reserved if self.config.launch.device == "cpu" else 0
         return self._ranks_per_node * (self.host_bytes + tensors)
 
     @property
     def host_limit(self) -> int | None:
-        """The bytes of a node's host memory, if they are known.
+        """The bytes of a node's host memory, if they are known and could be exceeded.
 
-        On the CPU, only states in host memory need more than `memory_bytes` of each rank.
+        CPU ranks need more than `memory_bytes` only for states in host memory.
         """
         limit = self.config.cluster.host_memory
         if limit is None or (self.config.launch.device == "cpu" and not self.host_states):

@@ -1,4 +1,4 @@
-"""Changes with which a run fits, cheapest first."""
+"""Suggestions: changed settings with which a run fits into memory, cheapest first."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,8 @@ from fsdpctl.resolve.run_plan import RunPlan
 FittingSuggestion = tuple[Suggestion, RunEstimate]
 
 _MOST_SUGGESTED = 3
-# In which settings are dispensed with: the last of those first, or smaller micro-batches first.
+# Savings that turn out to be unnecessary are dropped again, in one of these orders: the most
+# expensive first, or the smaller micro-batch first.
 _DROP_ORDER = (savings.PARAM_OFFLOAD, *savings.SAVINGS_TOGETHER[::-1])
 _DROP_ORDERS = (_DROP_ORDER, (savings.MICRO_BATCH_OF_ONE, *_DROP_ORDER))
 
@@ -31,134 +32,145 @@ _DROP_ORDERS = (_DROP_ORDER, (savings.MICRO_BATCH_OF_ONE, *_DROP_ORDER))
 def suggest(
     estimator: Estimator, plan: RunPlan, *, more_ranks: bool = True
 ) -> list[FittingSuggestion]:
-    """Return up to three changes that make a run fit, cheapest first.
+    """Return up to three suggestions with which a run fits, cheapest first.
 
-    A model with pretrained weights, or with `more_ranks` any, may also be trained by adapters.
-    If no single setting suffices, they are several together, each of which is needed, and with
-    `more_ranks` the fewest nodes that suffice. Changes on the same ranks are ordered by the
-    predicted step time; if the hardware is not specified, or if error bands of two kinds overlap,
-    by what they cost: nothing, a little time, communication, computation.
+    If no single setting suffices, a suggestion combines several settings, each of which is needed.
+    `more_ranks` allows a suggestion with the fewest nodes that suffice. Adapters are suggested
+    besides, for pretrained weights or with `more_ranks`.
+
+    Suggestions for the same ranks are ordered by the predicted step time. If the hardware is not
+    specified, or if the error bands of two kinds of runs overlap, the order is that of their cost:
+    nothing, a little time, communication, computation.
     """
-    with doing("looking for changes that fit"):
+    with doing("looking for settings that fit"):
         search = _SuggestionSearch(estimator, plan)
-        found = search.alone() or search.together(more_ranks=more_ranks)
+        suggestions = search.alone() or search.together(more_ranks=more_ranks)
         if plan.config.model.is_pretrained or more_ranks:
-            found += islice(search.fitting(savings.ADAPTERS.suggestions(plan)), 1)
-        return [(replace(change, time=search.time(each)), each) for change, each in found]
+            suggestions += islice(search.fitting(savings.ADAPTERS.suggestions(plan)), 1)
+        return [(replace(x, time=search.time(estimate)), estimate) for x, estimate in suggestions]
 
 
 class _SuggestionSearch:
     def __init__(self, estimator: Estimator, plan: RunPlan) -> None:
         self._estimator, self._plan = estimator, plan
 
-    def fitting(self, changes: Iterable[Suggestion]) -> Iterator[FittingSuggestion]:
-        """Yield the changes with which a run fits, and its estimate."""
-        for change in changes:
-            if (estimate := self._estimator.estimate_if_fits(change.plan)) is not None:
-                yield change, estimate
+    def fitting(self, suggestions: Iterable[Suggestion]) -> Iterator[FittingSuggestion]:
+        """Yield the suggestions with which a run fits, each with the estimate of the run."""
+        for suggestion in suggestions:
+            if (estimate := self._estimator.estimate_if_fits(suggestion.plan)) is not None:
+                yield suggestion, estimate
 
     def time(self, estimate: RunEstimate) -> RunTime | None:
-        """Return the predicted time, unless it is for assumed hardware."""
+        """Return the predicted time of a run; None if its hardware is assumed or a CPU."""
         with suppress(UsageError):
-            found = run_time(self._estimator, estimate)
-            return found if found.band else None
+            time = run_time(self._estimator, estimate)
+            return time if time.band else None
         return None
 
     def alone(self) -> list[FittingSuggestion]:
-        """Return single settings that suffice; of the values of one setting, the fastest."""
+        """Return single settings that suffice, each with its fastest value."""
         single = (
-            change for knob in savings.SAVINGS_ALONE for change in knob.suggestions(self._plan)
+            suggestion
+            for saving in savings.SAVINGS_ALONE
+            for suggestion in saving.suggestions(self._plan)
         )
-        found: list[FittingSuggestion] = []
-        for each in self._by_time(list(self.fitting(chain(self._recomputed(), single)))):
-            keys = each[0].values.keys()  # strategies differ in more than their degree
-            if "strategy" in keys or all(keys != faster.values.keys() for faster, _ in found):
-                found.append(each)
-        return found[:_MOST_SUGGESTED]
+        fastest: list[FittingSuggestion] = []
+        for each in self._by_time(list(self.fitting(chain(self._recomputation(), single)))):
+            keys = each[0].values.keys()
+            # Strategies differ in more than their degree, so all that fit are listed.
+            if "strategy" in keys or all(keys != other.values.keys() for other, _ in fastest):
+                fastest.append(each)
+        return fastest[:_MOST_SUGGESTED]
 
-    def _recomputed(self) -> Iterator[Suggestion]:
+    def _recomputation(self) -> Iterator[Suggestion]:
         """Yield the recomputation that is predicted to be fastest of those that suffice."""
         with suppress(UsageError):
-            asked = with_auto(self._plan.requested, [RECOMPUTATION])
-            for each in rank_candidates(self._estimator, asked, complete=False).ranked[:1]:
+            config = with_auto(self._plan.requested, [RECOMPUTATION])
+            for each in rank_candidates(self._estimator, config, complete=False).ranked[:1]:
                 values = savings.recomputation_values(self._plan, each.selection.recomputation)
-                yield Suggestion(
-                    values, "blocks are recomputed", savings.changed_plan(self._plan, values)
-                )
+                plan = savings.changed_plan(self._plan, values)
+                yield Suggestion(values, "blocks are recomputed", plan)
 
     def together(self, *, more_ranks: bool) -> list[FittingSuggestion]:
-        """Return settings that suffice together, for each treatment of the optimizer states."""
-        here, kept = Suggestion({}, "", self._plan), list[FittingSuggestion]()
+        """Return combinations that suffice, one or more for each saving of optimizer states."""
+        unchanged, fitting = Suggestion({}, "", self._plan), list[FittingSuggestion]()
         for states in savings.STATE_SAVINGS:
-            there = any("states" in x.values.get("strategy.offload", "") for x, _ in kept)
-            if states == (savings.GRADIENT_OFFLOAD,) and there:
+            offloads = any("states" in x.values.get("strategy.offload", "") for x, _ in fitting)
+            if states == (savings.GRADIENT_OFFLOAD,) and offloads:
                 continue
             for order in _DROP_ORDERS:
-                found = self._needed(here, states, order)
-                if found and found[0].settings not in [each.settings for each, _ in kept]:
-                    kept.append(found)
-        kept = self._by_time(kept)
-        nodes = self._on_more_nodes() if more_ranks else None
-        return kept[:_MOST_SUGGESTED] if nodes is None else [*kept[: _MOST_SUGGESTED - 1], nodes]
+                needed = self._needed(unchanged, states, order)
+                if needed and needed[0].settings not in [each.settings for each, _ in fitting]:
+                    fitting.append(needed)
+        fitting = self._by_time(fitting)
+        more = self._on_more_nodes() if more_ranks else None
+        return (
+            fitting[:_MOST_SUGGESTED] if more is None else [*fitting[: _MOST_SUGGESTED - 1], more]
+        )
 
     def _on_more_nodes(self) -> FittingSuggestion | None:
-        """Return the fewest nodes on which settings suffice that round nothing, and these."""
+        """Return the fewest nodes that suffice, with savings that keep the optimizer states' dtype.
+
+        None if no number of nodes suffices.
+        """
         nodes = list(savings.more_nodes(self._plan))
-        fewest = [
-            (
-                bisect_left(
-                    nodes,
-                    True,
-                    key=lambda n: self._fit(_with_savings(n, _all_savings(x))) is not None,
-                ),
-                x,
+
+        def fewest(states: Sequence[MemorySaving]) -> int:
+            every = _all_savings(states)
+            return bisect_left(
+                nodes, True, key=lambda each: self._fit(_with_savings(each, every)) is not None
             )
-            for x in savings.STATE_SAVINGS[:2]
-        ]
-        index, states = min(fewest, key=lambda each: each[0])
+
+        counts = [(fewest(states), states) for states in savings.STATE_SAVINGS[:2]]
+        index, states = min(counts, key=lambda each: each[0])
         return None if index == len(nodes) else self._needed(nodes[index], states, _DROP_ORDERS[0])
 
     def _needed(
         self, base: Suggestion, states: Sequence[MemorySaving], order: Iterable[MemorySaving]
     ) -> FittingSuggestion | None:
-        """Return `base` with the settings that it needs to fit; None if all do not suffice.
+        """Return `base` with the savings that it needs to fit; None if all savings do not suffice.
 
-        The settings are dispensed with in `order`.
+        Unnecessary savings are dropped in `order`.
         """
-        knobs = _all_savings(states)
-        found = self._fit(_with_savings(base, knobs))
-        for knob in order if found else ():
-            fewer = [each for each in knobs if each is not knob]
+        needed = _all_savings(states)
+        fitting = self._fit(_with_savings(base, needed))
+        for saving in order if fitting else ():
+            fewer = [each for each in needed if each is not saving]
             if (less := self._fit(_with_savings(base, fewer))) is not None:
-                knobs, found = fewer, less
-        if found and savings.MICRO_BATCH_OF_ONE in knobs:  # as many as fit
+                needed, fitting = fewer, less
+        one = savings.MICRO_BATCH_OF_ONE
+        if fitting and one in needed:
+            # One sample fits: try larger micro-batches, the largest first.
             for size in halves(base.plan):
-                some = replace(
-                    savings.MICRO_BATCH_OF_ONE, values=partial(micro_batches, sizes=[size])
-                )
-                larger = [some if each is savings.MICRO_BATCH_OF_ONE else each for each in knobs]
+                sized = replace(one, values=partial(micro_batches, sizes=[size]))
+                larger = [sized if each is one else each for each in needed]
                 if (better := self._fit(_with_savings(base, larger))) is not None:
                     return better
-        return found
+        return fitting
 
-    def _fit(self, change: Suggestion) -> FittingSuggestion | None:
-        return next(self.fitting([change]), None)
+    def _fit(self, suggestion: Suggestion) -> FittingSuggestion | None:
+        return next(self.fitting([suggestion]), None)
 
-    def _by_time(self, found: list[FittingSuggestion]) -> list[FittingSuggestion]:
-        """Sort by the predicted step time; changes that may err by their difference stay."""
+    def _by_time(self, fitting: list[FittingSuggestion]) -> list[FittingSuggestion]:
+        """Sort by the predicted step time.
+
+        The order of two suggestions remains if their error bands do not tell which is faster, or if
+        the hardware is not specified.
+        """
         try:
-            plans = [replace(x.plan, config=with_specs(x.plan.config)[0]) for x, _ in found]
+            plans = [replace(x.plan, config=with_specs(x.plan.config)[0]) for x, _ in fitting]
             times = [self._estimator.predict(each).seconds for each in plans]
-        except UsageError:  # the hardware is not specified
-            return found
+        except UsageError:
+            return fitting
         in_order: list[tuple[FittingSuggestion, float]] = []
-        for one, seconds in zip(found, times, strict=True):
-            place = len(in_order)
-            while place and is_faster(
-                (one[1], seconds), (in_order[place - 1][0][1], in_order[place - 1][1])
-            ):
-                place -= 1
-            in_order.insert(place, (one, seconds))
+        for each, seconds in zip(fitting, times, strict=True):
+            index = len(in_order)
+            while index:
+                (_, estimate), other = in_order[index - 1]
+                if not is_faster((each[1], seconds), (estimate, other)):
+                    break
+                index -= 1
+            in_order.insert(index, (each, seconds))
         return [each for each, _ in in_order]
 
 
@@ -166,16 +178,16 @@ def _all_savings(states: Sequence[MemorySaving]) -> list[MemorySaving]:
     return [*savings.SAVINGS_TOGETHER, *states, savings.PARAM_OFFLOAD]
 
 
-def _with_savings(base: Suggestion, knobs: Iterable[MemorySaving]) -> Suggestion:
-    """Return `base` with the last change of each knob, in their order."""
+def _with_savings(base: Suggestion, combined: Iterable[MemorySaving]) -> Suggestion:
+    """Return `base` with the last suggestion of each saving, applied one after another."""
     plan, values = base.plan, dict[str, object]()
     costs, effects = list[str](), list[str]()
-    for knob in knobs:
-        for change in [*knob.suggestions(plan)][-1:]:
-            values = {k: v for k, v in values.items() if k not in change.values}
-            values |= change.values
-            plan = change.plan
-            costs.append(change.cost)
-            effects.append(change.effect)
+    for saving in combined:
+        for suggestion in [*saving.suggestions(plan)][-1:]:
+            values = {k: v for k, v in values.items() if k not in suggestion.values}
+            values |= suggestion.values
+            plan = suggestion.plan
+            costs.append(suggestion.cost)
+            effects.append(suggestion.effect)
     cost, effect = ("; ".join(filter(None, x)) for x in (costs, [*effects, base.effect]))
     return Suggestion({**values, **base.values}, cost, plan, effect)

@@ -1,4 +1,4 @@
-"""The lines that describe a ranking of `auto`, and changes of settings that make a run fit."""
+"""The lines that describe a ranking of `auto`, and suggestions with which a run fits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,8 +27,8 @@ def _reason(ranking: Ranking) -> str:
     among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
     reason = f"fastest {among} that fits"
     if fastest.seconds < first.seconds:
-        alike = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
-        least = min(each.estimate.peak_reserved for each in alike)
+        tied = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
+        least = min(each.estimate.peak_reserved for each in tied)
         is_least = first.estimate.peak_reserved <= least
         what = "least memory" if is_least else "least recomputation"
         reason = f"{what} among the fastest {among} that fit"
@@ -64,12 +64,12 @@ def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:
     return (f"{'cluster':<8}sized for this machine's CPU; {sizes}",)
 
 
-def describe_suggestions(changes: Sequence[tuple[Suggestion, RunEstimate]]) -> list[str]:
-    """Return a line for each change of settings with which a run fits into memory."""
-    if not changes:
+def describe_suggestions(suggestions: Sequence[tuple[Suggestion, RunEstimate]]) -> list[str]:
+    """Return a line for each suggestion with which a run fits into memory."""
+    if not suggestions:
         return ["to fit  no change found that makes it fit"]
     return [
-        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(change.settings)}: "
-        f"{format_bytes(estimate.peak_reserved)}, {change.figures}".rstrip(", ")
-        for number, (change, estimate) in enumerate(changes, start=1)
+        f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(suggestion.settings)}: "
+        f"{format_bytes(estimate.peak_reserved)}, {suggestion.figures}".rstrip(", ")
+        for number, (suggestion, estimate) in enumerate(suggestions, start=1)
     ]

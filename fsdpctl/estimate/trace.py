@@ -41,18 +41,20 @@ from fsdpctl.predict.model_pass import (
 
 
 class _AllocationTracer(TorchDispatchMode):
-    """Records which storages are allocated and freed."""
+    """Records the allocations, the frees and the work of a pass."""
 
     def __init__(self, device: str, kernel: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.position = PassPosition(PassPart.BEFORE)
-        self.pass_number = 0  # of the pass
-        self.counts_work = False  # the work of the pass
+        self.pass_number = 0
+        self.counts_work = False
         self.parts: dict[PassPosition, list[MemoryEvent]] = {}
         self.work: dict[PassPosition, list[Work]] = {}
-        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}  # by pass and position
+        self._allocs: dict[
+            tuple[int, PassPosition], list[Alloc]
+        ] = {}  # by number of the pass and position
         self._is_cuda, self._kernel = device == "cuda", kernel
-        # By storage: pass, position, number.
+        # By storage: number of the pass, position, ordinal of the allocation.
         self._live: dict[int, tuple[int, PassPosition, int]] = {}
         self._storage_refs: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
@@ -61,7 +63,7 @@ class _AllocationTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would enter and leave it for each operator
+        return False  # otherwise torch enters and leaves the mode for each operator
 
     def begin_pass(self) -> None:
         self.pass_number += 1
@@ -73,6 +75,7 @@ class _AllocationTracer(TorchDispatchMode):
         self.parts.setdefault(position, [])
 
     def ignore(self, tensor: Tensor) -> None:
+        """Record no events of a tensor that exists before the passes, such as a parameter."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(
@@ -102,18 +105,21 @@ class _AllocationTracer(TorchDispatchMode):
         return result
 
     def _unpack(self, target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
-        """Run one of several equal parts, each of which gives its memory back."""
-        found = self.work.setdefault(self.position, [])
-        before = len(found)
+        """Trace a dequantization in `times` equal parts, each of which frees its memory.
+
+        One part is run, and its work counts `times`.
+        """
+        work = self.work.setdefault(self.position, [])
+        before = len(work)
         with self:
             dequantize_parts(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
-        part = [each._replace(name=UNPACKING + packing) for each in found[before:]]
-        found[before:] = times * part
+        part = [each._replace(name=UNPACKING + packing) for each in work[before:]]
+        work[before:] = times * part
 
     def _assumed_value(self, tensor: Tensor) -> bool | int:
         """Return the value that a module reads: `all` true, `any` false, the index of an expert 0.
 
-        Libraries use these to check whether a mask masks anything, or a number is not finite.
+        Libraries read such values to check whether a mask is empty, or a number is finite.
         """
         if tensor.dtype != torch.bool:
             return self._routing.expert_index(tensor)
@@ -125,17 +131,16 @@ class _AllocationTracer(TorchDispatchMode):
         if key in self._live or key in self._ignored or not storage.nbytes():
             return
         if self._is_cuda and tensor.device.type == "cpu":
-            return  # in host memory on CUDA too, such as the seed of a mask
-        happenings = self.parts[self.position]
-        made = self._allocs.setdefault((self.pass_number, self.position), [])
+            return  # a tensor in host memory on CUDA too, such as the seed of a mask
+        allocs = self._allocs.setdefault((self.pass_number, self.position), [])
         dtype = dtype_name(tensor.dtype)
-        shape = ",".join(map(str, tensor.shape))  # without spaces, where lines wrap
-        what = f"{func._schema.name.removeprefix('aten::')} {dtype} [{shape}]"
+        shape = ",".join(map(str, tensor.shape))  # no spaces, at which lines would wrap
+        description = f"{func._schema.name.removeprefix('aten::')} {dtype} [{shape}]"
         nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)
-        entry = Alloc(len(made), nbytes, what)
-        made.append(entry)
-        happenings.append(entry)
-        self._live[key] = (self.pass_number, self.position, entry.ordinal)
+        alloc = Alloc(len(allocs), nbytes, description)
+        allocs.append(alloc)
+        self.parts[self.position].append(alloc)
+        self._live[key] = (self.pass_number, self.position, alloc.ordinal)
         self._storage_refs[key] = weakref.ref(storage, partial(self._on_free, key))
 
     def _on_free(self, key: int, _: object) -> None:
@@ -146,45 +151,49 @@ class _AllocationTracer(TorchDispatchMode):
         )
 
     def became_gradient(self, name: str, gradient: Tensor) -> None:
+        """Record that a tensor is the gradient of a parameter from now on."""
         key = gradient.untyped_storage()._cdata
         if key in self._live:
             _, position, index = self._live[key]
             self.parts[self.position].append(Gradient(position, index, name))
 
     def forget(self, gradient: Tensor) -> None:
-        """Leave a gradient to the engine, which frees it."""
+        """Record no free of a gradient: the engine frees gradients."""
         key = gradient.untyped_storage()._cdata
         if key in self._live:
             del self._storage_refs[key], self._live[key]
 
     def last_pass(self) -> TracedPass:
-        """Return the last pass; like tensors that outlive their passes are one and the same."""
+        """Return the last pass.
+
+        Tensors that outlive a pass are freed in the next pass. So the frees of the previous pass's
+        tensors are recorded as frees of the equal tensors of this pass, which outlive it.
+        """
         alive = sorted(self._live.values())
         outliving: dict[tuple[PassPosition, str], list[int]] = {}
         for number, position, index in alive:
             if number == self.pass_number:
-                what = self._allocs[number, position][index].description
-                outliving.setdefault((position, what), []).append(index)
+                description = self._allocs[number, position][index].description
+                outliving.setdefault((position, description), []).append(index)
 
         def renumbered(each: MemoryEvent) -> list[MemoryEvent]:
             if not (isinstance(each, Free) and each.from_previous_pass):
                 return [each]
             entry = self._allocs[self.pass_number - 1, each.position][each.ordinal]
-            like = outliving.get(
-                (each.position, entry.description)
-            )  # none if only every second pass has it
-            return [each._replace(ordinal=like.pop(0))] if like else []
+            # There is no equal tensor if only every second pass allocates it.
+            equal = outliving.get((each.position, entry.description))
+            return [each._replace(ordinal=equal.pop(0))] if equal else []
 
         parts = {
-            position: [each for happening in happenings for each in renumbered(happening)]
-            for position, happenings in self.parts.items()
+            position: [each for event in events for each in renumbered(event)]
+            for position, events in self.parts.items()
         }
-        kept = []
+        cached = []
         for number, position, index in alive:
             if number != self.pass_number:
                 entry = self._allocs[number, position][index]
-                kept.append(CachedTensor(position, entry.nbytes, entry.description))
-        return TracedPass(parts, tuple(kept), self.work)
+                cached.append(CachedTensor(position, entry.nbytes, entry.description))
+        return TracedPass(parts, tuple(cached), self.work)
 
 
 class _PositionHooks:
@@ -265,9 +274,9 @@ class _PositionHooks:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Keep torch's meta kernels from importing its compiler, which takes most of a second.
+    """Keep torch's meta kernels from importing torch._dynamo, which takes most of a second.
 
-    They use it only to mark themselves as not to be compiled, and nothing is compiled here.
+    The kernels only call `torch._dynamo.disable`, which has no effect without a compiler.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -278,11 +287,11 @@ def _without_compiler() -> Iterator[None]:
         marked.append(function)
         return function
 
-    stand_in = ModuleType("torch._dynamo")
+    substitute = ModuleType("torch._dynamo")
     config = SimpleNamespace(error_on_nested_fx_trace=False, patch=lambda **_: nullcontext())
-    stand_in.__dict__.update(disable=disable, config=config)
-    sys.modules["torch._dynamo"] = stand_in
-    torch.__dict__["_dynamo"] = stand_in
+    substitute.__dict__.update(disable=disable, config=config)
+    sys.modules["torch._dynamo"] = substitute
+    torch.__dict__["_dynamo"] = substitute
     try:
         yield
     finally:
@@ -298,10 +307,10 @@ def trace(
     device: str,
     kernel: str | None = None,
 ) -> TracedPass:
-    """Trace one pass that is not the first, cut at `units`, with the operators of `device`.
+    """Trace the second pass through a module, cut at `units`, with the operators of `device`.
 
-    `module` is on the meta device, with its parameters in the compute dtype. `run` runs a forward
-    and its backward; its result lives until the next call has returned.
+    `module` is on the meta device, with parameters in the compute dtype. `run` runs a forward and
+    its backward. The result of `run` lives until the next call of `run` has returned.
     """
     tracer = _AllocationTracer(device, kernel)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -315,13 +324,13 @@ def trace(
             torch.device("meta"),
             tracer,
         ):
-            held = None
+            result = None
             for tracer.counts_work in (False, True):
                 hooks.begin_pass()
-                held = run()
+                result = run()
                 hooks.end_pass()
         passed = tracer.last_pass()
-        del held
+        del result
     finally:
         hooks.remove()
     return passed

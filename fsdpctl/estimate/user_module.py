@@ -1,4 +1,4 @@
-"""`fsdpctl.estimate_memory`: the memory of your own module, without a device."""
+"""`fsdpctl.estimate_memory`: the memory of a user's module, without a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.estimate.planned_steps import (
     MOST_PLANNED_PASSES,
     engine_steps,
-    first_rank,
+    first_position,
     fullest_rank,
     reducing_passes,
 )
@@ -46,10 +46,10 @@ class Assumed:
 
     device: str = "cuda"  # or cpu
     engine: str = "fsdpctl"  # or fsdp2, ddp
-    allocator: str = "expandable"  # or native: of CUDA's memory
-    activation_checkpointing: str = "none"  # or selective, full; of each block
-    num_micro_batches: int = 1  # of a step
-    reduce: str = "every"  # or last: in which micro-batches gradients are reduced
+    allocator: str = "expandable"  # or native: the segments of CUDA's caching allocator
+    activation_checkpointing: str = "none"  # or selective, full: of each block
+    num_micro_batches: int = 1  # per step
+    reduce: str = "every"  # or last: the micro-batches in which gradients are reduced
     program: str = (
         NO_EMULATION  # or transformers_foreach: torch's default AdamW, with fsdp2 and ddp
     )
@@ -62,34 +62,36 @@ class MemoryEstimate:
     num_params: int
     rank: int
     step: StepEstimate
-    host_states: int  # bytes of states in host memory, by `Sharding.offload`
+    host_states: int  # bytes of states in host memory, which `Sharding.offload` moves there
 
     @property
     def peak_allocated(self) -> int:
+        """The bytes of all tensors at the peak."""
         return self.step.allocated
 
     @property
     def peak_reserved(self) -> int:
-        """The bytes that the caching allocator reserves; on the CPU, those of all tensors."""
+        """The bytes that the caching allocator reserves; on the CPU, the bytes of all tensors."""
         return self.step.peak_reserved
 
     @property
     def breakdown(self) -> dict[str, int]:
+        """The bytes at the peak by category; their sum is `peak_allocated`."""
         return self.step.breakdown
 
     def verdict(self, available: int | str) -> str:
         """Return `fits`, `thrashes` or `too_large` for an allocator with `available` bytes.
 
-        A size may be text, such as "76GiB". Memory outside the allocator (a CUDA context, NCCL)
-        must be subtracted first.
+        A size may be text, such as "76GiB". Subtract memory outside the allocator first: the CUDA
+        context and NCCL.
         """
         if isinstance(available, str):
             available = parse_bytes(available, "available")
         return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
-        about = {"num_parameters": self.num_params, "rank": self.rank}
-        return {**about, "host_states_bytes": self.host_states, **self.step.to_dict()}
+        counts = {"num_parameters": self.num_params, "rank": self.rank}
+        return {**counts, "host_states_bytes": self.host_states, **self.step.to_dict()}
 
 
 def estimate_memory(
@@ -110,7 +112,8 @@ def estimate_memory(
         input_fn: makes the arguments of the module for a micro-batch of one rank: a tensor, a
             tuple, or a dict of keyword arguments.
         world_size: the number of ranks.
-        loss_fn: computes the loss from the module's result; by default that itself, or its `loss`.
+        loss_fn: computes the loss from the module's result; by default, the loss is the result or
+            its attribute `loss`.
         sharding: a strategy's name, or all arguments of `shard_model` as a `Sharding`.
         assumed: device, engine, micro-batches, activation checkpointing.
 
@@ -118,24 +121,21 @@ def estimate_memory(
         UsageError: If a name is unknown, or sizes do not match the number of ranks.
     """
     _check(assumed, world_size)
-    given = Sharding(sharding) if isinstance(sharding, str) else sharding
-
-    def make() -> nn.Module:
-        with torch.device("meta"):
-            return module_fn()
-
-    module = make()
-    units = units_of(module, given)
-    compute = given.precision.param_dtype
-    given = replace(given, precision=_precision(module, given.precision, assumed.engine))
+    sharding = Sharding(sharding) if isinstance(sharding, str) else sharding
+    with torch.device("meta"):
+        module = module_fn()
+    units = units_of(module, sharding)
+    compute = sharding.precision.param_dtype
+    precision = _precision(module, sharding.precision, assumed.engine)
+    sharding = replace(sharding, precision=precision)
     dtype = None if compute is None else torch_dtype(str(compute))
     num_params = sum(param.numel() for param in module.parameters())
-    observed = PassTracer(MetaModule(module, units), dtype=dtype, device=assumed.device)
+    tracer = PassTracer(MetaModule(module, units), dtype=dtype, device=assumed.device)
     checkpointing = ActivationCheckpointingConfig(assumed.activation_checkpointing)
-    model_pass = observed.model_pass(_ForwardBackward(input_fn, loss_fn, dtype), checkpointing)
+    model_pass = tracer.model_pass(_ForwardBackward(input_fn, loss_fn, dtype), checkpointing)
     recorder = MemoryRecorder(model_pass, units[-1].name, last_is_head=units[-1].kind == "head")
-    strategy = get_requested_strategy(given)
-    plan = fullest_rank(assumed.engine, _training_plan(units, given, world_size, assumed))
+    strategy = get_requested_strategy(sharding)
+    plan = fullest_rank(assumed.engine, _training_plan(units, sharding, world_size, assumed))
     fused = PROGRAMS[assumed.program].fused_optimizer
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     step = estimate_steps(
@@ -158,26 +158,26 @@ def _check(assumed: Assumed, world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardBackward:
-    """A forward and its backward."""
+    """A forward of the module and its backward."""
 
     input_fn: Callable[[], Any]
     loss_fn: Callable[[Any], Tensor] | None
-    dtype: torch.dtype | None  # of floating inputs
+    dtype: torch.dtype | None  # to which floating-point inputs are cast; None: unchanged
 
     def __call__(self, module: nn.Module) -> None:
         try:
             self._run(module)
-        except RuntimeError as error:  # torch's, NotImplementedError too
-            why = [*str(error).strip().splitlines(), repr(error)][0]
-            problem = f"the module cannot run on the meta device: {why}"
+        except RuntimeError as error:  # NotImplementedError of torch is a RuntimeError
+            reason = [*str(error).strip().splitlines(), repr(error)][0]
+            problem = f"the module cannot run on the meta device: {reason}"
             raise UsageError(f"estimate_memory: {problem}") from error
 
     def _run(self, module: nn.Module) -> None:
-        given = _cast(self.input_fn(), self.dtype)
-        if isinstance(given, dict):
-            output = module(**given)
+        inputs = _cast(self.input_fn(), self.dtype)
+        if isinstance(inputs, dict):
+            output = module(**inputs)
         else:
-            output = module(*(given if isinstance(given, tuple) else (given,)))
+            output = module(*(inputs if isinstance(inputs, tuple) else (inputs,)))
         if self.loss_fn is not None:
             output = self.loss_fn(output)
         loss = getattr(output, "loss", output)
@@ -197,30 +197,30 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _precision(module: nn.Module, precision: Precision, engine: str) -> Precision:
-    found = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
-    if len(found) > 1:
-        names = ", ".join(sorted(found))
+    dtypes = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(dtypes))
         raise UsageError(f"estimate_memory: expected parameters of one dtype, got {names}")
     if engine == FSDPCTL:
         return precision
-    return replace(precision, master_dtype=found.pop() if found else "float32")
+    return replace(precision, master_dtype=dtypes.pop() if dtypes else "float32")
 
 
 def _training_plan(
-    units: tuple[UnitSpec, ...], given: Sharding, world_size: int, assumed: Assumed
+    units: tuple[UnitSpec, ...], sharding: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
-    strategy, on_host = get_requested_strategy(given), given.on_host
-    size = ranks_per_replica(strategy, world_size, given.dp_shard_size)
-    rests = Offload.PARAMS in on_host
-    shares = given.share_memory and world_size > 1 and assumed.device == "cpu" and not rests
-    about = {"shares_memory": shares, "offloads_params": rests}
-    division = lay_out(units, strategy, world_size, size, given.owner_map, **about)
-    place = first_rank(division, world_size, assumed.device, shares_memory=shares)
+    strategy, on_host = get_requested_strategy(sharding), sharding.on_host
+    size = ranks_per_replica(strategy, world_size, sharding.dp_shard_size)
+    offloads = Offload.PARAMS in on_host
+    shares = sharding.share_memory and world_size > 1 and assumed.device == "cpu" and not offloads
+    options = {"shares_memory": shares, "offloads_params": offloads}
+    model_layout = lay_out(units, strategy, world_size, size, sharding.owner_map, **options)
+    position = first_position(model_layout, world_size, assumed.device, shares_memory=shares)
     passes = min(assumed.num_micro_batches, MOST_PLANNED_PASSES)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
     if on_host and assumed.engine != FSDPCTL:
         problem = f"requires engine={FSDPCTL}, got engine={assumed.engine}"
         raise UsageError(f"strategy.offload={on_host}: {problem}")
-    step = StepPlan(division, place, given.precision, given.prefetch, on_host)
+    step = StepPlan(model_layout, position, sharding.precision, sharding.prefetch, on_host)
     step.check_offload()
     return TrainingPlan(step, reduces)

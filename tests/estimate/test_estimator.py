@@ -12,8 +12,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import error_kind, is_faster
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.largest import FIT_KEYS, largest_that_fits
+from fsdpctl.estimate.resolve_auto import estimates_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import estimates_of, largest_true
+from fsdpctl.estimate.search import largest_true
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.traced_model import MetaModule, TracedModel
 from fsdpctl.models.build_model import build_model

@@ -162,7 +162,7 @@ def test_the_verdict_names_the_reserve():
 @pytest.mark.slow
 def test_what_an_estimate_assumes_is_told(tmp_path):
     _, text = invoke("estimate-memory", "data=chat", "model.vocab_size=1000", *SMALL)
-    assert "note    samples of 512 tokens are assumed to hold documents of 256" in text
+    assert "note    samples of 512 tokens are assumed to contain documents of 256" in text
     assert "assumed to hold" not in invoke("estimate-memory", *SMALL)[1]
     (tmp_path / "a.txt").write_text("words " * 5000)
     few = [f"data.path={tmp_path / 'a.txt'}", "data=text", "train.tokens=1e9"]

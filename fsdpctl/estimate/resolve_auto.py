@@ -1,0 +1,111 @@
+"""The selection of settings that are `auto`, for every command."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.schema import Config, Filled
+from fsdpctl.config.selection import (
+    Selection,
+    auto_names,
+    reselected_names,
+    unset_names,
+    with_auto,
+)
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import (
+    Ranking,
+    is_distinct_on_cluster,
+)
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import rank_candidates
+from fsdpctl.estimate.summary import describe_ranking
+from fsdpctl.resolve.machine import supported_strategies
+from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
+
+# A resumed run selects again if one of these settings has changed.
+_SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "cluster.memory")
+
+
+def estimates_of(
+    estimator: Estimator, composed: Composed, *, every: bool
+) -> list[tuple[RunEstimate, Ranking | None]]:
+    """Estimate a configuration on its cluster, with the selection of `resolve_auto`.
+
+    With `every`, estimate each strategy that the engine and the other settings support, if it
+    differs from the others on this cluster. Keys that a strategy does not use are dropped. If
+    nothing fits, the estimate of a strategy is that of the defaults. UsageError if the
+    configuration is invalid.
+    """
+    config = estimator.prepare(composed, every=every).config
+    if not every:
+        return [resolve_auto(estimator, config)]
+    estimates, errors = [], []
+    names = supported_strategies(config)
+    for name in (each for each in names if is_distinct_on_cluster(config, each)):
+        try:
+            estimate, ranking = resolve_auto(estimator, config.with_strategy(name))
+            if ranking is not None and ranking.defaults and not ranking.ranked:
+                # Strategies that do not fit are compared with equal settings.
+                estimate, ranking = ranking.defaults, None
+            estimates.append((estimate, ranking))
+        except UsageError as error:
+            errors.append(error)
+    if not estimates:
+        raise errors[0]
+    return estimates
+
+
+def resolve_auto(estimator: Estimator, config: Filled) -> tuple[RunEstimate, Ranking | None]:
+    """Select the settings that are `auto`, and unset settings if their defaults do not fit.
+
+    All commands select by this function. Returns the estimate with the selection, and the ranking
+    if settings were selected. If nothing fits, the estimate is that of the closest combination.
+    UsageError if no combination is valid.
+    """
+    names = unset_names(config)
+    if auto_names(config):
+        ranking = rank_candidates(estimator, config)
+        if ranking.ranked or not names:
+            return ranking.estimate, ranking
+        defaults = ranking.estimate
+    else:
+        ranking, defaults = None, estimator.estimate(make_run_plan(config))
+        if defaults.fits or not names:
+            return defaults, None
+    selected = rank_candidates(estimator, with_auto(config, names), complete=False)
+    selected = replace(selected, defaults=defaults)
+    if not selected.ranked and selected.estimate.margin <= defaults.margin:
+        return defaults, ranking
+    return selected.estimate, selected
+
+
+def resolve_auto_of_run(
+    estimator: Estimator,
+    config: Filled,
+    stored: Config | None,
+    location: object,
+    note: Callable[[str], None],
+) -> tuple[RunPlan, RunEstimate, tuple[str, ...]]:
+    """Select what is `auto` for the ranks of a run; a resumed run keeps its selection.
+
+    `stored` is the configuration that a resumed run has stored in the file `location`. Returns the
+    plan, its estimate, and lines that explain the selection.
+    """
+    names: tuple[str, ...] = ()
+    if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
+        names = reselected_names(config, stored)
+    if stored is not None and names:
+        selection = Selection.of(stored)
+        plan = make_run_plan(with_auto(config, names), selection)
+        line = f"{'auto':<8}{selection.text(names)}, as in {location}"
+        return plan, estimator.estimate(plan), (line,)
+    if auto_names(config):
+        note("selecting the fastest configuration that fits")
+    _, ranking = resolve_auto(estimator, config)
+    if ranking is None:
+        plan = make_run_plan(config)
+        return plan, estimator.estimate(plan), ()
+    plan = make_run_plan(with_auto(config, ranking.names), ranking.selection)
+    return plan, estimator.estimate(plan), (*describe_ranking(ranking),)
