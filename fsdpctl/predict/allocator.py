@@ -1,10 +1,10 @@
-"""A model of CUDA's caching allocator: what it reserves for a sequence of allocations.
+"""A model of CUDA's caching allocator: the memory that it reserves for a sequence of allocations.
 
-After torch's c10/cuda/CUDACachingAllocator.cpp with its default settings. Requests up to 1 MiB and
-larger ones have pools of their own; each takes the smallest free block that is large enough and
-splits it if enough is left. Segments are 2 MiB, 20 MiB or multiples of 2 MiB; an expandable segment
-grows by 2 MiB (small requests) or 20 MiB instead. If the device has no more, all free segments
-are returned prev it is asked again.
+The model follows c10/cuda/CUDACachingAllocator.cpp in torch with its default settings. Requests up
+to 1 MiB and larger requests have separate pools. A request takes the smallest free block that is
+large enough, which is split if enough remains. Segments have 2 MiB, 20 MiB or multiples of 2 MiB.
+An expandable segment grows by 2 MiB (small requests) or 20 MiB instead. If the device is out of
+memory, the allocator returns all free segments and requests again.
 """
 
 from bisect import bisect_left, insort
@@ -13,9 +13,9 @@ from itertools import chain
 
 _MIB = 1 << 20
 _MIN_BLOCK_SIZE = 512
-_SMALL_SIZE = _MIB  # requests up to it are small
+_SMALL_SIZE = _MIB  # largest small request
 _SMALL_BUFFER, _LARGE_BUFFER = 2 * _MIB, 20 * _MIB
-_MIN_LARGE_ALLOC = 10 * _MIB  # requests from it get segments of their size
+_MIN_LARGE_ALLOC = 10 * _MIB  # smallest request that gets a segment of its size
 _SEGMENT_STRIDE = 1 << 50  # between the addresses of two segments
 
 
@@ -31,9 +31,9 @@ class _Block:
         self.size = size
         self.pool = pool
         self.is_free = True
-        self.prev: _Block | None = None  # its neighbors in the segment
+        self.prev: _Block | None = None  # neighbors in the segment
         self.next: _Block | None = None
-        self.unmapped = 0  # bytes of an expandable segment that were returned to the device
+        self.unmapped = 0  # bytes in an expandable segment that were returned to the device
 
 
 class _Pool:
@@ -47,7 +47,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Simulates allocations and counts them."""
+    """Simulates the allocations of a rank, and counts allocated and reserved bytes."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class CachingAllocator:
         capacity: int | None = None,
         streams: Mapping[int, int] | None = None,
     ) -> None:
-        """Allocate nothing yet; `capacity` limits the bytes that are reserved.
+        """Create an empty allocator, which reserves at most `capacity` bytes.
 
-        `streams` has the stream of each key; 0 for other keys.
+        `streams` maps keys of allocations to streams; other keys are on stream 0.
         """
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -72,15 +72,15 @@ class CachingAllocator:
         self._small, self._large = self._pools_of(0)
 
     def allocate(self, key: int, nbytes: int) -> None:
-        """Take at least `nbytes`, to be freed as `key`."""
+        """Allocate at least `nbytes`, which `free(key)` frees."""
         size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE or _MIN_BLOCK_SIZE
         if key in self._streams:
             pool = self._pools_of(self._streams[key])[size > _SMALL_SIZE]
         else:
             pool = self._small if size <= _SMALL_SIZE else self._large
         free = pool.free
-        place = bisect_left(free, (size, 0))
-        block = self._best_fit(pool, place) if place < len(free) else None
+        index = bisect_left(free, (size, 0))
+        block = self._best_fit(pool, index) if index < len(free) else None
         if block is None:
             block = self._new_block(pool, size)
         elif block.unmapped:
@@ -95,6 +95,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def free(self, key: int) -> None:
+        """Free an allocation; its block is merged with free neighbors."""
         block = self._live.pop(key)
         self.allocated -= block.size
         block.is_free = True
@@ -119,6 +120,7 @@ class CachingAllocator:
         insort(pool.free, (block.size, block.start, block))
 
     def allocate_temporary(self, key: int, nbytes: int) -> None:
+        """Allocate `nbytes` and free them at once."""
         pool = self._small if nbytes <= _SMALL_SIZE else self._large
         size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE
         if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].unmapped:
@@ -128,52 +130,52 @@ class CachingAllocator:
         self.free(key)
 
     def empty_cache(self) -> None:
-        """Return wholly free memory to the device."""
+        """Return free segments, or free pages of expandable segments, to the device."""
         for pool in chain(*self._pools.values()):
             if self._expandable:
                 for _, start, block in pool.free:
-                    # Only pages that are wholly in the block.
+                    # A page is unmapped only if the block contains all of it.
                     first = -(-start // pool.page_size) * pool.page_size
                     whole = max(0, (start + block.size) // pool.page_size * pool.page_size - first)
                     self.reserved -= max(0, whole - block.unmapped)
                     block.unmapped = max(block.unmapped, whole)
                 continue
-            kept = []
+            remaining = []
             for entry in pool.free:
                 if entry[2].prev is None and entry[2].next is None:
                     self.reserved -= entry[0]
                 else:
-                    kept.append(entry)
-            pool.free = kept
+                    remaining.append(entry)
+            pool.free = remaining
 
     def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
         if stream not in self._pools:
-            # A block of a segment that cannot grow is only split if more than a small one is left.
+            # torch splits a large block of a fixed segment only if more than 1 MiB remains.
             least = _MIN_BLOCK_SIZE if self._expandable else _SMALL_SIZE + 1
             self._pools[stream] = _Pool(_SMALL_BUFFER, _MIN_BLOCK_SIZE), _Pool(_LARGE_BUFFER, least)
         return self._pools[stream]
 
-    def _best_fit(self, pool: _Pool, place: int) -> _Block:
-        """Return the smallest block that is large enough; the end of a segment comes last."""
-        block = pool.free[place][2]
-        if block is pool.last and place + 1 < len(pool.free):
-            place += 1
-            block = pool.free[place][2]
-        del pool.free[place]
+    def _best_fit(self, pool: _Pool, index: int) -> _Block:
+        """Take the smallest block from `index` on; the end of an expandable segment comes last."""
+        block = pool.free[index][2]
+        if block is pool.last and index + 1 < len(pool.free):
+            index += 1
+            block = pool.free[index][2]
+        del pool.free[index]
         return block
 
     def _new_block(self, pool: _Pool, size: int) -> _Block:
         if self._expandable:
             return self._grow(pool, size)
         if size <= _SMALL_SIZE:
-            wanted = _SMALL_BUFFER
+            nbytes = _SMALL_BUFFER
         elif size < _MIN_LARGE_ALLOC:
-            wanted = _LARGE_BUFFER
+            nbytes = _LARGE_BUFFER
         else:
-            wanted = -(-size // _SMALL_BUFFER) * _SMALL_BUFFER
-        self._reserve(wanted)
+            nbytes = -(-size // _SMALL_BUFFER) * _SMALL_BUFFER
+        self._reserve(nbytes)
         self._segments += 1
-        return _Block(self._segments * _SEGMENT_STRIDE, wanted, pool)
+        return _Block(self._segments * _SEGMENT_STRIDE, nbytes, pool)
 
     def _grow(self, pool: _Pool, size: int) -> _Block:
         last = pool.last
@@ -187,7 +189,8 @@ class CachingAllocator:
                 last.next = block
         else:
             grown = -(-(size - last.size) // pool.page_size) * pool.page_size
-            self._remove_free(last)  # its memory must not be returned
+            # `_reserve` may empty the cache, which must not unmap the block that grows.
+            self._remove_free(last)
             try:
                 self._reserve(grown + last.unmapped)
             except DeviceFullError:

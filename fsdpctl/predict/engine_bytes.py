@@ -1,8 +1,8 @@
 """The memory of fsdpctl's engine on a rank, exactly as planned.
 
-Counted are master weights, gradients, optimizer states, gathered parameters and the buffers in
-which gradients are reduced, through a step. Not counted are activations, nor gradients that
-autograd has made and the engine has not collected yet.
+It includes master weights, gradients, optimizer states, gathered parameters, and the buffers in
+which gradients are reduced. It excludes activations, and gradients of autograd until the engine
+collects the gradients.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ CATEGORIES = (
 
 
 class EngineBytes(StepRecorder):
-    """Adds up what the engine has allocated, by category."""
+    """Adds up the bytes that the engine has allocated, by category."""
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(CATEGORIES, 0)
@@ -55,10 +55,10 @@ class EngineBytes(StepRecorder):
 
 @dataclass(frozen=True, slots=True)
 class EnginePeak:
-    """The memory of the fullest rank."""
+    """The peak memory of the engine on the fullest rank."""
 
-    rank: int  # among those that share a replica
-    replica: int  # that it belongs to
+    rank: int  # within its replica
+    replica: int
     breakdown: dict[Category, int]  # at the peak
     largest: dict[Category, int]  # each category at its own peak
 
@@ -68,19 +68,19 @@ class EnginePeak:
 
 
 def engine_peak(plan: TrainingPlan) -> EnginePeak:
-    """Return the peak of the rank that needs the most memory; that of `plan` is ignored."""
+    """Return the peak of the rank that needs the most memory; the rank of `plan` is ignored."""
     return max(map(_peak_of_rank, fullest_ranks(plan)), key=lambda each: each.peak_bytes)
 
 
 def _peak_of_rank(plan: TrainingPlan) -> EnginePeak:
-    moments, place = timeline(plan), plan.step.position
-    peak = max(moments, key=lambda held: sum(held.values()))
-    largest = {each: max(held[each] for held in moments) for each in CATEGORIES}
-    return EnginePeak(place.rank, place.replica, peak, largest)
+    history, position = timeline(plan), plan.step.position
+    peak = max(history, key=lambda held: sum(held.values()))
+    largest = {each: max(held[each] for held in history) for each in CATEGORIES}
+    return EnginePeak(position.rank, position.replica, peak, largest)
 
 
 def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
-    """Return the memory of a rank throughout a step, after the first one."""
+    """Return the bytes of a rank by category after each change in the second step."""
     recorder = EngineBytes()
     steps = FsdpctlSteps(plan, recorder)
     steps.setup(draws=False)
@@ -95,33 +95,34 @@ def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
     flats = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
     if not all(layout.is_even for layout in flats):
         return [plan.at(rank) for rank in range(len(flats[0].shard_spans))]
-    # They differ only by the optimizer states of unlike parameters: some have more states.
+    # Ranks differ only by optimizer states: those of some parameters have more bytes.
     numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
     candidates = [
         plan.at(*divmod(rank, flats[0].shares_per_shard)) for rank in sorted({0, *numbers})
     ]
     if plan.states.dtype is None:
-        return candidates  # one more counter
-    unlike = list(_unlike_layouts(plan))
-    return [max(candidates, key=lambda each: sum(n * each.states_of(flat) for flat, n in unlike))]
+        return candidates  # one rank may have an additional step counter
+    kinds = list(_kinds_of_layouts(plan))
+    return [max(candidates, key=lambda each: sum(n * each.states_of(flat) for flat, n in kinds))]
 
 
-def _unlike_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
-    """Yield one of each kind of trained flat buffers with equal states, and their number."""
-    alike: dict[object, list[FlatLayout]] = {}
+def _kinds_of_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
+    """Yield one layout of each kind of trained flat buffers with equal states, and their number."""
+    kinds: dict[object, list[FlatLayout]] = {}
     for layout in plan.step.all_trained():
         states = plan.states
         cut = [
             (x.span, states.key(x.param), states.is_separate(x.param)) for x in layout.param_spans
         ]
-        alike.setdefault((layout.numel, *cut), []).append(layout)
-    yield from ((layouts[0], len(layouts)) for layouts in alike.values())
+        kinds.setdefault((layout.numel, *cut), []).append(layout)
+    yield from ((layouts[0], len(layouts)) for layouts in kinds.values())
 
 
 def _unlike_ranks(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
-    """Yield the parts of an even buffer where parameters meet whose states are kept apart.
+    """Yield the ranks whose shards of an even flat buffer may need more states than others.
 
-    Also those in the middle of a parameter whose states have more bytes than those of others.
+    Those are shards with parameters whose states are separate tensors, and shards of parameters
+    whose states are not compressed.
     """
     size = layout.owned_spans[0].numel
     for before, after in pairwise(layout.param_spans):

@@ -20,19 +20,19 @@ from fsdpctl.predict.model_pass import Work, WorkKind
 from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
-# Bytes per element that are moved in the time of a step in tiles, by benchmarks/update_time.py: six
-# times those of a step in float32.
+# Bytes per element of a step in tiles: the traffic that takes as long as the step, by
+# benchmarks/update_time.py. It is six times the traffic of a step in float32.
 _TILE_STEP_BYTES = 6 * 32
-# Of Muon's elementwise operators: passes over weights, gradient and mean, and bytes in bfloat16.
+# Muon's elementwise operators: passes over weights, gradient and mean; bytes in bfloat16.
 _MASTER_PASSES, _BYTES = 11, 10
-_NO_GROUP = -1  # the group of parameters that get no gradient
+_NO_GROUP = -1  # parameters without a gradient
 
 
 class HostSchedule:
-    """The gradients that leave a rank, the steps of its host, and the results that come back.
+    """The gradients that a rank copies to its host, the steps of the host, and their results.
 
-    Each unit is stepped once its gradient has arrived, in the order of the next forward. A unit
-    waits for its own result only.
+    The host steps units in the order of the next forward, each unit when its gradient has arrived.
+    Computation with a unit waits only for the result of this unit.
     """
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
@@ -44,12 +44,12 @@ class HostSchedule:
             for unit in (step.order.root, *step.order.forward)
         }
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
-        self._gradient_copies: dict[str, int] = {}  # copies of gradients to the host
-        self._last_copy: int | None = None  # the last of them, whose gradient is not freed yet
-        self._results: dict[str, int] = {}  # copies to the device, or steps if none are needed
+        self._gradient_copies: dict[str, int] = {}  # by unit: copies to the host
+        self._last_copy: int | None = None  # its gradient on the device must not be freed yet
+        self._results: dict[str, int] = {}  # by unit: copies to the device, or steps
 
     def offload_gradients(self, unit: str) -> None:
-        """Send a unit's complete gradients to the host, added to those that it has."""
+        """Copy the reduced gradients of a unit to the host, added to the gradients that it has."""
         if Offload.GRADIENTS not in self._plan.step.offload or unit not in self._owned:
             return
         self.wait_for_copy()
@@ -64,12 +64,12 @@ class HostSchedule:
         self._gradient_copies[unit] = self._last_copy
 
     def wait_for_copy(self) -> None:
-        """Wait until the gradients that were sent last can be freed."""
+        """Wait for the last copy of gradients, which can then be freed on the device."""
         self._recorder.wait(self._last_copy)
         self._last_copy = None
 
     def step(self) -> None:
-        """Let the host step all units. Two buffers for each direction limit how far it is ahead."""
+        """Step all units on the host; two pinned buffers per direction limit copies in flight."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         fetches = self._plan.step.fetches_gradients
         recorder.gradient_norm(
@@ -97,16 +97,17 @@ class HostSchedule:
             self._results[unit] = (results or steps)[-1]
 
     def wait(self, unit: str) -> None:
+        """Wait for the updated parameters of a unit."""
         self._recorder.wait(self._results.pop(unit, None), "optimizer")
 
 
 def _step_traffic(plan: TrainingPlan) -> int:
-    """Return the bytes that a step reads and writes in host memory, per element.
+    """Return the bytes per element that are read and written in host memory during a step.
 
     AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes
-    the parameter in the compute dtype. In tiles, it computes as long as it takes to move more.
-    Meanwhile the device reads the result unless it rests on the host, and writes gradients unless
-    they have left before.
+    the parameter in the compute dtype. A step in tiles counts traffic that takes as long. Meanwhile
+    the device reads the result unless parameters stay on the host, and writes gradients unless they
+    were offloaded during backward.
     """
     dtypes = plan.dtypes
     stepped = 2 * (dtypes.gradient.itemsize + (1 + plan.states.moments) * dtypes.master.itemsize)
@@ -119,26 +120,26 @@ def _step_traffic(plan: TrainingPlan) -> int:
 
 
 def allocate_states(plan: TrainingPlan, recorder: StepRecorder) -> None:
-    """Allocate the optimizer states of the parameters that have gradients, group by group."""
-    step, kept = plan.step, plan.states
+    """Allocate the optimizer states of parameters with gradients, group by group."""
+    step, states = plan.step, plan.states
 
     def group_of(param: ParamSpec) -> int:
-        return kept.key(param) if recorder.has_gradient(param) else _NO_GROUP
+        return states.key(param) if recorder.has_gradient(param) else _NO_GROUP
 
     runs = [
         (run, unit)
         for unit, layouts in step.trained.items()
         for layout in layouts
-        for run in optimizer_spans(layout, step.master_span(layout), group_of, kept.is_separate)
+        for run in optimizer_spans(layout, step.master_span(layout), group_of, states.is_separate)
         if run.group != _NO_GROUP
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
-        for size in kept.of_span(run, plan.dtypes.master.itemsize):
+        for size in states.of_span(run, plan.dtypes.master.itemsize):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
 
 
 def step_in_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
-    """Use the memory of a step in tiles, if it is one."""
+    """Allocate the temporary memory of a step in tiles, if the step is in tiles."""
     step = plan.step
     if plan.states.dtype is None or step.steps_on_host:
         return
@@ -158,9 +159,9 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
 
 
 def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
-    """Update the matrices of a rank by Muon, if it does; return their elements.
+    """Update the matrices of a rank if the optimizer is Muon; return their number of elements.
 
-    Takes the time of the rank with the most work. Matrices of one shape use the same memory.
+    The time is that of the rank with the most work. Matrices of one shape reuse the memory.
     """
     muon, itemsize = plan.states.muon, plan.dtypes.master.itemsize
     if muon is None:
@@ -169,11 +170,11 @@ def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
     owned = list(_matrices(plan.step))
     for shape in sorted(set(map(matrix_shape, owned))):
         keys: dict[str, int] = {}
-        for what, nbytes in muon.tensors(shape, itemsize):
+        for name, nbytes in muon.tensors(shape, itemsize):
             if nbytes:
-                keys[what] = recorder.allocate(Category.WORKSPACES, "", f"Muon: {what}", nbytes)
+                keys[name] = recorder.allocate(Category.WORKSPACES, "", f"Muon: {name}", nbytes)
             else:
-                recorder.free(keys.pop(what))
+                recorder.free(keys.pop(name))
     works = [_works(muon, matrix_shape(param), itemsize) for param in _most_matrices(plan.step)]
     recorder.optimizer_operators([work for of_shape in works for work in of_shape], "Muon")
     return sum(param.numel for param in owned)
@@ -187,15 +188,15 @@ def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
 
 
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    place = step.position
-    ranks = range(place.size) if step.strategy.shards_optimizer else [place.rank]
-    steps = (step.at(rank, place.replica) for rank in ranks)
+    position = step.position
+    ranks = range(position.size) if step.strategy.shards_optimizer else [position.rank]
+    steps = (step.at(rank, position.replica) for rank in ranks)
     return _matrices(max(steps, key=lambda each: sum(map(muon_flops, _matrices(each)))))
 
 
 @functools.cache
 def _works(muon: MuonSettings, shape: Shape, itemsize: int) -> tuple[Work, ...]:
-    """Return the operators of a matrix's update: its products, and passes over its elements."""
+    """Return the operators of a matrix's update: products, and passes over its elements."""
     passes = prod(shape) * (_MASTER_PASSES * itemsize + _BYTES)
     products = []
     for dims in muon.products(shape):

@@ -1,4 +1,4 @@
-"""Records a training step as operations on an allocator, with the purpose of each."""
+"""Records a training step as operations on an allocator, with their purposes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class AllocationPurpose:
     """The purpose of an allocation."""
 
     category: Category
-    unit: str  # "": none
+    unit: str  # empty: no unit
     description: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepPhase:
-    """A moment of a step."""
+    """The activity of a rank in a phase of a step, and the unit."""
 
     activity: str
     unit: str
@@ -40,23 +40,27 @@ _ACTIVITIES = {
 
 
 class MemoryRecorder(StepRecorder):
-    """The allocations and frees of one rank; the loss is computed after the unit `last`."""
+    """Records the allocations and frees of one rank; the loss follows the unit `last`."""
 
     def __init__(self, model_pass: ModelPass, last: str, *, last_is_head: bool) -> None:
         self.model_pass, self._last, self._last_is_head = model_pass, last, last_is_head
         self.operations: list[Operation] = []
-        self.phases: list[tuple[int, StepPhase]] = []  # where each begins
-        self._purposes: list[AllocationPurpose] = []  # of the keys that are not the program's
-        self.streams: dict[int, int] = {}  # of the keys that are not on stream 0
+        self.phases: list[
+            tuple[int, StepPhase]
+        ] = []  # the index of the first operation, and the phase
+        # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
+        self._purposes: list[AllocationPurpose] = []  # of the engine's keys
+        self.streams: dict[int, int] = {}  # by key, unless it is stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
-        # What outlives its pass, by the program's key: its current and its previous key.
+        # For tensors that are freed in the next pass, by key: the current and the previous key.
         self._held: dict[int, int] = {}
         self._old: dict[int, int | None] = {}
-        self._held_gradients: set[int] = set()  # the program's keys of gradients that are held
-        self._new_keys: dict[int, int] = {}  # for these, the key in this pass
+        self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
+        self._new_keys: dict[int, int] = {}  # by such a key, the key in this pass
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
 
     def begin(self) -> None:
+        """Begin a new list of operations and phases."""
         self.operations = []
         self.phases = []
 
@@ -97,8 +101,8 @@ class MemoryRecorder(StepRecorder):
             self._new_keys.clear()
         if operations:
             self.begin_phase(_ACTIVITIES[part], unit)
-            special = self.model_pass.held_over | self._held_gradients
-            if special and any(key in special for key, _ in operations):
+            outliving = self.model_pass.held_over | self._held_gradients
+            if outliving and any(key in outliving for key, _ in operations):
                 self.operations += self._with_new_keys(operations)
             else:
                 self.operations += operations
@@ -114,7 +118,7 @@ class MemoryRecorder(StepRecorder):
         self._held_gradients.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
-        """Give what is made while that of the pass before still exists a key of its own."""
+        """Give a tensor a new key while the tensor of the previous pass with its key exists."""
         for key, nbytes in operations:
             outlives = key in self.model_pass.held_over
             if nbytes > 0 and (outlives or key in self._held_gradients):
@@ -134,6 +138,7 @@ class MemoryRecorder(StepRecorder):
                 yield (self._new_keys.get(key, key), nbytes)
 
     def purpose(self, key: int) -> AllocationPurpose:
+        """Return the purpose of an allocation by its key."""
         if key >= self.model_pass.num_keys:
             return self._purposes[key - self.model_pass.num_keys]
         tensor = self.model_pass.tensors[key]

@@ -1,8 +1,8 @@
-"""The operators of a forward-backward pass, and what they allocate and free, in order.
+"""The operators of a forward-backward pass, and their allocations and frees, in order.
 
-A pass is a forward and its backward. It is cut where units begin and end. Its parts are observed on
-a model with few blocks; those of a model with many follow, because blocks that are alike allocate
-alike.
+A pass is a forward and its backward. It is cut into parts where units begin and end. The parts are
+traced on a model with few blocks. The parts of a model with many blocks follow, because equal
+blocks allocate equal memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,54 +13,54 @@ from typing import NamedTuple
 
 
 class WorkKind(StrEnum):
-    """The limit of an operator's speed."""
+    """The kind of an operator's work, which determines the limit of its speed."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
-    MEMORY = "memory"  # reading and writing
-    EXCHANGE = "exchange"  # between ranks that share each sample
+    MEMORY = "memory"  # reads and writes
+    EXCHANGE = "exchange"  # all-to-all between the ranks of a context-parallel group
 
 
 class Work(NamedTuple):
-    """One operator, by its name in torch.
+    """The work of one operator, by its name in torch.
 
-    `dims` are batch, rows, columns and the length of the sums of a matrix product; batch, heads,
-    length and width of attention, whose `flops` count what a causal mask leaves. The last is that
-    of the rows that are added to each row of a tensor in turn, by index.
+    `dims` of a matrix product are batch, rows, columns and the length of its sums. `dims` of
+    attention are batch, heads, length and width; its `flops` exclude masked products. The last of
+    the `dims` of `index_put` is the number of rows that are added to each row, one after another.
     """
 
     name: str
     kind: WorkKind
     flops: int
     nbytes: int  # read and written, each tensor once
-    itemsize: int  # bytes of an element that is multiplied
+    itemsize: int  # bytes of an element of the factors
     dims: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class PassPart(StrEnum):
-    """A kind of part of a pass; three of them belong to a unit."""
+    """A kind of part of a pass. FORWARD, BETWEEN and BACKWARD are parts of a unit."""
 
     BEFORE = "before"  # before the model is called
     START = "start"  # until the first unit
     FORWARD = "forward"
-    BETWEEN = "around"  # from the end of a unit's forward to the next unit or the end of the model
+    BETWEEN = "between"  # from the end of a unit's forward to the next unit or the model's end
     LOSS = "loss"  # from the end of the model's forward to the first unit's backward
-    BACKWARD = "backward"  # of a unit, and of what surrounds the units, after it
-    END = "end"  # when the backward is over
+    BACKWARD = "backward"  # of a unit, and of the operators between it and the unit before
+    END = "end"  # after the backward
 
 
 class PassPosition(NamedTuple):
-    """A part of a pass."""
+    """A part of a pass, and its unit."""
 
     part: PassPart
-    unit: str = ""  # "": none
+    unit: str = ""  # empty if the part belongs to no unit
 
 
 class Alloc(NamedTuple):
     """A tensor is allocated."""
 
-    ordinal: int  # among those made in its part
+    ordinal: int  # among the allocations of its part
     nbytes: int
     description: str  # operator, dtype and shape
 
@@ -68,13 +68,13 @@ class Alloc(NamedTuple):
 class Free(NamedTuple):
     """A tensor is freed."""
 
-    position: PassPosition  # where it was made
+    position: PassPosition  # where it was allocated
     ordinal: int
-    from_previous_pass: bool  # whether the pass before made it
+    from_previous_pass: bool  # whether it was allocated in the previous pass
 
 
 class Workspace(NamedTuple):
-    """The workspace of an operator while it runs."""
+    """The workspace of an operator is allocated while the operator runs."""
 
     nbytes: int
     description: str
@@ -83,7 +83,7 @@ class Workspace(NamedTuple):
 class Gradient(NamedTuple):
     """A tensor becomes the gradient of a parameter, which the engine frees."""
 
-    position: PassPosition  # where it was made
+    position: PassPosition  # where it was allocated
     ordinal: int
     param: str
 
@@ -92,7 +92,7 @@ MemoryEvent = Alloc | Free | Workspace | Gradient
 
 
 class CachedTensor(NamedTuple):
-    """A tensor that is made once and kept, such as a table of rotations."""
+    """A tensor that is allocated once and stays, such as a table of rotary embeddings."""
 
     position: PassPosition
     nbytes: int
@@ -101,21 +101,27 @@ class CachedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedPass:
-    """A pass that is not the first."""
+    """A traced pass after the first pass, through a model with few blocks."""
 
     parts: Mapping[PassPosition, Sequence[MemoryEvent]]
     cached: tuple[CachedTensor, ...] = ()
     work: Mapping[PassPosition, Sequence[Work]] = field(default_factory=dict)
-    offloaded: Mapping[str, int] = field(default_factory=dict)  # bytes of inputs in host memory
+    offloaded: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by unit, the bytes of its input in host memory
 
 
-# Of units in a row, two periods are traced between its ends, which are the first and the last of
-# their kind, or have such a neighbor. Both must be equal, otherwise the row is not regular.
+# Of repeated units, those at both edges are traced, and two periods in the middle. The units at the
+# edges may differ, because they are the first or the last of their kind or next to such a unit. The
+# two periods in the middle must be equal, otherwise all units are traced.
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnits:
-    """Units, each like the one `period` before it, and traced ones that represent them."""
+    """Consecutive units that repeat every `period` units, and the traced units that represent them.
+
+    `traced` are names in the traced model, `units` names in the whole model.
+    """
 
     traced: tuple[str, ...]
     units: tuple[str, ...]
@@ -123,19 +129,19 @@ class RepeatedUnits:
 
     @property
     def edge(self) -> int:
-        """The number of units at either end."""
+        """The number of units at either edge that represent only themselves."""
         return self.period + 1
 
-    def stand_in(self, index: int) -> int:
-        """Return the index of the traced unit that represents unit `index` of the whole row."""
+    def representative(self, index: int) -> int:
+        """Return the index of the traced unit that represents unit `index`."""
         count, from_end = len(self.traced), len(self.units) - index
         last = count - self.edge - 1
         if len(self.units) == count or index <= last:
             return index
         return count - from_end if from_end <= self.edge else last - (last - index) % self.period
 
-    def is_regular(self, passed: TracedPass) -> bool:
-        """Return whether the periods in the middle are equal."""
+    def is_regular(self, traced: TracedPass) -> bool:
+        """Return whether the traced periods in the middle are equal."""
         if len(self.units) == len(self.traced):
             return True
         index = {name: number for number, name in enumerate(self.traced)}
@@ -143,7 +149,7 @@ class RepeatedUnits:
             [
                 [
                     _relative(each, index, number)
-                    for each in passed.parts.get(PassPosition(part, name), ())
+                    for each in traced.parts.get(PassPosition(part, name), ())
                 ]
                 for part in (PassPart.FORWARD, PassPart.BETWEEN, PassPart.BACKWARD)
             ]
@@ -153,87 +159,88 @@ class RepeatedUnits:
 
 
 def num_traced(length: int, period: int) -> int:
-    """Return how many units are traced of a row with `length` units."""
-    ends = 2 * period + 2
-    return min(length, ends + 2 * period + (length - ends) % period)
+    """Return how many of `length` repeated units are traced."""
+    edges = 2 * period + 2
+    return min(length, edges + 2 * period + (length - edges) % period)
 
 
 def _relative(each: MemoryEvent, index: Mapping[str, int], here: int) -> object:
     if isinstance(each, Alloc | Workspace):
         return each
     unit = each.position.unit
-    where = index[unit] - here if unit in index else unit
-    last = each.from_previous_pass if isinstance(each, Free) else "gradient"
-    return (each.position.part, where, each.ordinal, last)
+    relative = index[unit] - here if unit in index else unit
+    kind = each.from_previous_pass if isinstance(each, Free) else "gradient"
+    return (each.position.part, relative, each.ordinal, kind)
 
 
-Operation = tuple[int, int]  # a key and its bytes; 0: free; below 0: allocate and free
+# A key and its bytes. 0 bytes: free the key; below 0: allocate and free at once.
+Operation = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOrigin:
-    """A tensor of a pass."""
+    """The operator that allocates a tensor, and its position in the pass."""
 
     position: PassPosition
     description: str
 
 
 class ModelPass:
-    """The pass through the whole model as operations on an allocator."""
+    """A pass through the whole model, as operations on an allocator."""
 
     def __init__(
-        self, passed: TracedPass, units: Sequence[str], rows: Sequence[RepeatedUnits]
+        self, traced: TracedPass, units: Sequence[str], repetitions: Sequence[RepeatedUnits]
     ) -> None:
         self.units = tuple(units)
-        self._passed = passed
-        self._repeated = {name: row for row in rows for name in row.units}
-        self._index = {name: number for row in rows for number, name in enumerate(row.units)}
-        self._traced_index = {n: number for row in rows for number, n in enumerate(row.traced)}
-        self._traced_repeated = {name: row for row in rows for name in row.traced}
+        self._traced_pass = traced
+        self._repeated = {name: each for each in repetitions for name in each.units}
+        self._index = {
+            name: index for repeated in repetitions for index, name in enumerate(repeated.units)
+        }
+        self._traced_index = {
+            name: index for repeated in repetitions for index, name in enumerate(repeated.traced)
+        }
+        self._traced_repeated = {name: each for each in repetitions for name in each.traced}
         self._first_key: dict[PassPosition, int] = {}
         self.tensors: list[TensorOrigin] = []  # by key
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
+        forward = (PassPart.FORWARD, PassPart.BETWEEN)
         positions = [
             PassPosition(PassPart.BEFORE),
             PassPosition(PassPart.START),
-            *(
-                PassPosition(part, unit)
-                for unit in units
-                for part in (PassPart.FORWARD, PassPart.BETWEEN)
-            ),
+            *(PassPosition(part, unit) for unit in units for part in forward),
             PassPosition(PassPart.LOSS),
             *(PassPosition(PassPart.BACKWARD, unit) for unit in reversed(units)),
             PassPosition(PassPart.END),
         ]
         for position in positions:
             self._number(position)
-        self.held_over: set[int] = set()  # keys that outlive their pass and are freed in the next
+        self.held_over: set[int] = set()  # keys that are freed in the next pass
         self.parts = {position: self._operations(position) for position in positions}
-        self.work = {each: passed.work.get(self._traced(each), ()) for each in positions}
-        sent = {unit: passed.offloaded.get(self._representative(unit), 0) for unit in units}
-        self.offloaded = {
-            unit: nbytes for unit, nbytes in sent.items() if nbytes
-        }  # in forward order
+        self.work = {each: traced.work.get(self._traced(each), ()) for each in positions}
+        sizes = {unit: traced.offloaded.get(self._representative(unit), 0) for unit in units}
+        # In the order of the forward.
+        self.offloaded = {unit: nbytes for unit, nbytes in sizes.items() if nbytes}
         self.cached = tuple(
             CachedTensor(PassPosition(each.position.part, name), each.nbytes, each.description)
-            for each in passed.cached
+            for each in traced.cached
             for name in self._all_represented(each.position.unit)
         )
 
     @property
     def num_keys(self) -> int:
-        """The number of keys, which count from 0."""
+        """The number of tensors; their keys are 0, 1, 2 …"""
         return len(self.tensors)
 
     def _events(self, position: PassPosition) -> Sequence[MemoryEvent]:
-        return self._passed.parts.get(self._traced(position), ())
+        return self._traced_pass.parts.get(self._traced(position), ())
 
     def _traced(self, position: PassPosition) -> PassPosition:
         return PassPosition(position.part, self._representative(position.unit))
 
     def _representative(self, unit: str) -> str:
-        row = self._repeated.get(unit)
-        return row.traced[row.stand_in(self._index[unit])] if row else unit
+        repeated = self._repeated.get(unit)
+        return repeated.traced[repeated.representative(self._index[unit])] if repeated else unit
 
     def _number(self, position: PassPosition) -> None:
         self._first_key[position] = len(self.tensors)
@@ -242,22 +249,22 @@ class ModelPass:
                 self.tensors.append(TensorOrigin(position, each.description))
 
     def _all_represented(self, traced: str) -> tuple[str, ...]:
-        """Return the units of the whole model that a traced one represents."""
-        row = self._traced_repeated.get(traced)
-        if row is None:
+        """Return the units of the whole model that a traced unit represents."""
+        repeated = self._traced_repeated.get(traced)
+        if repeated is None:
             return (traced,)
-        wanted = self._traced_index[traced]
-        return tuple(n for i, n in enumerate(row.units) if row.stand_in(i) == wanted)
+        index = self._traced_index[traced]
+        return tuple(n for i, n in enumerate(repeated.units) if repeated.representative(i) == index)
 
     def _units_referred_to(self, traced: str, here: str) -> tuple[str, ...]:
         """Return the units that `traced` refers to, as seen from unit `here` of the whole model."""
-        row = self._traced_repeated.get(traced)
-        if row is None or self._repeated.get(here) is not row:
+        repeated = self._traced_repeated.get(traced)
+        if repeated is None or self._repeated.get(here) is not repeated:
             return self._all_represented(traced)
-        shift = self._traced_index[traced] - row.stand_in(self._index[here])
-        if abs(shift) > row.edge:  # the other end, not a neighbor
+        shift = self._traced_index[traced] - repeated.representative(self._index[here])
+        if abs(shift) > repeated.edge:  # at the other edge, not a neighbor
             return self._all_represented(traced)
-        return (row.units[self._index[here] + shift],)
+        return (repeated.units[self._index[here] + shift],)
 
     def _operations(self, position: PassPosition) -> list[Operation]:
         operations: list[Operation] = []
@@ -284,7 +291,7 @@ class ModelPass:
             yield self._first_key[PassPosition(each.position.part, unit)] + each.ordinal
 
     def _params_referred_to(self, traced: str, here: str) -> list[str]:
-        """Return the names in the whole model for a parameter of the traced one."""
+        """Return the parameters of the whole model that a traced parameter represents."""
         for owner in self._traced_repeated:
             if traced.startswith(f"{owner}."):
                 return [

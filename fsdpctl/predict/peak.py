@@ -1,4 +1,4 @@
-"""The peak memory of a rank: its steps, replayed on an allocator until they need nothing new."""
+"""The peak memory of a rank, from steps that are replayed on an allocator."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -15,13 +15,11 @@ from fsdpctl.predict.model_pass import Operation
 from fsdpctl.predict.step_recorder import Category, Steps
 
 ALLOCATORS = ("expandable", "native")
-_MAX_REPLAYED_STEPS = 5  # after which an allocator may still grow
-_STEADY_STEP = 2  # the number of a step like all later ones
-_MOST_LISTED = 8  # kinds of tensors that are listed
-_ROUNDING = 512  # of CUDA's allocator
-
-
-# Workspaces of cuBLAS, one for each of the two threads that call it, and their size on Hopper.
+_MAX_REPLAYED_STEPS = 5  # the allocator may still grow after these
+_STEADY_STEP = 2  # later steps have the same operations as this step
+_MOST_LISTED = 8  # kinds of tensors
+_ROUNDING = 512  # bytes, of CUDA's allocator
+# The workspaces of cuBLAS, one for each of the two threads that call it, and their bytes on Hopper.
 _CUBLAS_WORKSPACES, _CUBLAS_BYTES = 2, 32 << 20
 
 
@@ -37,7 +35,7 @@ class LargestTensors:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which a rank holds most."""
+    """The phase of a step in which a rank has allocated most, and its allocations."""
 
     phase: StepPhase
     breakdown: dict[Category, int]
@@ -45,25 +43,24 @@ class Peak:
 
 
 class AllocationTrace:
-    """All that a rank allocates: building the model, then steps."""
+    """The allocations and frees of a rank: building the model, then step after step."""
 
     def __init__(
         self, recorder: MemoryRecorder, steps: Steps, *, draws: bool, on_cuda: bool = False
     ) -> None:
-        """Record the setup; workspaces of cuBLAS, and tables of the first pass, stay allocated."""
+        """Record the setup, with the workspaces of cuBLAS and the cached tensors of the pass."""
         self._recorder, self._steps = recorder, steps
         recorder.begin()
         steps.setup(draws=draws)
         for _ in range(_CUBLAS_WORKSPACES if on_cuda else 0):
             recorder.allocate(Category.WORKSPACES, "", "cuBLAS workspace", _CUBLAS_BYTES)
-        for kept in recorder.model_pass.cached:
-            recorder.allocate(
-                Category.ACTIVATIONS, kept.position.unit, kept.description, kept.nbytes
-            )
+        for each in recorder.model_pass.cached:
+            category, unit = Category.ACTIVATIONS, each.position.unit
+            recorder.allocate(category, unit, each.description, each.nbytes)
         self._recorded = [(recorder.operations, recorder.phases)]
 
     def operations(self, number: int) -> Sequence[Operation]:
-        """Return the operations of a step; 0: of building the model."""
+        """Return the operations of a step; step 0 builds the model."""
         while len(self._recorded) <= number:
             self._recorder.begin()
             self._steps.step()
@@ -71,45 +68,47 @@ class AllocationTrace:
         return self._recorded[number][0]
 
     def phase(self, number: int, index: int) -> StepPhase:
+        """Return the phase of the operation `index` of a step."""
         _, phases = self._recorded[number]
         return phases[bisect_right(phases, index, key=lambda each: each[0]) - 1][1]
 
 
 class UnevenStepError(ValueError):
-    """A traced step frees memory twice, as with blocks that keep tensors of other blocks."""
+    """A traced step frees a tensor twice, for example if blocks keep tensors of other blocks."""
 
 
 def _peak_position(trace: AllocationTrace, rounding: int) -> tuple[int, int, int]:
-    """Return the step and the operation after which most is allocated, and what only passes."""
-    total = most = passing = 0
-    place = (0, 0)
+    """Return the step and the operation with the most bytes, and the temporary bytes among them."""
+    total = most = temporary = 0
+    position = (0, 0)
     live: dict[int, int] = {}
     for number in range(_STEADY_STEP + 1):
         for index, (key, nbytes) in enumerate(trace.operations(number)):
-            more = 0
+            added = 0
             if nbytes > 0:
                 live[key] = size = -(-nbytes // rounding) * rounding
                 total += size
             elif nbytes:
-                more = -nbytes
+                added = -nbytes
             elif key in live:
                 total -= live.pop(key)
                 continue
             else:
                 raise UnevenStepError(f"freed twice: {key}")
-            if total + more >= most and (total + more > most or number > place[0]):
-                most, passing, place = total + more, more, (number, index)
-    return *place, passing
+            # Of equal peaks, take the first in the latest step, which has all optimizer states.
+            if total + added >= most and (total + added > most or number > position[0]):
+                most, temporary, position = total + added, added, (number, index)
+    return *position, temporary
 
 
 def find_peak(
-    trace: AllocationTrace, item: Callable[[int], AllocationPurpose], rounding: int
+    trace: AllocationTrace, purpose: Callable[[int], AllocationPurpose], rounding: int
 ) -> Peak:
-    """Return the moment at which most is allocated, usually in a step that is not the first.
+    """Return the peak of the allocated bytes, usually in a step after the first step.
 
-    Requests are rounded up to multiples of `rounding` bytes.
+    `purpose` maps keys to purposes. Requests are rounded up to multiples of `rounding` bytes.
     """
-    number, index, passing = _peak_position(trace, rounding)
+    number, index, temporary = _peak_position(trace, rounding)
     live: dict[int, int] = {}
     before = chain.from_iterable(map(trace.operations, range(number)))
     for key, nbytes in chain(before, trace.operations(number)[: index + 1]):
@@ -120,11 +119,11 @@ def find_peak(
     breakdown = dict.fromkeys(Category, 0)
     kinds: Counter[tuple[Category, str]] = Counter()
     counts: Counter[tuple[Category, str]] = Counter()
-    for found, nbytes in ((item(key), nbytes) for key, nbytes in live.items()):
-        breakdown[found.category] += nbytes
-        kinds[found.category, found.description] += nbytes
-        counts[found.category, found.description] += 1
-    breakdown[Category.WORKSPACES] += passing
+    for each, nbytes in ((purpose(key), nbytes) for key, nbytes in live.items()):
+        breakdown[each.category] += nbytes
+        kinds[each.category, each.description] += nbytes
+        counts[each.category, each.description] += 1
+    breakdown[Category.WORKSPACES] += temporary
     largest = tuple(
         LargestTensors(category, what, counts[category, what], nbytes)
         for (category, what), nbytes in kinds.most_common(_MOST_LISTED)
@@ -133,7 +132,7 @@ def find_peak(
 
 
 def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
-    """Replay steps until one needs nothing new."""
+    """Replay steps until a step does not raise the peaks."""
     before = (-1, -1)  # peaks
     for number in range(_MAX_REPLAYED_STEPS + 1):
         for key, nbytes in trace.operations(number):
@@ -151,7 +150,7 @@ def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The peak memory of a rank, in bytes, and its moment."""
+    """The peak memory of a rank, in bytes, and the peak's allocations."""
 
     device: str
     allocator: str  # of the run
@@ -161,11 +160,11 @@ class StepEstimate:
 
     @cached_property
     def _peaks(self) -> tuple[int, int]:
-        """By the run's allocator, which take longer to know than `peak`."""
+        """The allocated and the reserved bytes of the run's allocator."""
         return self._replayed(self.allocator)
 
     def _replayed(self, name: str) -> tuple[int, int]:
-        """Return the peaks of an allocator; on the CPU, requests are allocated as they are."""
+        """Return the allocated and the reserved bytes at the peak; on the CPU, both are equal."""
         if self.device == "cpu":
             return (sum(self.peak.breakdown.values()),) * 2
         with without_gc():
@@ -186,7 +185,7 @@ class StepEstimate:
 
     @property
     def reserved(self) -> dict[str, int]:
-        """Bytes by allocator; the one that the run does not use is replayed now."""
+        """Reserved bytes by allocator."""
         return {
             name: self.peak_reserved if name == self.allocator else self._replayed(name)[1]
             for name in ALLOCATORS
@@ -199,11 +198,11 @@ class StepEstimate:
         return {**parts, "rounding": self.allocated - sum(parts.values())}
 
     def verdict(self, available: int) -> str:
-        """Return `fits`, `thrashes` (only by emptying the allocator's cache) or `too_large`.
+        """Return `fits`, `thrashes` or `too_large` for a device with `available` bytes.
 
-        A script that does not simply fit is replayed on a device with `available` bytes.
+        A run thrashes if it fits only because the allocator empties its cache.
         """
-        if sum(self.peak.breakdown.values()) > available:  # which are allocated, at least
+        if sum(self.peak.breakdown.values()) > available:  # a lower bound of `allocated`
             return "too_large"
         if self.peak_reserved <= available:
             return "fits"
@@ -216,7 +215,7 @@ class StepEstimate:
         return "thrashes"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the part of `estimate-memory --json` that every module has."""
+        """Return the part of `estimate-memory --json` that does not depend on the configuration."""
         return {
             "peak_allocated_bytes": self.allocated, "peak_reserved_bytes": self.peak_reserved,
             "allocator": self.allocator, "reserved_bytes": self.reserved,
@@ -235,9 +234,9 @@ class StepEstimate:
 def estimate_steps(
     recorder: MemoryRecorder, steps: Steps, *, device: str, allocator: str, draws: bool
 ) -> StepEstimate:
-    """Replay `steps`, which record in `recorder`, until they need nothing new.
+    """Estimate the peak memory of `steps`, which record their operations in `recorder`.
 
-    On `device` cpu, requests are not rounded. `draws`: the model is initialized on the device.
+    On `device` cpu, requests are not rounded. `draws`: weights are initialized on the device.
     """
     on_cuda = device == "cuda"
     with without_gc():

@@ -1,27 +1,28 @@
-"""Simulates the tasks of a rank: a compute stream, queues of transfers, and the links they share.
+"""Simulates the tasks of a rank: a compute stream, queues of transfers, and shared links.
 
-A discrete-event simulation in which everything in progress has a speed. Transfers over one link
-share it. A transfer slows down concurrent computation, and may be slowed down by it. Speeds change
-only when something starts or ends, so time advances from one such moment to the next.
+A discrete-event simulation, in which computation and transfers in progress have a speed. Transfers
+over one link share its bandwidth. A transfer slows down concurrent computation, and computation may
+slow down a transfer. Speeds change only when a task starts or ends, so time advances from one such
+event to the next.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
+_MAX_SLOWDOWN = 0.9  # share of the computing speed that concurrent transfers can take
 _EPSILON = 1e-12  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective, or work of the host, priced as if nothing else were in progress."""
+    """A collective, or work of the host, with its times if it runs alone."""
 
-    link: str  # shared with other transfers
+    link: str  # transfers over the same link share it
     latency: float  # seconds before data is transferred
     seconds: float  # in which data is transferred, with the whole link
-    nbytes: float = 0.0  # that a rank sends over the link
-    compute_slowdown: float = 0.0  # share of the computing speed that is lost meanwhile
+    nbytes: float = 0.0  # sent by a rank over the link
+    compute_slowdown: float = 0.0  # share of the computing speed that is lost during the transfer
     comm_slowdown: float = 0.0  # share of the link's speed that is lost during computation
 
 
@@ -36,7 +37,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A transfer that is put in a queue; each queue runs one at a time."""
+    """A transfer is appended to a queue; each queue runs one transfer at a time."""
 
     key: int
     queue: str
@@ -50,7 +51,7 @@ class Wait:
     """The compute stream waits until a transfer ends."""
 
     key: int
-    phase: str | None = None  # that includes the wait; None: it counts as exposed communication
+    phase: str | None = None  # that includes the wait; None: exposed communication
 
 
 Task = Compute | Start | Wait
@@ -64,9 +65,7 @@ class SimulatedStep:
     seconds_by_phase: dict[str, float] = field(
         default_factory=lambda: defaultdict(float)
     )  # by phase
-    exposed_communication: float = (
-        0.0  # seconds in which the compute stream waited for a collective
-    )
+    exposed_communication: float = 0.0  # seconds in which the compute stream waited for transfers
     sent_bytes: dict[str, float] = field(
         default_factory=lambda: defaultdict(float)
     )  # bytes, by link
@@ -74,7 +73,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class _QueuedTransfer:
-    """A collective, until it ends."""
+    """A transfer that has not ended, with its remaining times."""
 
     start: Start
     latency: float
@@ -145,9 +144,9 @@ class StepSimulator:
         return step * speed
 
     def _queue_heads(self) -> list[_QueuedTransfer]:
-        """Return the first of each queue, unless it has to wait for another."""
-        firsts = (queue[0] for queue in self._queues.values() if queue)
-        return [each for each in firsts if self._pending.isdisjoint(each.start.after)]
+        """Return the first transfer of each queue, unless it waits for another transfer."""
+        heads = (queue[0] for queue in self._queues.values() if queue)
+        return [each for each in heads if self._pending.isdisjoint(each.start.after)]
 
     @staticmethod
     def _rates(flowing: list[_QueuedTransfer], *, computes: bool) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The interface between the description of a training step and what it costs."""
+"""The interface between the training step of an engine and recorders of its cost."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from fsdpctl.plan.schedule import BufferKind
 from fsdpctl.predict.hardware import CollectiveKind, HostQueue
 from fsdpctl.predict.model_pass import PassPart, Work
 
-# Queues of collectives.
+# Queues of collectives. Each queue runs one collective at a time.
 GATHERS, REDUCTIONS, REPLICA_SUMS = "gathers", "reductions", "sums over replicas"
 
 
 class Category(StrEnum):
     """The purpose of memory."""
 
-    PARAMETERS = "parameters"  # at rest: master weights, and parts to be gathered in another dtype
-    GRADIENTS = "gradients"  # reduced, or as autograd made them
+    PARAMETERS = "parameters"  # master weights, and shards to be gathered in another dtype
+    GRADIENTS = "gradients"  # reduced gradients, and gradients of autograd
     OPTIMIZER_STATES = "optimizer_states"
-    GATHERED_UNITS = "gathered_units"  # parameters to compute with
+    GATHERED_UNITS = "gathered_units"  # unsharded parameters for computation
     REDUCE_BUFFERS = "reduce_buffers"
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits_and_loss"
@@ -37,39 +37,39 @@ CATEGORY_OF = dict.fromkeys(BufferKind, Category.REDUCE_BUFFERS) | {
 class RankGroup(StrEnum):
     """The ranks that take part in a collective."""
 
-    SHARD = "shard"  # they share one replica of the model
-    REPLICAS = "replicas"  # they hold the same part of different replicas
+    SHARD = "shard"  # the ranks of one replica of the model
+    REPLICAS = "replicas"  # the ranks with the same shard of different replicas
     WORLD = "world"
-    CONTEXT = "context"  # they share each sample
+    CONTEXT = "context"  # the ranks that share each sample
 
 
 class StepRecorder:
-    """Receives what a rank does in a training step, and ignores it.
+    """The interface of recorders: its methods receive the actions of a rank, and ignore them.
 
-    Each engine describes its step once. Memory, time and traffic are recorders that override the
-    methods that concern them. Sizes are in bytes.
+    Each engine describes its step once, as calls of these methods. Recorders of memory, time and
+    traffic override the methods that they need. Sizes are in bytes.
     """
 
     def compute(self, part: PassPart, unit: str = "") -> None:
-        """Run a part of a forward-backward pass."""
+        """Compute a part of a forward-backward pass."""
 
     def has_gradient(self, param: ParamSpec) -> bool:
-        """Return whether backward makes a gradient of a parameter."""
+        """Return whether backward computes a gradient of a parameter."""
         return param.trainable
 
     # ---- memory, in the order in which the host requests it ------------------------------
 
-    def begin_phase(self, doing: str, unit: str = "") -> None:
-        """Name the moment of the step that begins."""
+    def begin_phase(self, activity: str, unit: str = "") -> None:
+        """Begin a phase of the step, such as "gathering" a unit."""
 
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
-        """Allocate memory on a stream and return the key that frees it."""
+        """Allocate memory on a stream; return the key with which it is freed."""
         return 0
 
     def free(self, *keys: int | None) -> None:
-        """Free memory by its keys, if there are any."""
+        """Free memory by its keys; None is ignored."""
 
     def recategorize(self, key: int, category: Category, what: str) -> None:
         """Change the purpose of allocated memory."""
@@ -78,11 +78,11 @@ class StepRecorder:
         """Allocate memory and free it at once."""
 
     def gradient(self, param: str) -> int | None:
-        """Return the key of the gradient that autograd made of a parameter in this pass."""
+        """Return the key of the gradient of a parameter that autograd computed in this pass."""
         return None
 
     def keep_gradient(self, key: int) -> None:
-        """Let a gradient of autograd outlive its pass."""
+        """Keep a gradient of autograd beyond its pass."""
 
     # ---- time, in the order in which the device executes it ------------------------------
 
@@ -101,51 +101,55 @@ class StepRecorder:
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
-        Collectives of one `queue` run one after another. This one starts after those with the keys
-        `after` have ended.
+        Collectives of one `queue` run one after another. The collective starts after the transfers
+        with the keys `after` have ended.
         """
         return 0
 
     def start_on_host(
         self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
     ) -> int:
-        """Start a copy of `nbytes`, or a step of the host that moves as many; return its key.
+        """Start a copy or a step of the host that moves `nbytes`; return the key to wait for.
 
-        Like a collective, it runs behind others of its queue and those with the keys `after`.
+        It starts after earlier work of its queue, and after the transfers with the keys `after`.
         """
         return 0
 
     def wait(self, key: int | None, phase: str | None = None) -> None:
-        """Let the compute stream wait, if there is a key; `phase` as in `simulator.Wait`."""
+        """Let the compute stream wait for a transfer, if there is a key.
+
+        `phase` has the meaning of `simulator.Wait.phase`.
+        """
 
     def gradient_norm(self, nbytes: float) -> None:
-        """Compute the norm of gradients of `nbytes`, and exchange it with other ranks."""
+        """Compute the norm of gradients of `nbytes`, and reduce it over all ranks."""
 
     def optimizer_step(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
-        """Compute the gradient norm and update `numel` elements with `moments` per element.
+        """Compute the gradient norm, and update `numel` elements with `moments` per element.
 
-        A step in tiles reads and writes `stored` bytes of gradients, weights and states.
+        A step in tiles reads and writes `stored` bytes of gradients, weights and states; 0: the
+        step is not in tiles.
         """
 
     def optimizer_operators(self, works: Sequence[Work], label: str) -> None:
         """Run operators of the optimizer's step."""
 
     def end_step(self) -> None:
-        """Account for the time between two steps."""
+        """Add the time between two steps."""
 
 
 class Steps(Protocol):
-    """The steps of a rank under some engine; the state carries over from one to the next."""
+    """The steps of a rank with an engine; a step continues with the state of the step before."""
 
     def setup(self, *, draws: bool) -> None:
-        """Build the model; `draws`: initialize its values on the device, one unit at a time."""
+        """Build the model; `draws`: initialize its weights on the device, one unit at a time."""
 
     def step(self) -> None:
-        """Run all forward-backward passes, the reductions and the optimizer."""
+        """Record a step: forward-backward passes, reductions and the optimizer."""
 
 
 class TrafficRecorder(StepRecorder):
-    """Sums the bytes of collectives by their kind and group."""
+    """Adds up the bytes of collectives by kind and group."""
 
     def __init__(self) -> None:
         self.nbytes: dict[tuple[CollectiveKind, RankGroup], float] = defaultdict(float)
@@ -157,15 +161,15 @@ class TrafficRecorder(StepRecorder):
         return 0
 
     def sent(self, group: RankGroup, ranks: int) -> float:
-        """Return the bytes that one of `ranks` ranks sends to its group.
+        """Return the bytes that a rank sends to a group of `ranks` ranks.
 
-        In a ring of n ranks, each sends (n - 1) / n of a tensor that is gathered or
-        reduce-scattered, and twice that of one that is all-reduced. Direct exchanges and broadcasts
-        of all parts average the same over the ranks.
+        In a ring of n ranks, each rank sends (n - 1) / n of a tensor in an all-gather or a
+        reduce-scatter, and twice as much in an all-reduce. Direct exchanges, and broadcasts of all
+        shards, have the same average over the ranks.
         """
         total = sum(
             nbytes * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
-            for (kind, among), nbytes in self.nbytes.items()
-            if among is group
+            for (kind, ranks_of), nbytes in self.nbytes.items()
+            if ranks_of is group
         )
         return total * (ranks - 1) / ranks

@@ -18,7 +18,7 @@ from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
 from fsdpctl.predict.step_recorder import GATHERS, RankGroup, StepRecorder
 
 _ALL_TO_ALLS = "all-to-alls of attention"  # a queue
-RECORD_BYTES = 64  # of the statistics that ranks exchange after a backward
+RECORD_BYTES = 64  # statistics of a step that all ranks reduce after backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +32,32 @@ class Machine:
 
 
 class TaskRecorder(StepRecorder):
-    """The tasks of one rank that runs a program; all ranks have the same.
+    """Records the tasks of a rank; all ranks have the same tasks.
 
-    An input of a block that rests on the host leaves while its block runs, and returns while the
-    block after it is recomputed.
+    An offloaded input of a block is copied to the host during the block's forward, and back while
+    the next block is recomputed.
     """
 
     def __init__(self, model_pass: ModelPass, machine: Machine) -> None:
         self._machine = machine
         self._tasks: list[Task] = []
         self._works, self._offloaded = model_pass.work, model_pass.offloaded
-        self._previous = {after: unit for unit, after in pairwise(model_pass.units)}
+        self._previous = {following: unit for unit, following in pairwise(model_pass.units)}
         self._copies: dict[str, int] = {}  # keys of copies of inputs, by unit
-        self._device_seconds: dict[
-            int, float
-        ] = {}  # by sequence of operators, which like units share
+        # By the id of a sequence of operators, which equal units share.
+        self._device_seconds: dict[int, float] = {}
         self._next = 0
 
     def take(self) -> list[Task]:
-        taken, self._tasks = self._tasks, []
-        return taken
+        """Return the tasks since the last call."""
+        tasks, self._tasks = self._tasks, []
+        return tasks
 
     def compute(self, part: PassPart, unit: str = "") -> None:
         if part is PassPart.FORWARD:
             self._start_copy(HostQueue.DOWN, unit)
         elif part is PassPart.BACKWARD:
-            self._start_copy(HostQueue.UP, unit)  # unless it is on its way
+            self._start_copy(HostQueue.UP, unit)  # no effect if the copy has started
             self._end_copy(unit)
             self._start_copy(HostQueue.UP, self._previous.get(unit, ""))
         self._run(part, unit)
@@ -74,7 +74,7 @@ class TaskRecorder(StepRecorder):
         self.wait(self._copies.pop(unit, None))
 
     def _run(self, part: PassPart, unit: str) -> None:
-        """Run operators, no faster than the host issues them."""
+        """Record the operators of a part; they run no faster than the host issues them."""
         works, device = self._works.get(PassPosition(part, unit), ()), self._machine.device
         if id(works) not in self._device_seconds:
             computed = [each for each in works if each.kind is not WorkKind.EXCHANGE]
@@ -86,10 +86,10 @@ class TaskRecorder(StepRecorder):
         self._spend(max(computing, issuing), label)
         for each in works:
             if each.kind is WorkKind.EXCHANGE:
-                # Each rank sends as much as it does of a gathered tensor of this size.
-                about = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
+                # In an all-to-all, a rank sends as much as in an all-gather of this size.
+                collective = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
                 self.wait(
-                    self.start_collective(*about, f"all-to-all of {label}", queue=_ALL_TO_ALLS)
+                    self.start_collective(*collective, f"all-to-all of {label}", queue=_ALL_TO_ALLS)
                 )
 
     def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:

@@ -6,27 +6,28 @@ from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.step_plan import Transport
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.hardware import CollectiveKind as C
+from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.model_pass import PassPart
 from fsdpctl.predict.step_recorder import GATHERS, REPLICA_SUMS, Category, RankGroup, StepRecorder
 from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
-_QUEUE = "collectives"  # of the shard group's communicator
+_QUEUE = "collectives"  # FSDP2 runs those of a shard group one after another
 
 
 class Fsdp2Steps:
-    """The steps of one rank: `fully_shard` was called on each block, then on the root.
+    """The steps of one rank after `fully_shard` was called on each block, then on the root.
 
-    After its source (torch/distributed/fsdp): each parameter is cut along its first dimension. A
-    unit is gathered into one buffer of a side stream and copied from there into one tensor per
-    parameter; that buffer is freed once the next unit has been copied. In backward, the previous
-    unit is gathered ahead. Gradients are copied into one buffer, which is freed after the next
-    unit's backward, and reduced into another, of which the gradients are views.
+    The description follows torch/distributed/fsdp: each parameter is sharded along its first
+    dimension. A unit is all-gathered into one buffer on a side stream, and copied from the buffer
+    into one tensor per parameter. The buffer is freed when the next unit has been copied. In
+    backward, the previous unit is gathered ahead. Gradients are copied into one buffer, which is
+    freed after the next unit's backward. They are reduced into another buffer, of which sharded
+    gradients are views.
 
     The host requests memory for the next forward gather only after it has issued the kernels of
-    the current block, but the transfer runs alongside them: hence `_start_gather` and
-    `_allocate_gather`.
+    the current block, but the transfer overlaps with these kernels. So `_start_gather` and
+    `_allocate_gather` are separate.
     """
 
     def __init__(
@@ -39,22 +40,26 @@ class Fsdp2Steps:
         fused: bool = True,
         regathers: bool = False,
     ) -> None:
-        """Describe what a rank does under the requested `strategy`; the plan's may differ.
+        """Describe the steps with the requested `strategy`; the strategy of `plan` may differ.
 
-        `regathers`: recomputation runs as a forward of its own, after which a unit is freed, and
-        backward gathers it again, as with reentrant checkpoints.
+        `regathers`: recomputation runs as a separate forward, after which a unit is freed, and
+        backward gathers the unit again, as with reentrant checkpoints.
         """
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
-        place, prefetch = plan.step.position, plan.step.prefetch
-        self._num_parts = place.size if plan.step.strategy.shards_params else 1
-        self._reshards = strategy.reshard_after_forward  # the last block and the root never
-        self._regathers = regathers and self._reshards and self._num_parts > 1
-        self._replicates = place.num_replicas > 1  # gradients are then all-reduced over replicas
+        position, prefetch = plan.step.position, plan.step.prefetch
+        self._num_shards = position.size if plan.step.strategy.shards_params else 1
+        self._reshards = strategy.reshard_after_forward  # except for the last block and the root
+        self._regathers = regathers and self._reshards and self._num_shards > 1
+        self._replicates = (
+            position.num_replicas > 1
+        )  # if so, gradients are all-reduced over replicas
         self._backward_prefetch = max(1, prefetch.backward)  # blocks gathered ahead in backward
-        # Blocks gathered ahead in forward by request, and those whose transfer starts anyway.
+        # Blocks gathered ahead in forward by request, and blocks whose transfer starts ahead.
         self._forward_prefetch = prefetch.forward if prefetch.forward > 1 else 0
-        self._started_gathers = max(self._forward_prefetch, int(place.transport is Transport.NCCL))
+        self._started_gathers = max(
+            self._forward_prefetch, int(position.transport is Transport.NCCL)
+        )
         # The parameters of the root, which is everything outside the blocks, and of each block.
         self._root = units[0].name
         blocks = {unit.name: unit.params for unit in units if unit.kind == "block"}
@@ -63,11 +68,13 @@ class Fsdp2Steps:
         self._blocks = list(blocks)
         self._units = [unit.name for unit in units[1:]]
         self._gathers: dict[str, int] = {}  # by unit, until they are waited for
-        self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
+        self._gathered: dict[
+            str, int | None
+        ] = {}  # by unit: the buffer of a gather; None: no buffer
         self._unsharded: dict[str, list[int]] = {}
-        self._copied: int | None = None  # the buffer of the gather that was copied last
+        self._copied: int | None = None  # the buffer of the last gather in forward
         self._reducing: int | None = None
-        self._all_reduced: list[int] = []  # kept until the backward is over
+        self._all_reduced: list[int] = []  # freed after the backward
         self._reductions: list[int] = []  # of this pass
         self._grads: dict[str, int] = {}  # reduced
         self._held: dict[str, list[int]] = {}  # not reduced yet
@@ -87,10 +94,10 @@ class Fsdp2Steps:
         self._optimize()
 
     def _numel(self, param: ParamSpec) -> int:
-        """Return the elements of a rank's part, with padded rows."""
+        """Return the elements of a rank's shard, with padded rows."""
         if not param.shape:
             return 1
-        rows = -(-param.shape[0] // self._num_parts)
+        rows = -(-param.shape[0] // self._num_shards)
         return rows * param.numel // max(1, param.shape[0])
 
     def _shard_numel(self, params: Sequence[ParamSpec]) -> int:
@@ -107,16 +114,16 @@ class Fsdp2Steps:
         recorder, dtypes = self._recorder, self._plan.dtypes
         part = self._shard_numel(self._groups[unit])
         recorder.copy(part * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
-        nbytes = part * self._num_parts * dtypes.compute.itemsize
+        nbytes = part * self._num_shards * dtypes.compute.itemsize
         return recorder.start_collective(
-            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
+            CollectiveKind.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
         )
 
     def _allocate_gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._unsharded:
             return
         recorder, dtypes = self._recorder, self._plan.dtypes
-        if self._num_parts == 1:
+        if self._num_shards == 1:
             self._gathered[unit] = None
             return
         recorder.begin_phase("gathering", unit)
@@ -124,7 +131,7 @@ class Fsdp2Steps:
         cast = None
         if dtypes.compute.itemsize != dtypes.master.itemsize:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
-        nbytes = part * self._num_parts
+        nbytes = part * self._num_shards
         self._gathered[unit] = self._buffer(Category.GATHERED_UNITS, unit, nbytes, _GATHERS)
         recorder.free(cast)
 
@@ -133,7 +140,7 @@ class Fsdp2Steps:
         return self._recorder.allocate(category, unit, what, nbytes, stream=stream)
 
     def _copy_out(self, unit: str, *, forward: bool) -> None:
-        """Gather a unit unless it is, and copy its parameters out of the buffer."""
+        """Gather a unit unless it is gathered, and copy its parameters out of the buffer."""
         if unit in self._unsharded:
             return
         recorder, params = self._recorder, self._groups[unit]
@@ -141,13 +148,13 @@ class Fsdp2Steps:
         self._allocate_gather(unit)
         self._free_copied()
         recorder.wait(self._gathers.pop(unit))
-        parts, itemsize = self._num_parts, self._plan.dtypes.compute.itemsize
-        whole = [self._numel(param) * parts * itemsize for param in params]
+        parts, itemsize = self._num_shards, self._plan.dtypes.compute.itemsize
+        sizes = [self._numel(param) * parts * itemsize for param in params]
         self._unsharded[unit] = [
-            recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in whole
+            recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in sizes
         ]
         if parts > 1:
-            recorder.copy(2 * sum(whole), f"copy out {unit}")
+            recorder.copy(2 * sum(sizes), f"copy out {unit}")
         buffer = self._gathered.pop(unit)
         if forward:
             self._copied = buffer
@@ -189,10 +196,10 @@ class Fsdp2Steps:
             running = name if name in self._groups else ""
             if running:
                 self._copy_out(name, forward=False)
-                place = self._blocks.index(name)
-                is_last = place == len(self._blocks) - 1
+                index = self._blocks.index(name)
+                is_last = index == len(self._blocks) - 1
                 again = self._gather(name) if self._regathers and not is_last else None
-                for ahead in self._blocks[max(0, place - self._backward_prefetch) : place][::-1]:
+                for ahead in self._blocks[max(0, index - self._backward_prefetch) : index][::-1]:
                     self._start_gather(ahead)
                     self._allocate_gather(ahead)
             recorder.compute(PassPart.BACKWARD, name)
@@ -211,7 +218,7 @@ class Fsdp2Steps:
         return [param for param in self._groups[unit] if self._recorder.has_gradient(param)]
 
     def _after(self, unit: str, *, reduces: bool) -> None:
-        """Free a unit's parameters after its backward, and hold or reduce its gradients."""
+        """Free the unsharded parameters of a unit after its backward; hold or reduce gradients."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         self._reshard(unit)
         params = self._with_gradients(unit)
@@ -219,7 +226,7 @@ class Fsdp2Steps:
             return
         recorder.begin_phase("reducing", unit)
         part = self._shard_numel(params)
-        nbytes = part * self._num_parts * dtypes.reduce.itemsize
+        nbytes = part * self._num_shards * dtypes.reduce.itemsize
         keys = [recorder.gradient(param.name) for param in params]
         if not reduces or unit in self._held:
             self._hold(unit, params, keys)
@@ -231,7 +238,7 @@ class Fsdp2Steps:
         self._reducing = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
         recorder.free(*keys)
         self._reduce(unit, nbytes)
-        # What was all-reduced is kept until the backward is over.
+        # FSDP2 keeps the input of an all-reduce until the end of backward.
         release = self._all_reduced.append if self._replicates else recorder.free
         grads = self._buffer(Category.GRADIENTS, unit, part * dtypes.reduce.itemsize, _REDUCES)
         if dtypes.reduce.itemsize != dtypes.master.itemsize:
@@ -245,34 +252,39 @@ class Fsdp2Steps:
             self._grads[unit] = grads
 
     def _reduce(self, unit: str, nbytes: int) -> None:
-        recorder, parts = self._recorder, self._num_parts
+        recorder, parts = self._recorder, self._num_shards
         shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         if parts > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         key = recorder.start_collective(
-            C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE
+            CollectiveKind.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE
         )
         if self._replicates:
-            label, own = f"sum over replicas of {unit}", nbytes / parts
+            label, shard_bytes = f"sum over replicas of {unit}", nbytes / parts
             key = recorder.start_collective(
-                C.ALL_REDUCE, own, replicas, label, queue=REPLICA_SUMS, after=(key,)
+                CollectiveKind.ALL_REDUCE,
+                shard_bytes,
+                replicas,
+                label,
+                queue=REPLICA_SUMS,
+                after=(key,),
             )
         self._reductions.append(key)
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
-        """Keep unsharded gradients in the dtype of the reduction."""
+        """Hold unsharded gradients in the dtype of the reduction."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         if unit in self._held:
             recorder.free(*keys)
         elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
             self._held[unit] = [key for key in keys if key is not None]
-            for kept in self._held[unit]:
-                recorder.keep_gradient(kept)
+            for gradient in self._held[unit]:
+                recorder.keep_gradient(gradient)
         else:
             held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
-                of, nbytes = Category.GRADIENTS, param.numel * dtypes.reduce.itemsize
-                held.append(recorder.allocate(of, unit, "held gradients", nbytes))
+                category, nbytes = Category.GRADIENTS, param.numel * dtypes.reduce.itemsize
+                held.append(recorder.allocate(category, unit, "held gradients", nbytes))
                 recorder.free(key)
 
     def _optimize(self) -> None:
@@ -287,11 +299,11 @@ _BUCKET_BYTES = 25 << 20  # bytes
 
 
 class DdpSteps:
-    """The steps of one rank of DistributedDataParallel, with gradients as views of its buckets.
+    """The steps of one rank of DistributedDataParallel, with gradients as views of buckets.
 
-    Every rank keeps everything. The buckets, as large as all parameters, stay allocated. If the
-    computation has a narrower dtype than the parameters, each unit's parameters are cast in forward
-    and kept until its backward, as autocast does for matrix products.
+    Every rank keeps all parameters, gradients and states. Buckets as large as all parameters stay
+    allocated. If the computation has a narrower dtype than the parameters, each unit's parameters
+    are cast in forward, and the copies are freed after the unit's backward, as with autocast.
     """
 
     def __init__(
@@ -305,7 +317,7 @@ class DdpSteps:
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
         self._cast_keys: dict[str, list[int]] = {}
-        self._filled = 0  # bytes of the bucket that fills
+        self._filled = 0  # bytes in the current bucket
         self._sent: list[int] = []
         self._params = {unit.name: unit.params for unit in units}
 
@@ -351,9 +363,10 @@ class DdpSteps:
         compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
         if compute == master:
             return
-        of, what = Category.GATHERED_UNITS, "cast parameters"
+        category = Category.GATHERED_UNITS
         self._cast_keys[unit] = [
-            self._recorder.allocate(of, unit, what, numel * compute) for numel in sizes
+            self._recorder.allocate(category, unit, "cast parameters", numel * compute)
+            for numel in sizes
         ]
         self._recorder.copy(sum(sizes) * (compute + master), f"cast {unit}")
 
@@ -370,7 +383,7 @@ class DdpSteps:
     def _send(self, nbytes: int, *, reduces: bool) -> None:
         self._filled -= nbytes
         if reduces and nbytes:
-            kind, group = C.ALL_REDUCE, RankGroup.SHARD
+            kind, group = CollectiveKind.ALL_REDUCE, RankGroup.SHARD
             key = self._recorder.start_collective(
                 kind, nbytes, group, "reduce a bucket", queue=GATHERS
             )

@@ -1,4 +1,4 @@
-"""A run's steps as estimates see them, and what an optimizer keeps and needs in them."""
+"""The training plan that estimates replay, and the step of torch's optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from fsdpctl.predict.step_recorder import Category, StepRecorder
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """All settings of a run that determine a rank's memory."""
+    """The settings of a run that determine the memory of a rank."""
 
     step: StepPlan
-    reduces_gradients: tuple[bool, ...]  # per micro-step, whether its backward reduces
+    reduces_gradients: tuple[bool, ...]  # for each pass of a step, whether its backward reduces
     states: OptimizerStates = ADAMW_STATES
 
     @property
@@ -26,13 +26,15 @@ class TrainingPlan:
         return TrainingPlan(self.step.at(rank, replica), self.reduces_gradients, self.states)
 
     def states_of(self, layout: FlatLayout) -> int:
-        kept, held = self.states, self.step.master_span(layout)
-        runs = optimizer_spans(layout, held, kept.key, kept.is_separate)
+        """Return the bytes of the rank's optimizer states for a flat buffer."""
+        states, held = self.states, self.step.master_span(layout)
+        runs = optimizer_spans(layout, held, states.key, states.is_separate)
         master = self.step.dtypes_of(layout).master.itemsize
-        return sum(sum(kept.of_span(run, master)) for run in runs)
+        return sum(sum(states.of_span(run, master)) for run in runs)
 
     @property
     def states_bytes(self) -> int:
+        """The bytes of the rank's optimizer states."""
         return sum(map(self.states_of, self.step.all_trained()))
 
     @property
@@ -42,15 +44,15 @@ class TrainingPlan:
 
 
 class TorchOptimizer:
-    """The end of a step of PyTorch's engines, by torch's optimizer."""
+    """The optimizer step of PyTorch's engines."""
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder, *, fused: bool) -> None:
-        """AdamW runs in one kernel if `fused`, else tensor by tensor with a temporary each."""
+        """Use one kernel for AdamW if `fused`, else a temporary tensor per parameter."""
         self._plan, self._recorder, self._fused = plan, recorder, fused
         self._has_states = False
 
     def step(self, shards: Sequence[tuple[str, int]]) -> None:
-        """End a step; `shards` are the bytes of each tensor, with its unit."""
+        """Record the optimizer step; `shards` are the units and bytes of all tensors."""
         recorder, states = self._recorder, self._plan.states
         recorder.begin_phase("the optimizer's step")
         if not self._has_states:
@@ -58,9 +60,10 @@ class TorchOptimizer:
             for unit, nbytes in shards:
                 for size in states.of(nbytes):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not self._fused:  # torch's default AdamW copies second moments
-            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
-            recorder.free(*[recorder.allocate(of, unit, what, nbytes) for unit, nbytes in shards])
+        if not self._fused:  # torch's default AdamW allocates the roots of all second moments
+            category, roots = Category.OPTIMIZER_STATES, "roots of second moments"
+            keys = [recorder.allocate(category, unit, roots, nbytes) for unit, nbytes in shards]
+            recorder.free(*keys)
         itemsize = self._plan.dtypes.master.itemsize
         recorder.optimizer_step(sum(n for _, n in shards) // itemsize, itemsize, states.moments)
         recorder.end_step()
