@@ -1,7 +1,9 @@
-"""The bytes of a base that a start reads: `python -m benchmarks.base_reads [--out FILE.json]`.
+"""The bytes of a base model that a start reads.
 
-Ranks train adapters on a base in several files: a new run, and one that resumes. A start ends
-before the first step. What is read later is read by a thread, while training runs.
+    python -m benchmarks.base_reads --out benchmarks/results/base-reads.json
+
+Ranks train adapters on a base in several files: in a new run, and in a resumed run. A start ends
+before the first step. A thread reads the remaining bytes while training runs.
 """
 
 import tempfile
@@ -24,37 +26,37 @@ SIZES: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_at
 
 
 def make_base(folder: Path, layers: int) -> int:
-    """Save a model with drawn weights in several files; return their bytes."""
+    """Save a model with random weights in several files; return the bytes of the files."""
     config = LlamaConfig(**SIZES, vocab_size=1024, num_hidden_layers=layers)
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100MB")
     return sum(each.stat().st_size for each in folder.glob("*.safetensors"))
 
 
 def start(rank: int, base: str, typed: list[str]) -> dict[str, int]:
-    """Train as one of the ranks; return the bytes of the base that it has read by which thread."""
+    """Train as one of the ranks; return the bytes that it has read of the base, by thread."""
     counts: Counter[str] = Counter()
-    chunks, place = TensorFile.chunks, "start"
+    chunks, phase = TensorFile.chunks, "start"
 
     def counted(file: TensorFile, entry: TensorEntry, start: int, stop: int) -> Iterator[Any]:
         is_main = threading.current_thread() is threading.main_thread()
         for data in chunks(file, entry, start, stop):
             if str(file.path).startswith(base):
-                counts[place if is_main else "later"] += len(data)
+                counts[phase if is_main else "later"] += len(data)
             yield data
 
     with mock.patch.object(TensorFile, "chunks", counted):
         trainer = made(typed)
-        place = "later"
+        phase = "later"
         trainer.run()
     return {**counts}
 
 
 def main() -> None:
     """Measure, print and write."""
-    words, results = arguments(layers=1), []
+    options, results = arguments(layers=1), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size, text = make_base(folder / "base", words.layers), make_text(folder)
+        size, text = make_base(folder / "base", options.layers), make_text(folder)
         typed = [
             "model=hf", f"model.path={folder / 'base'}", "model.lora.rank=4", "data=text",
             f"data.path={text}", "data.tokenizer=bytes", "data.val_fraction=0", "train.seq_len=16",
@@ -67,7 +69,7 @@ def main() -> None:
             over = {f"{key}_over_base": round(count / size, 3) for key, count in total.items()}
             results.append({"run": which, "base_bytes": size, **over})
     print(*results, sep="\n")
-    write_report(words.out, "base_reads", results, world_size=RANKS)
+    write_report(options.out, "base_reads", results, world_size=RANKS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The engines that are compared: each makes the same model train, one step at a call.
+"""The engines to compare: each returns a function that trains an equal model by one step.
 
-All have the same units (blocks, embedding, head), the same reduction dtype and the same fused
-AdamW; none clips or checkpoints.
+All engines have the same units (blocks, embedding, head), reduction dtype and fused AdamW. No
+engine clips gradients or recomputes activations.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,17 +21,17 @@ import fsdpctl
 from fsdpctl.engine.build import Sharding
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-Step = Callable[[Tensor, Tensor], Tensor]  # inputs and targets to the loss before the step
+Step = Callable[[Tensor, Tensor], Tensor]  # takes inputs and targets; returns the loss
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, in float32."""
+    """Return the mean cross entropy, in float32."""
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _groups(params: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """As fsdpctl has them: vectors do not decay."""
+    """Return the parameter groups of fsdpctl: vectors do not decay."""
     every = list(params)
     return [
         {"params": [param for param in every if param.ndim > 1]},
@@ -50,7 +50,7 @@ def stepping(
     optimizer: torch.optim.Optimizer,
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
-    """Forward, backward, optimizer; nothing else."""
+    """Return a step: forward, backward and optimizer, nothing else."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with context():
@@ -64,9 +64,9 @@ def stepping(
 
 
 def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
-    """No sharding and no communication: what any engine adds to is this.
+    """Return a step without sharding and communication, a lower bound for all engines.
 
-    In bf16 it is a bf16 module with fp32 masters, which are cast into it once a step.
+    In bf16, the module has bf16 parameters, into which fp32 master weights are cast once per step.
     """
     if dtype == torch.float32:
         return stepping(model, _adamw(model.parameters()))
@@ -92,13 +92,13 @@ def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
 
 
 def ddp(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
-    """PyTorch's DistributedDataParallel; bf16 by autocast, as it is used."""
+    """Return a step of PyTorch's DistributedDataParallel; bf16 is by autocast."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device))
 
 
 def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
-    """PyTorch's ZeroRedundancyOptimizer on top of that."""
+    """Return a step of DistributedDataParallel with PyTorch's ZeroRedundancyOptimizer."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     settings: dict[str, Any] = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "fused": True}
     groups = _groups(wrapped.parameters())
@@ -115,10 +115,10 @@ def _autocast(
 
 
 def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:
-    """PyTorch's fully_shard.
+    """Return a function that makes a step of PyTorch's fully_shard.
 
-    Tuned: forward prefetch of the next block, and where the version has them a process group of
-    their own and two buffers for the reductions.
+    `tuned` adds forward prefetch of the next block. If torch supports it, reductions get a separate
+    process group and two buffers.
     """
 
     def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
@@ -153,7 +153,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def ours(strategy: str, *, shares_memory: bool = False) -> Callable[..., Step]:
-    """fsdpctl's engine under a strategy; if ranks share memory, all strategies run alike."""
+    """Return a function that makes a step of fsdpctl's engine with a strategy.
+
+    If ranks share memory, all strategies run alike.
+    """
 
     def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
         precision = fsdpctl.Precision(param_dtype=None if dtype == torch.float32 else dtype)

@@ -1,8 +1,8 @@
 """The memory of ranks that train on much text: `python -m benchmarks.corpus [--out FILE.json]`.
 
-Two CPU ranks train the default model on a file of drawn words, once of 20 MiB and once of 2 GiB. A
-rank's own bytes are those without pages of mapped files, which the system may drop. Before its
-first step, the most of them are those that it needed to open the data.
+Two CPU ranks train the default model on a file of random words, once of 20 MiB and once of 2 GiB.
+The private bytes of a rank exclude pages of mapped files, which the system may drop. Their maximum
+before the first step is what opening the data needs.
 """
 
 import tempfile
@@ -15,11 +15,11 @@ from benchmarks.growth import RANKS, reads
 from benchmarks.report import arguments, write_report
 
 MIB = 1 << 20
-WORDS, LINE = 5000, 12  # different words; those of a line
+WORDS, LINE = 5000, 12  # different words; words per line
 
 
 def write_text(path: Path, size: int) -> None:
-    """Write `size` bytes of lines of drawn words."""
+    """Write lines of random words, `size` bytes in total."""
     generator = np.random.default_rng(0)
     words = ["".join(map(chr, generator.integers(97, 123, 2 + n % 9))) for n in range(WORDS)]
     with path.open("w") as file:
@@ -31,20 +31,22 @@ def write_text(path: Path, size: int) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    words = arguments(mib=(20, 2048), steps=60)
+    options = arguments(mib=(20, 2048), steps=60)
     results: list[dict[str, Any]] = []
-    for size in words.mib:
+    for size in options.mib:
         with tempfile.TemporaryDirectory() as folder:
             text = Path(folder, "text.txt")
             write_text(text, size * MIB)
             settings = (f"data.path={text}", "data=text", "data.val_fraction=0")
-            found = list(reads(Path(folder), words.steps, 16, *settings))
-        most = [max(of) for of in zip(*(own for _, own, _ in found if own), strict=True)]
+            memory = list(reads(Path(folder), options.steps, 16, *settings))
+        most = [
+            max(of) for of in zip(*(private for _, private, _ in memory if private), strict=True)
+        ]
         row = {"text_mib": size, "own_mib": round(max(most) / MIB, 1)}
         first = (results or [row])[0]["own_mib"]
         results.append({**row, "over_first_mib": round(row["own_mib"] - first, 1)})
     print(*results, sep="\n")
-    write_report(words.out, "corpus", results, world_size=RANKS, model="llama_tiny")
+    write_report(options.out, "corpus", results, world_size=RANKS, model="llama_tiny")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Try every causal decoder of transformers, tiny, by the command.
+"""Try a tiny model of every causal decoder family of transformers with the commands.
 
     python -m benchmarks.decoders --out benchmarks/results/decoders.json
     python -m benchmarks.decoders --out benchmarks/results/decoders.json --only git doge
 
-Each is a directory as transformers writes it, with a tokenizer and a chat template. Its loss,
+A model is a directory that transformers writes, with a tokenizer and a chat template. Its loss,
 gradients and exported bytes are compared with those of transformers in one process. Then
 `estimate-memory`, `train` on two ranks with the self-check, `evaluate` and `consolidate-checkpoint`
-run on it, and transformers loads the result. Results are kept by family, so a run can be repeated
-for some of them.
+run on the model, and transformers loads the result. `--only` repeats some families, and keeps the
+results of the others.
 """
 
 import gc
@@ -58,7 +58,7 @@ from tests.models.decoders import (
 from tests.training.chats import make_chat_model, make_chats
 
 _LIMIT = 300.0  # seconds of a command
-_IMPORTED = (  # by what runs in forks
+_IMPORTED = (  # before forks, which save the time of these imports
     "fsdpctl.commands.app", "fsdpctl.commands.estimate", "fsdpctl.commands.train",
     "fsdpctl.commands.checkpoint", "fsdpctl.launch.prepare_run", "fsdpctl.launch.run",
     "fsdpctl.training.worker", "fsdpctl.commands.evaluate", "fsdpctl.checkpoint.consolidate",
@@ -76,24 +76,24 @@ _TRAINING = (
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a family does."""
+    """The results of a family."""
 
     family: str  # model_type
     model: str = ""  # the class of transformers
-    problem: str = ""  # why it isn't supported, or could not be tried
-    is_tried: bool = True  # whether it could be made tiny
+    problem: str = ""  # why the family is not supported, or could not be tried
+    is_tried: bool = True  # whether a tiny model could be built
     has_experts: bool = False
-    packs: bool = False  # whether documents that share a sequence do not see one another
+    packs: bool = False  # whether documents in a packed sequence do not attend to one another
     loss_difference: float = 0.0  # from transformers', in nats per token
     gradient_difference: float = 0.0  # largest, relative to the largest gradient of the model
-    exports_equal: bool = False  # whether exported bytes are those that were read
-    # The commands that failed, and how; of a family that is not supported, those that did not
-    # end with a figure or a line.
+    exports_equal: bool = False  # whether exported bytes equal the bytes that were read
+    # The commands that failed, with the problem. Of an unsupported family, only commands without a
+    # result or an error message.
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Ended(NamedTuple):
-    """How a process, or the first of some that failed, ended."""
+    """The end of a process; of several processes, of the first that failed."""
 
     code: int  # its exit status; negative: killed, after the limit
     output: str
@@ -104,13 +104,13 @@ class Ended(NamedTuple):
         if self.code == 0:
             return ""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        own = [line for line in lines if line.startswith("fsdpctl: ")]
+        errors = [line for line in lines if line.startswith("fsdpctl: ")]
         kind = "traceback" if "Traceback" in self.output else f"exit {self.code}"
-        return f"{kind}: {[*lines, *own][-1] if lines else 'no output'}"[:300]
+        return f"{kind}: {[*lines, *errors][-1] if lines else 'no output'}"[:300]
 
 
 def call(function: Callable[[], None], folder: Path, *environments: Mapping[str, str]) -> Ended:
-    """Call a function in `folder`, in a fork for each environment; it saves what imports take."""
+    """Call a function in `folder`, in a fork for each environment, which saves imports."""
     context = multiprocessing.get_context("fork")
     logs = [folder / f"output-{number}" for number in range(max(1, len(environments)))]
     forks = [
@@ -137,16 +137,16 @@ def _in_fork(function: Callable[[], None], log: Path, environment: Mapping[str, 
     function()
 
 
-def command(words: Sequence[str], folder: Path, *, ranks: int = 0) -> Ended:
-    """Run a command of fsdpctl: in one process, or as each of `ranks` ranks, as torchrun does."""
+def command(args: Sequence[str], folder: Path, *, ranks: int = 0) -> Ended:
+    """Run a command of fsdpctl in one process, or on `ranks` ranks, as torchrun does."""
 
     def run() -> None:
-        sys.argv = ["fsdpctl", *words]
+        sys.argv = ["fsdpctl", *args]
         import_module("fsdpctl.__main__").main()
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     each = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     each["LOCAL_WORLD_SIZE"] = each["WORLD_SIZE"]
     environments = [{**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
@@ -154,7 +154,7 @@ def command(words: Sequence[str], folder: Path, *, ranks: int = 0) -> Ended:
 
 
 def tried(family: str, name: str, folder: Path) -> Tried:
-    """Try one family in this process and by commands, in forks of it."""
+    """Try a family, by a comparison with transformers and by commands, in forks."""
     notes = folder / "tried.json"
     made = call(partial(_make, family, folder), folder)
     if made.code:
@@ -180,7 +180,7 @@ def tried(family: str, name: str, folder: Path) -> Tried:
 
 
 def _answered(ended: Ended) -> bool:
-    """Return whether a command ended with a figure or a line."""
+    """Return whether a command ended with a result or an error message."""
     return ended.code in (0, 1, 2, 4) and "Traceback" not in ended.output
 
 
@@ -203,7 +203,7 @@ def _load(folder: Path) -> None:
 
 
 def _compare(family: str, name: str, folder: Path, notes: Path) -> None:
-    """Write what a family does to `notes`."""
+    """Write the results of a family to `notes`."""
     _silence()
     notes.write_text(json.dumps(asdict(_compared(family, name, folder / "model"))))
 
@@ -266,7 +266,7 @@ def _gradient_difference(module: torch.nn.Module, theirs: Any) -> float:
 
 
 def _same_bytes(exported: TensorSource, folder: Path) -> bool:
-    """Return whether the weights have the names and bytes of those that were read."""
+    """Return whether the exported weights have the names and bytes of the files in `folder`."""
     files: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         files.update(load_file(file))
@@ -281,25 +281,25 @@ def _same_bytes(exported: TensorSource, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Try families, and write what they do after each of them."""
+    """Try families, and write the results after each family."""
     known: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    words = arguments(only=())  # these families, and keep the results of the others
+    options = arguments(only=())  # families to repeat
     for name in _IMPORTED:
         import_module(name)
     compose_config([])
     gc.freeze()
     results: dict[str, Any] = {}
-    if words.only and words.out and words.out.exists():
-        before = json.loads(words.out.read_text())["results"]
+    if options.only and options.out and options.out.exists():
+        before = json.loads(options.out.read_text())["results"]
         results = {each["family"]: each for each in before if each["family"] in known}
-    for family in words.only or sorted(known):
+    for family in options.only or sorted(known):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
             found = tried(family, known[family], Path(folder))
         print(found, flush=True)
         results[family] = asdict(found)
         in_order = [results[each] for each in sorted(results)]
-        write_report(words.out, "decoders", in_order, transformers=hf.__version__)
+        write_report(options.out, "decoders", in_order, transformers=hf.__version__)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How far estimates are from what real runs hold, on CPU ranks and beside published runs.
+"""The errors of memory estimates, for runs on CPU ranks and for published runs.
 
     python -m benchmarks.estimates --out benchmarks/results/estimates.json
 
-The peak of all tensors in a step of small random configurations on one to four gloo ranks, every
-rank of each; and the runs that others published, as tests/predict/test_published_memory.py and
-tests/predict/published.py describe them. `--count 0` keeps the file's errors of the former. Also
-write the errors by kind to conf/memory_accuracy.json, which decide the reserve of a selection.
+On CPU ranks, it measures the peak of all tensors in a step of small random configurations, on every
+rank of one to four gloo ranks. `--count 0` keeps these errors of the file. Published runs are
+described in tests/predict/test_published_memory.py and tests/predict/published.py. Their errors by
+kind are also written to conf/memory_accuracy.json: they determine the reserve of a selection.
 """
 
 import json
@@ -31,9 +31,9 @@ def _errors(rank: int, ranks: int, count: int) -> list[float]:
 
 
 def small_runs(count: int) -> Iterator[dict[str, Any]]:
-    """Yield errors of the peak of all tensors, over all ranks of `count` configurations each."""
+    """Yield the errors for each number of ranks, over all ranks of `count` configurations."""
     for ranks in (1, 2, 3, 4):
-        errors = [error for own in on_ranks(ranks, _errors, ranks, count) for error in own]
+        errors = [error for of_rank in on_ranks(ranks, _errors, ranks, count) for error in of_rank]
         yield {
             "world_size": ranks,
             "configurations": count,
@@ -43,10 +43,10 @@ def small_runs(count: int) -> Iterator[dict[str, Any]]:
 
 
 def published_runs() -> Iterator[dict[str, Any]]:
-    """Yield what was measured, and what is estimated of it; in GiB."""
+    """Yield the measured and the estimated memory of published runs, in GiB."""
     for each in PUBLISHED:
-        found = each.estimate()
-        estimates = {"allocated": found.peak_allocated, "reserved": found.peak_reserved}
+        estimate = each.estimate()
+        estimates = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
         for name, measured in each.measured.items():
             yield {"kind": "dense"} | _row(each.name, "torchtitan", name, measured, estimates[name])
     for step in STEPS:
@@ -63,11 +63,11 @@ def _row_of(step: Step, what: str, measured: float, nbytes: int) -> dict[str, An
 
 
 def errors_by_kind(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the errors of each kind of run."""
-    found: dict[str, list[float]] = {}
+    """Return the errors by kind of run."""
+    errors: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(row["kind"], []).append(row["error"])
-    return found
+        errors.setdefault(row["kind"], []).append(row["error"])
+    return errors
 
 
 def _row(run: str, source: str, what: str, measured: float, nbytes: int) -> dict[str, Any]:
@@ -83,15 +83,15 @@ def _row(run: str, source: str, what: str, measured: float, nbytes: int) -> dict
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    words = arguments(count=56)
-    if words.count:
-        small = list(small_runs(words.count))
+    """Measure, print and write."""
+    options = arguments(count=56)
+    if options.count:
+        small = list(small_runs(options.count))
     else:
-        small = json.loads(words.out.read_text())["results"]["small"]
+        small = json.loads(options.out.read_text())["results"]["small"]
     results = {"published": list(published_runs()), "small": small}
     print(results)
-    write_report(words.out, "estimates", results)
+    write_report(options.out, "estimates", results)
     by_kind = json.dumps(errors_by_kind(results["published"]), indent=2)
     (package_folder("conf") / MEMORY_ACCURACY).write_text(by_kind + "\n")
 

@@ -1,11 +1,11 @@
-"""One GPU: the time of a step, the memory it takes, and how much of the chip is used.
+"""One GPU: the time of a step, its memory, and the share of the chip's peak FLOP/s.
 
     python -m benchmarks.gpu --out benchmarks/results/gpu.json
 
-`nccl1` is NCCL at world size 1, with the sharded path forced. `fake8` and `fake64` are rank 0 of 8
-and 64 ranks over torch's fake process group, where losses mean nothing (benchmarks/one_gpu.py).
-Times are medians of interleaved rounds in one process. Memory is measured where parameters are
-sharded, in a process for each engine, so that no other engine shares the allocator.
+`nccl1` is NCCL with one rank, with the sharded path forced. `fake8` and `fake64` are rank 0 of 8
+and 64 ranks over torch's fake process group, where losses have no meaning (benchmarks/one_gpu.py).
+Times are medians of interleaved rounds in one process. Memory is measured in a separate process
+for each engine, so that engines do not share an allocator.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from fsdpctl.run.step_metrics import ModelFlops, flops_per_token
 
 WARM_UP = 4
 BYTES_OF_STATE = 8  # of a parameter: value, gradient and two moments in bf16
-ROOM = 10 << 30  # for activations, logits, and the units that compute
+ROOM = 10 << 30  # bytes for activations, logits and unsharded units
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(64, 3, 4, 2, 128, 512, 2, 32),  # to see that all of this runs, anywhere
+    "tiny": Size(64, 3, 4, 2, 128, 512, 2, 32),  # a functional test on any device
     "364M": Size(1024, 24, 16, 16, 2816, 32000, 2, 1024),
     "1.4B": Size(2048, 16, 32, 8, 7168, 128256, 2, 4096),
     "8B": Size(4096, 32, 32, 8, 14336, 128256, 1, 4096),
     "tiny8B": Size(64, 3, 4, 2, 128, 512, 1, 32),
 }
-LARGEST = ("8B", "tiny8B")  # with as many of their blocks as fit, for how much of the chip is used
+LARGEST = ("8B", "tiny8B")  # with as many blocks as fit, to measure the share of the peak FLOP/s
 TIMED = ("fsdp2", "fsdp2_tuned", "full_shard")
-ALONE = ("fsdp2", "full_shard")  # whose memory is measured
+ALONE = ("fsdp2", "full_shard")  # engines whose memory is measured
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
@@ -80,7 +80,7 @@ def _config(size: Size) -> ModelConfig:
 
 
 def make_model(size: Size) -> TransformersDecoder:
-    """Build the model with values, on the device."""
+    """Return the model with initial weights, on the device."""
     model = build_base_model(_config(size))
     fill_buffers(model)
     allocate(model)
@@ -126,15 +126,15 @@ def _seconds(step: Step, batch: tuple[Tensor, Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def measure(words: argparse.Namespace) -> dict[str, Any]:
-    """Measure in one process: engines interleaved, or the memory of a single one."""
-    world_size = MODES[words.mode]
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in one process: interleaved engines, or the memory of a single engine."""
+    world_size = MODES[options.mode]
     with joined(world_size, fake=world_size > 1) as nccl:
-        size, names = fitting(words.size), words.engines.split(",")
+        size, names = fitting(options.size), options.engines.split(",")
         batch = _batch(size)
         steps = {name: make_step(name, size, nccl) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(WARM_UP + words.rounds):
+        for _ in range(WARM_UP + options.rounds):
             for name, step in steps.items():
                 seconds[name].append(_seconds(step, batch))
         losses = {name: float(step(*batch)) for name, step in steps.items()}
@@ -153,7 +153,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
 
 
 def fitting(name: str) -> Size:
-    """Return a size; one of LARGEST with the blocks that leave room for activations."""
+    """Return a size; sizes in LARGEST have the blocks that leave room for activations."""
     size = SIZES[name]
     if name not in LARGEST:
         return size
@@ -170,55 +170,55 @@ def _num_params(size: Size) -> int:
 
 
 def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:
-    """Return the share of the chip's peak, counted as torchtitan counts it."""
+    """Return the share of the chip's peak FLOP/s, computed as in torchtitan."""
     per_token = flops_per_token(_config(size), _num_params(size), size.length)
     gpu = gpu_by_name(torch.cuda.get_device_name())
     flops = ModelFlops(per_token, None if gpu is None else gpu.peak)
     return {name: flops.utilization(speed) for name, speed in speeds.items()}
 
 
-def _run(words: argparse.Namespace, **other: Any) -> dict[str, Any]:
-    told = {"rounds": words.rounds} | other
-    options = [text for name, value in told.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.gpu", "--child", *options]
+def _run(options: argparse.Namespace, **other: Any) -> dict[str, Any]:
+    values = {"rounds": options.rounds} | other
+    texts = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--child", *texts]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
-def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure every size in every mode; the largest model alone."""
-    for size in words.sizes.split(","):
+    for size in options.sizes.split(","):
         if size in LARGEST:
-            found = _run(words, mode="nccl1", size=size, engines="recomputing")
+            found = _run(options, mode="nccl1", size=size, engines="recomputing")
             yield {"size": size, "mode": "nccl1", **found}
             continue
-        for mode in words.modes.split(","):
-            found = _run(words, mode=mode, size=size, engines=",".join(TIMED))
+        for mode in options.modes.split(","):
+            found = _run(options, mode=mode, size=size, engines=",".join(TIMED))
             both = {k: v for k, v in found.items() if not k.startswith("peak")}
             if MODES[mode] > 1:
-                both["memory"] = {name: _memory(words, mode, size, name) for name in ALONE}
+                both["memory"] = {name: _memory(options, mode, size, name) for name in ALONE}
             yield {"size": size, "mode": mode, **both}
 
 
-def _memory(words: argparse.Namespace, mode: str, size: str, engine: str) -> dict[str, int]:
-    found = _run(words, rounds=1, mode=mode, size=size, engines=engine)
+def _memory(options: argparse.Namespace, mode: str, size: str, engine: str) -> dict[str, int]:
+    found = _run(options, rounds=1, mode=mode, size=size, engines=engine)
     return {key: found[key] for key in ("peak_allocated", "peak_reserved")}
 
 
 def main() -> None:
     """Run the sizes and modes of the command line."""
-    own = {"child": False, "mode": "", "size": "", "engines": ""}  # of its own processes
-    words = arguments(sizes="364M,1.4B,8B", modes=",".join(MODES), rounds=12, **own)
-    if words.child:
-        print(json.dumps(measure(words)))
+    child = {"child": False, "mode": "", "size": "", "engines": ""}  # for its child processes
+    options = arguments(sizes="364M,1.4B,8B", modes=",".join(MODES), rounds=12, **child)
+    if options.child:
+        print(json.dumps(measure(options)))
         return
     chip = torch.cuda.get_device_name()
     results = []
-    for each in measure_all(words):
+    for each in measure_all(options):
         results.append(each)
         print(each, flush=True)
-        write_report(words.out, "gpu", results, device=chip, rounds=words.rounds)
+        write_report(options.out, "gpu", results, device=chip, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -89,15 +89,15 @@ def _pass(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def main() -> None:
     """Measure all kernels on all shapes."""
-    words = arguments(rounds=10, small=False)  # small: a shape that takes no time
+    options = arguments(rounds=10, small=False)  # small: a shape that takes no time
     torch.cuda.set_device(DEVICE)
     chip, results = torch.cuda.get_device_name(), []
-    for shape in SMALL if words.small else SHAPES:
+    for shape in SMALL if options.small else SHAPES:
         for kernel in KERNELS:
-            results.append(measure(shape, kernel, words.rounds))
+            results.append(measure(shape, kernel, options.rounds))
             torch.cuda.empty_cache()
             print(results[-1], flush=True)
-            write_report(words.out, "gpu_attention", results, device=chip, rounds=words.rounds)
+            write_report(options.out, "gpu_attention", results, device=chip, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One GPU: what is compiled, launched, fused and collected, each beside what is expected.
+"""One GPU: graphs, launches, fused kernels and garbage collections, with the expected figures.
 
     python -m benchmarks.gpu_compiled --out benchmarks/results/gpu-compiled.json
 
-Exits with 1 if a figure that must be exact differs, such as when Dynamo gives up on a block.
+Exits with 1 if a figure that must be exact differs, for example if Dynamo gives up on a block.
 `--small` takes no time, and compiles with Dynamo's eager backend.
 """
 
@@ -219,20 +219,20 @@ def _host_seconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure everything; exit with 1 if a figure that must be exact is another one."""
-    words = arguments(rounds=20, small=False)
+    options = arguments(rounds=20, small=False)
     torch.cuda.set_device(DEVICE)
-    if words.small:
+    if options.small:
         torch.compile = partial(torch.compile, backend="eager")
     size = SIZES["tiny"]
-    numel, width = (1 << 16, 128) if words.small else (1 << 26, 8192)
-    found = [graphs(size), launches(size), groups(7), bases(numel, words.rounds)]
+    numel, width = (1 << 16, 128) if options.small else (1 << 26, 8192)
+    found = [graphs(size), launches(size), groups(7), bases(numel, options.rounds)]
     results: list[Row] = []
-    for rows in (*found, moments(width, words.rounds), pauses(size)):
+    for rows in (*found, moments(width, options.rounds), pauses(size)):
         for row in rows:
             results.append(row)
             print(row, flush=True)
         chip = torch.cuda.get_device_name()
-        write_report(words.out, "gpu_compiled", results, device=chip, rounds=words.rounds)
+        write_report(options.out, "gpu_compiled", results, device=chip, rounds=options.rounds)
     wrong = [row["what"] for row in results if row.get("exactly", row["found"]) != row["found"]]
     if wrong:
         raise SystemExit(f"other than expected: {'; '.join(wrong)}")

@@ -1,9 +1,9 @@
-"""One GPU: what rank 0 of up to a thousand ranks holds, beside what was estimated without it.
+"""One GPU: the memory of rank 0 of up to a thousand ranks, measured and estimated.
 
     python -m benchmarks.gpu_memory --out benchmarks/results/gpu-memory.json
 
-Random configurations over torch's fake process group (benchmarks/one_gpu.py), four steps each. Each
-has a process of its own. Processes import beside one another, and take turns on the device.
+Random configurations run four steps over torch's fake process group (benchmarks/one_gpu.py), each
+in a separate process. Processes import concurrently, and take turns on the device.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tests.train_step import train_step
 
 _GIB = 1 << 30
 _STEPS = 4
-_AT_ONCE = 4  # processes that import while one computes
+_AT_ONCE = 4  # processes, of which one computes and the others import
 
 
 def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> list[str]:
@@ -69,12 +69,12 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
 
 
 def resolved(words: list[str]) -> RunPlan:
-    """Return the configuration as it is placed on H200s."""
+    """Return the plan of a configuration on H200s."""
     return make_run_plan(prepare(compose_config([*words, "cluster=h200"]), CLUSTER).config)
 
 
 def measure(words: list[str]) -> dict[str, int]:
-    """Return the memory that the steps of one configuration take."""
+    """Return the memory of the steps of one configuration."""
     config = resolved(words).config
     with joined(config.num_ranks, fake=True) as nccl:
         _train(config, nccl)
@@ -109,23 +109,23 @@ def _measured(turn: str, words: list[str], found: RunEstimate) -> dict[str, Any]
     return {"words": words, "measured": answer, "estimated": estimated, **errors}
 
 
-def drawn(words: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]]:
-    """Draw configurations that the device has room for, with their estimates."""
+def drawn(options: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]]:
+    """Yield random configurations that fit on the device, with their estimates."""
     chance, estimator, count = random.Random(0), Estimator(), 0
     room = 0.9 * torch.cuda.get_device_properties(DEVICE).total_memory
-    while count < words.count:
-        typed = draw_words(chance, words.models.split(","), words.lengths.split(","))
+    while count < options.count:
+        typed = draw_words(chance, options.models.split(","), options.lengths.split(","))
         found = estimator.estimate(resolved(typed))
-        if words.smallest * _GIB <= found.peak_reserved <= room:
+        if options.smallest * _GIB <= found.peak_reserved <= room:
             count += 1
             yield typed, found
 
 
-def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure random configurations, as each is done."""
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of random configurations as they end."""
     with tempfile.NamedTemporaryFile() as turn, ThreadPoolExecutor(_AT_ONCE) as pool:
         pending: deque[Future[dict[str, Any]]] = deque()
-        for each in drawn(words):
+        for each in drawn(options):
             pending.append(pool.submit(_measured, turn.name, *each))
             while pending and pending[0].done():
                 yield pending.popleft().result()
@@ -137,19 +137,19 @@ def main() -> None:
     """Run the configurations of the command line."""
     models = "llama3_1b,llama3_8b,qwen3_4b,gpt2"
     # Below the smallest estimate in GiB, memory that does not belong to a model weighs too much.
-    options = {"models": models, "lengths": "512,1024", "count": 24, "smallest": 1.0}
-    words = arguments(**options, turn=Path, child=())
-    if words.child:
-        # Never closed: the turn, and the device's memory, are given back when the process ends.
-        fcntl.flock(os.open(words.turn, os.O_RDONLY), fcntl.LOCK_EX)
-        print(json.dumps(measure(words.child)))
+    defaults = {"models": models, "lengths": "512,1024", "count": 24, "smallest": 1.0}
+    options = arguments(**defaults, turn=Path, child=())
+    if options.child:
+        # Never closed: the lock is released with the device's memory, when the process ends.
+        fcntl.flock(os.open(options.turn, os.O_RDONLY), fcntl.LOCK_EX)
+        print(json.dumps(measure(options.child)))
         return
     chip = torch.cuda.get_device_name()
     results = []
-    for each in measure_all(words):
+    for each in measure_all(options):
         results.append(each)
         print(each, flush=True)
-        write_report(words.out, "gpu_memory", results, device=chip)
+        write_report(options.out, "gpu_memory", results, device=chip)
     for name in ("peak_allocated_error", "peak_reserved_error"):
         errors = [abs(each[name]) for each in results if name in each]
         if errors:

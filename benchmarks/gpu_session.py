@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_session --half 1
     python -m benchmarks.gpu_session --half 2
 
-Each part has processes of its own and a time limit. If a part fails or takes too long, the others
-still run, and the exit code is 1. After each part its output is printed and gpu-session.json is
-written. `--small` runs the same parts on sizes that take no time.
+Each part has separate processes and a time limit. If a part fails or exceeds its limit, the others
+still run, and the exit code is 1. After each part, its output is printed and gpu-session.json is
+written. `--small` runs the same parts with sizes that take no time.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_TOO_LATE = 124  # as timeout(1) has it
-_PATIENCE = 300  # seconds of a small part
-_TAIL = 12  # lines of a part's output that are kept
+_TOO_LATE = 124  # the exit code of timeout(1)
+_PATIENCE = 300  # seconds, the limit of a small part
+_TAIL = 12  # last lines of a part's output in the report
 # Not named by pyproject.toml: the tests' runner, and a requirement of omegaconf without a wheel.
 _BESIDES = ("pytest", "antlr4-python3-runtime==4.9.3")
 
@@ -38,25 +38,25 @@ Command = tuple[str, ...]  # a module and its arguments
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A question, as commands that follow one another."""
+    """A question, and the commands that answer it one after another."""
 
     name: str
     commands: tuple[Command, ...]
-    seconds: int  # for all of them
+    seconds: int  # limit for all commands
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
     """Return the parts of both halves, most important first.
 
-    A part writes what is kept as JSON files into `scratch`.
+    A part writes its results as JSON files into `scratch`.
     """
 
     def out(name: str) -> tuple[str, str]:
         return "--out", str(scratch / f"{name}.json")
 
-    def sized(small_words: str, words: str) -> Command:
-        return tuple((small_words if small else words).split())
+    def sized(small_command: str, command: str) -> Command:
+        return tuple((small_command if small else command).split())
 
     train = ("fsdpctl", "train", f"train.run_dir={scratch / 'run'}", "launch.device=cuda")
     alone = ("launch.nproc_per_node=1", "train.eval_every=0", "train.sample_tokens=0")
@@ -89,7 +89,7 @@ def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
         Part("the largest model", (largest,), 40),
         Part("attention", (("benchmarks.gpu_attention", *sizes, *out("gpu-attention")),), 20),
         Part("host time", (host,), 20),
-        # In the time that was left of five minutes: no other part has less than before.
+        # This part gets the rest of the five minutes.
         Part("compiled, fused, collected", (compiled,), 60),
     ]
     return first, second
@@ -165,13 +165,13 @@ def answer(part: Part) -> dict[str, object]:
 
 
 def _environment() -> dict[str, str]:
-    """Where this checkout is not installed, ranks find it by PYTHONPATH alone."""
+    """Return the environment in which ranks import this checkout, although it is not installed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run(parts: list[Part], scratch: Path, out: Path) -> list[str]:
-    """Run parts, keep the answers of parts that another call has run; return those that failed."""
+    """Run parts and merge their answers into `out`; return the names of parts that failed."""
     import torch
 
     from benchmarks.report import write_report
@@ -198,18 +198,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes that take no time")
     parser.add_argument("--only", default="", help="text in the names of the parts to run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    words = parser.parse_args()
+    options = parser.parse_args()
     lines = list(missing())
     if lines:
         print(*lines, sep="\n", file=sys.stderr)
         raise SystemExit(2)
     with tempfile.TemporaryDirectory() as folder:
-        first, second = halves(Path(folder), small=words.small)
-        chosen = {1: first, 2: second}.get(words.half, [*first, *second])
-        chosen = [each for each in chosen if words.only in each.name]
-        if words.small:  # an emulated device has no time to be measured
+        first, second = halves(Path(folder), small=options.small)
+        chosen = {1: first, 2: second}.get(options.half, [*first, *second])
+        chosen = [each for each in chosen if options.only in each.name]
+        if options.small:  # an emulated device has no time to be measured
             chosen = [replace(each, seconds=_PATIENCE) for each in chosen]
-        failed = run(chosen, Path(folder), words.out)
+        failed = run(chosen, Path(folder), options.out)
     if failed:
         raise SystemExit(f"failed: {'; '.join(failed)}")
 

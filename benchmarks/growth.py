@@ -1,9 +1,9 @@
 """The memory of a long run over its steps: `python -m benchmarks.growth [--out FILE.json]`.
 
-Two CPU ranks train the default model. Their resident bytes are read from the system all the time: a
-figure is the median over the 100 steps that follow its step, because the heap is trimmed every 20
-steps only, and validation and checkpoints pass. Pages of mapped files, such as the token file, are
-counted separately: the system may drop them.
+Two CPU ranks train the default model, while their resident bytes are sampled. A figure is the
+median over the 100 steps after its step, because the heap is trimmed only every 20 steps, and
+validation and checkpoints take memory for a moment. Pages of mapped files, such as the token file,
+are counted separately: the system may drop them.
 """
 
 import subprocess
@@ -23,16 +23,18 @@ from tests.commands.run import environment
 
 RANKS, SEQ_LEN = 2, 64
 FIRST, EVERY, WINDOW = 200, 1000, 100  # steps
-PATIENCE = 900.0  # seconds without a step; the first one waits until data is open
+PATIENCE = 900.0  # seconds without a step; the first step also opens the data
 
 
-Read = tuple[int, list[int], list[int]]  # a step; each rank's own bytes, those of mapped files
+Read = tuple[
+    int, list[int], list[int]
+]  # a step; each rank's private bytes; its bytes of mapped files
 
 
 def reads(folder: Path, steps: int, batch: int, *more: str) -> Iterator[Read]:
-    """Train `steps` steps with `more` settings; yield what ranks hold a few times per second.
+    """Train `steps` steps with `more` settings; yield the memory of ranks a few times per second.
 
-    What a run caches is in `folder`.
+    The caches of the run are in `folder`.
     """
     run = folder / "run"
     settings = [
@@ -66,7 +68,7 @@ def reads(folder: Path, steps: int, batch: int, *more: str) -> Iterator[Read]:
 
 
 def resident_after(found: list[Read], step: int) -> dict[str, list[int]]:
-    """Return each rank's medians over the steps that follow."""
+    """Return the medians of each rank over the steps from `step` on."""
     within = [each[1:] for each in found if step <= each[0] < step + WINDOW]
     own, mapped = (
         [int(median(of)) for of in zip(*x, strict=True)] for x in zip(*within, strict=True)
@@ -76,19 +78,19 @@ def resident_after(found: list[Read], step: int) -> dict[str, list[int]]:
 
 def main() -> None:
     """Measure, print and write."""
-    words = arguments(steps=5000, batch=16)  # samples per step
+    options = arguments(steps=5000, batch=16)  # samples per step
     with tempfile.TemporaryDirectory() as folder:
-        found = list(reads(Path(folder), words.steps + WINDOW, words.batch))
+        found = list(reads(Path(folder), options.steps + WINDOW, options.batch))
     results: list[dict[str, Any]] = []
-    for step in (FIRST, *range(EVERY, words.steps + 1, EVERY)):
+    for step in (FIRST, *range(EVERY, options.steps + 1, EVERY)):
         row: dict[str, Any] = {"step": step, **resident_after(found, step)}
         first = results[0]["own_bytes"] if results else row["own_bytes"]
         ratios = [now / then for now, then in zip(row["own_bytes"], first, strict=True)]
         results.append({**row, "over_first": round(max(ratios), 4)})
     print(*results, sep="\n")
     about = {"world_size": RANKS, "model": "llama_tiny", "seq_len": SEQ_LEN}
-    about |= {"global_batch_size": words.batch, "window": WINDOW}
-    write_report(words.out, "growth", results, **about)
+    about |= {"global_batch_size": options.batch, "window": WINDOW}
+    write_report(options.out, "growth", results, **about)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What an engine costs the host: Python and kernel launches, with nothing sent.
+"""The host's time per step of an engine: Python and kernel launches, without communication.
 
     python -m benchmarks.host_time --out benchmarks/results/host-time.json
 
 One process is rank 0 of many over torch's fake process group, whose collectives do nothing. The
-blocks are tiny, so that what is left of a step is the engine's own time. On the CPU each collective
-is one call, as over NCCL, without CUDA's streams and events. Engines take turns of three steps, of
-which the first is not counted: it finds the processor's caches full of what another engine left.
+blocks are tiny, so that a step takes little more than the engine's time. On the CPU, each
+collective is one call, as over NCCL, without CUDA's streams and events. Engines take turns of three
+steps. The first step of a turn is not counted, because another engine has filled the caches.
 
-With `--device cuda` the device sleeps while the host works, so that only the host is timed. Then a
+With `--device cuda`, the device sleeps while the host works, so that only the host is timed. Then a
 step must have fewer than the 1,024 launches that a stream queues: pass `--blocks 4`.
 
-With `--vocabulary 8192`, the embedding and the head are larger than a block: their gradients are
-collected and reduced in pieces, each of which has a part of every rank.
+With `--vocabulary 8192`, the embedding and the head are larger than a block. Their gradients are
+collected and reduced in pieces, each of which has a slice of every rank's shard.
 """
 
 import statistics
@@ -233,19 +233,19 @@ def _on_device(
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    words = arguments(world_sizes=(8, 64), rounds=150, device="cpu", blocks=12, vocabulary=WIDTH)
+    """Measure, print and write."""
+    options = arguments(world_sizes=(8, 64), rounds=150, device="cpu", blocks=12, vocabulary=WIDTH)
     torch.set_num_threads(1)
-    if words.device == "cuda":
+    if options.device == "cuda":
         torch.cuda.set_device(DEVICE)
-    device = DEVICE if words.device == "cuda" else torch.device("cpu")
-    setting = Setting(device, words.blocks, words.vocabulary)
-    results = [measure(size, words.rounds, setting) for size in words.world_sizes]
+    device = DEVICE if options.device == "cuda" else torch.device("cpu")
+    setting = Setting(device, options.blocks, options.vocabulary)
+    results = [measure(size, options.rounds, setting) for size in options.world_sizes]
     print(*results, sep="\n")
-    about = {"backend": "fake", "rounds": words.rounds, "vocabulary": words.vocabulary}
-    if words.device == "cuda":
+    about = {"backend": "fake", "rounds": options.rounds, "vocabulary": options.vocabulary}
+    if options.device == "cuda":
         about["device"] = torch.cuda.get_device_name()
-    write_report(words.out, "host_time", results, **about)
+    write_report(options.out, "host_time", results, **about)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.little_memory --out benchmarks/results/little-memory.json
 
-Runs of training differ by the seed, which sets the weights and the order of the data; each seed is
-trained in every way. `update_time` measures the time of their updates.
+Runs with different seeds differ in the weights and in the order of the data. Each seed is trained
+in every way. `update_time` measures the time of the updates.
 """
 
 import json
@@ -52,14 +52,14 @@ def train(name: str, seed: int, steps: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, print and write."""
-    given = arguments(seeds=5, steps=1000)
+    options = arguments(seeds=5, steps=1000)
     os.environ["OMP_NUM_THREADS"] = "1"
     results = []
     for name in WAYS:
-        losses = [train(name, seed, given.steps) for seed in range(given.seeds)]
+        losses = [train(name, seed, options.steps) for seed in range(options.seeds)]
         trained, validated = map(list, zip(*losses, strict=True))
         results.append({"name": name, "train_losses": trained, "validation_losses": validated})
-    write_report(given.out, "little_memory", results, steps=given.steps, last_steps=LAST)
+    write_report(options.out, "little_memory", results, steps=options.steps, last_steps=LAST)
 
 
 if __name__ == "__main__":

@@ -143,17 +143,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of one mutant")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    tree = given.tree.resolve()
+    options = parser.parse_args()
+    tree = options.tree.resolve()
     mutants: list[Mutant] = []
-    to_try = drawn(tree, given.count, given.seed)
-    random.Random(given.seed).shuffle(to_try)  # so that a run cut short is a sample of all rooms
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for each in pool.map(lambda one: tried(tree, one, given.limit), to_try):
+    to_try = drawn(tree, options.count, options.seed)
+    random.Random(options.seed).shuffle(to_try)  # so that a run cut short is a sample of all rooms
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for each in pool.map(lambda one: tried(tree, one, options.limit), to_try):
             mutants.append(each)
             what = "found" if each.is_killed else "survived"
             print(f"{what}: {each.file}:{each.line}: {each.change}", flush=True)
-            write_report(given.out, "mutants", [asdict(one) for one in mutants], seed=given.seed)
+            write_report(
+                options.out, "mutants", [asdict(one) for one in mutants], seed=options.seed
+            )
     print(f"{sum(each.is_killed for each in mutants)} of {len(mutants)} were found")
 
 

@@ -1,7 +1,7 @@
-"""Shared parts of the benchmarks on one GPU: the device, values drawn on it, and fake ranks.
+"""Shared parts of the benchmarks on one GPU: the device, random values, and fake ranks.
 
-Over torch's fake process group one process is rank 0 of many: compute, kernels, copies and
-allocations are real, and no rank sends anything.
+Over torch's fake process group, one process is rank 0 of many: compute, kernels, copies and
+allocations are real, and collectives send nothing.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""The most bytes of tensors that a rank holds during a step, under each engine.
+"""The peak bytes of tensors on a rank during a step, for each engine.
 
     python -m benchmarks.peak_memory --out benchmarks/results/peak-memory-cpu.json
 
-What is alive before a step is counted tensor by tensor; what comes and goes in it is taken from the
-profiler's allocation events. gloo's threads free the copies that they make when they get to it, and
-not all of those events are seen, so figures of one engine differ between steps: five are shown by
-their least and their largest.
+Tensors that exist before a step are counted one by one. Allocations and frees during the step are
+events of the profiler. gloo's threads free their copies late, and the profiler misses some of these
+events, so the figures of one engine differ between steps. The report has the least and the largest
+of five steps.
 """
 
 import gc
@@ -27,7 +27,7 @@ WARM_UP, STEPS = 3, 5
 
 
 def _alive() -> int:
-    """Bytes of all tensors of this process, each storage once."""
+    """Return the bytes of all tensors of this process, each storage once."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():
@@ -38,7 +38,7 @@ def _alive() -> int:
 
 
 def _highest(events: Any) -> int:
-    """The largest sum of what had been allocated and not freed, at any time."""
+    """Return the largest sum of bytes that were allocated and not freed at any time."""
     changes: list[tuple[int, int]] = []
 
     def collect(nodes: Any) -> None:
@@ -66,7 +66,7 @@ def _peak_of(step: Step, tokens: Tensor, targets: Tensor) -> int:
 
 
 def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
-    """Peaks on rank 0, in MB; collective."""
+    """Return the peaks on rank 0, in MB; collective."""
     device = torch.device("cpu")
     torch.manual_seed(dist.get_rank())
     tokens, targets = torch.randint(0, MODELS[model][2], (2, 2, 64)).unbind()
@@ -78,7 +78,7 @@ def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
             step(tokens, targets)
         peaks = [(_peak_of(step, tokens, targets) - before) / 1e6 for _ in range(STEPS)]
         found[name] = {"least_mb": round(min(peaks), 3), "largest_mb": round(max(peaks), 3)}
-        del step  # or the next one begins with it
+        del step  # otherwise its memory counts for the next engine
     return found
 
 
@@ -97,11 +97,11 @@ def _row(model: str, dtype: str, found: dict[str, dict[str, float]]) -> dict[str
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    words = arguments(world_sizes=(2, 4))
-    results = [row for size in words.world_sizes for row in on_ranks(size, measure_all)[0]]
+    """Measure, print and write."""
+    options = arguments(world_sizes=(2, 4))
+    results = [row for size in options.world_sizes for row in on_ranks(size, measure_all)[0]]
     print(*results, sep="\n")
-    write_report(words.out, "peak_memory", results, backend="gloo", steps=STEPS)
+    write_report(options.out, "peak_memory", results, backend="gloo", steps=STEPS)
 
 
 if __name__ == "__main__":

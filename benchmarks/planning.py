@@ -1,8 +1,8 @@
-"""How long estimates take: the largest model on the most ranks.
+"""The time of estimates, for the largest model on the most ranks.
 
     python -m benchmarks.planning --out benchmarks/results/planning.json
 
-A process of its own for every measurement, because a module is imported once.
+Each measurement is in a new process, because a module is imported once.
 """
 
 import json
@@ -22,7 +22,7 @@ imported = time.perf_counter()
 from fsdpctl.config.compose import compose_config
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.search import estimates_of
+from fsdpctl.estimate.resolve_auto import estimates_of
 model, nodes, ranks = sys.argv[1:]
 launch = [f"launch.nnodes={nodes}", f"launch.nproc_per_node={ranks}"]
 launch += ["train.seq_len=8192", "activation_checkpointing=full"]
@@ -38,11 +38,11 @@ print(json.dumps([imported - began, estimated - imported, further, mib]))
 
 
 def measure(model: str, rounds: int) -> dict[str, object]:
-    """Medians over fresh processes; one ratio is to the time of `import torch`."""
+    """Return medians over new processes, and the ratio to the time of `import torch`."""
     nodes, ranks = MODELS[model]
-    words = [sys.executable, "-c", _CHILD, model, str(nodes), str(ranks)]
+    command = [sys.executable, "-c", _CHILD, model, str(nodes), str(ranks)]
     runs = [
-        json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         for _ in range(rounds)
     ]
     return {
@@ -56,11 +56,11 @@ def measure(model: str, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    words = arguments(rounds=7)
-    results = [measure(model, words.rounds) for model in MODELS]
+    """Measure, print and write."""
+    options = arguments(rounds=7)
+    results = [measure(model, options.rounds) for model in MODELS]
     print(*results, sep="\n")
-    write_report(words.out, "planning", results, rounds=words.rounds)
+    write_report(options.out, "planning", results, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def errors_by_kind(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 def main() -> None:
     """Predict, print and write."""
-    words, results, errors = arguments(), [], []
+    options, results, errors = arguments(), [], []
     for each in PUBLISHED:
         found, ranks = predicted(each.words)
         plan = planned(each.words)
@@ -53,8 +53,8 @@ def main() -> None:
         print(results[-1])
     off = [abs(each) for each in errors]
     about = {"median_error": median(off), "worst_error": max(off)}
-    write_report(words.out, "published_steps", results, **about)
-    if words.out:
+    write_report(options.out, "published_steps", results, **about)
+    if options.out:
         by_kind = errors_by_kind(results)
         file = Path(__file__).parent.parent / "conf" / ACCURACY
         file.write_text(json.dumps(by_kind, indent=2) + "\n")

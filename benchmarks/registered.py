@@ -1,9 +1,10 @@
-"""Predict public recipes for which no result is published, before anybody measures them:
+"""Predict public recipes without a published result, before anybody measures them:
 
 python -m benchmarks.registered --out benchmarks/results/registered.json
 
-Run it on a clean commit, whose name it writes, then `make docs`, which writes the table of
-docs/method/predictions.md. The recipes were read, and results of them searched, on `SEARCHED`.
+Run it on a clean commit, whose name it writes. Then `make docs` writes the table of
+docs/method/predictions.md. `SEARCHED` is the day on which the recipes were read, and their results
+searched.
 """
 
 import subprocess
@@ -111,7 +112,7 @@ def _predicted(recipe: Recipe) -> dict[str, Any]:
 
 def main() -> None:
     """Predict, print and write."""
-    words = arguments()
+    options = arguments()
     results = []
     for each in RECIPES:
         results.append(_predicted(each))
@@ -119,7 +120,7 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    write_report(words.out, "registered", results, commit=commit, searched=SEARCHED)
+    write_report(options.out, "registered", results, commit=commit, searched=SEARCHED)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks share: options, CPU ranks, and the JSON file of their figures."""
+"""The options of benchmarks, functions on CPU ranks, and the JSON file of results."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fsdpctl.io.resources import num_cores
 
-PAIRS = {  # ours, and the engine of PyTorch's that keeps as much
+PAIRS = {  # a strategy, and PyTorch's engine that keeps as much memory
     "full_shard": "fsdp2",
     "shard_grad_op": "fsdp2_keeps",
     "shard_optimizer": "zero_redundancy_optimizer",
@@ -24,11 +24,11 @@ PAIRS = {  # ours, and the engine of PyTorch's that keeps as much
 
 
 def arguments(**defaults: Any) -> argparse.Namespace:
-    """Return the command line's options, each with a default, and the file to write.
+    """Return the options of the command line, and the file to write.
 
-    A tuple is the default of several values, which are words if it is empty; a mapping, all values
-    that can be chosen; a type, that of a value that can be left out; False, of an option without
-    a value.
+    `defaults` has the default of each option. A tuple is the default of an option with several
+    values, which are texts if the tuple is empty. The keys of a mapping are the allowed values, and
+    all are the default. A type is that of an optional value. False is an option without a value.
     """
     parser = argparse.ArgumentParser()
     for name, default in defaults.items():
@@ -47,26 +47,26 @@ def arguments(**defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def on_ranks(count: int, function: Callable[..., Any], *given: Any) -> list[Any]:
-    """Call `function(rank, *given)` on ranks over gloo with a thread each; return its values."""
+def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(rank, *args)` on single-threaded gloo ranks; return its results."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (count, Path(folder), function, given), nprocs=count)
+        spawn(_rank, (count, Path(folder), function, args), nprocs=count)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(count)]
 
 
 def _rank(
-    rank: int, count: int, folder: Path, function: Callable[..., Any], given: tuple[Any, ...]
+    rank: int, count: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "rendezvous"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    (folder / str(rank)).write_text(json.dumps(function(rank, *given)))
+    (folder / str(rank)).write_text(json.dumps(function(rank, *args)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def write_report(path: Path | None, benchmark: str, results: Any, **about: Any) -> None:
-    """Write one benchmark's figures as JSON; nothing where no path is given."""
+    """Write the results of a benchmark as JSON; nothing if the path is None."""
     if path is None:
         return
     machine = f"{num_cores()} cores, {platform.machine()}"

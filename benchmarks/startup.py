@@ -1,9 +1,9 @@
 """The processor time of a start: `python -m benchmarks.startup [--out FILE.json]`.
 
-In turns, of `fsdpctl --help` and `import typer`; of the estimate of a model of 405 billion
-parameters on 16,384 ranks and `import torch`; of the answers to a wrong key and a wrong path; and
-of `train` until its first line: medians. Other processes change it less than the time on a clock.
-Compiled modules are on disk, as after an installation.
+The report has medians of alternating processes: `fsdpctl --help` and `import typer`; the estimate
+of a model of 405 billion parameters on 16,384 ranks and `import torch`; the errors for a wrong key
+and a wrong path; and `train` until its first line. Other processes change processor time less than
+elapsed time. Bytecode is on disk, as after an installation.
 """
 
 import os
@@ -66,15 +66,15 @@ def medians(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Time the commands, and write the report."""
-    words = arguments(rounds=7)
-    found = medians(words.rounds)
+    options = arguments(rounds=7)
+    found = medians(options.rounds)
     result = {
         "processor_seconds": found,
         "help_over_import_typer": round(found["help"] / found["typer"], 2),
         "estimate_over_import_torch": round(found["estimate_405b"] / found["torch"], 2),
     }
     print(result)
-    write_report(words.out, "startup", [result], rounds=words.rounds)
+    write_report(options.out, "startup", [result], rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The time of a training step under each engine, interleaved in one run.
+"""The time of a training step with each engine, interleaved in one run.
 
     python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
 
-Each engine has processes of its own, as in training: what a step costs depends on what is in the
-heap, and another engine's memory there would be measured too. In every round each has a turn while
-all others stand still, so that what disturbs the machine disturbs all. The order changes, and the
-first step of a turn is not counted: it fills the caches. Processes are started several times, since
-what memory one happens to get makes its steps faster or slower by several percent. Engines that are
-compared run beside each other, each group with a floor and an FSDP2 of its own. The figures to read
-are ratios: what an engine adds to the floor, over what FSDP2 adds.
+Each engine has separate processes, as in training: the time of a step depends on the heap, which
+would have memory of other engines. In every round, each engine has a turn while all others wait, so
+that disturbances of the machine affect all engines. The order changes, and the first step of a turn
+is not counted, because it fills the caches. Processes are started several times, because the memory
+that a process happens to get changes the time of its steps by several percent. Engines to compare
+run beside each other: each group has its floor and its FSDP2. The figures to read are ratios: the
+time that an engine adds to the floor, over the time that FSDP2 adds.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WARM_UP = 1  # rounds
 TURN = 3  # steps
 # Millions of parameters -> width, blocks, vocabulary.
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
-SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.34}  # short steps need more of them
+SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.34}  # short steps need more rounds
 BESIDE_ALL = ("floor", "fsdp2")
 GROUPS = {
     "ddp": ("ddp", "no_shard", "zero_redundancy_optimizer", "shard_optimizer"),
@@ -49,14 +49,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
-    """The same decoder in every process."""
-    words = [
+    """Return a decoder with equal weights in every process."""
+    settings = [
         f"model.num_layers={blocks}", f"model.hidden_size={width}", f"model.vocab_size={vocab}",
         f"model.intermediate_size={width * 3}", f"model.num_heads={width // 64}",
         f"model.num_kv_heads={width // 64}", "model.overrides.tie_word_embeddings=false",
         "model.overrides.initializer_range=0.02",
     ]  # fmt: skip
-    config = compose_config(words).config.model
+    config = compose_config(settings).config.model
     model = build_base_model(config)
     fill_buffers(model)
     allocate(model)
@@ -67,10 +67,10 @@ def make_decoder(width: int, blocks: int, vocab: int) -> TransformersDecoder:
 
 
 class Engine:
-    """One engine on all ranks, each in a process that only works when it has a turn."""
+    """An engine on all ranks; the processes of the ranks work only during a turn."""
 
     def __init__(self, name: str, size: str, dtype: str, world_size: int) -> None:
-        """Start the processes; a failure in one of them is raised by the next call."""
+        """Start the processes; the next call raises the failure of a process."""
         self._folder = tempfile.TemporaryDirectory()
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.contestants"])  # imported once
@@ -82,10 +82,10 @@ class Engine:
             _rank_main, args, world_size, join=False, start_method="forkserver"
         )
         for _, there in pipes:
-            there.close()  # or a process that died would not be noticed
+            there.close()  # otherwise `recv` does not detect that a process died
 
     def turn(self, steps: int) -> tuple[list[float], float]:
-        """Seconds of each of so many steps, and the loss of the last, both on rank 0."""
+        """Return the seconds of each of `steps` steps, and the last loss, on rank 0."""
         for end in self._ends:
             end.send(steps)
         try:
@@ -99,7 +99,7 @@ class Engine:
         """End the processes.
 
         Raises:
-            torch.multiprocessing.ProcessException: one of them failed.
+            torch.multiprocessing.ProcessException: If a process failed.
         """
         for end in self._ends:
             end.close()
@@ -113,7 +113,7 @@ def _rank_main(
     own = ends[rank]
     for end in ends:
         if end is not own:
-            end.close()  # held here too, it would outlive its rank
+            end.close()  # otherwise this process keeps the pipes of other ranks open
     torch.set_num_threads(1)
     store = FileStore(rendezvous, len(ends))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ends))
@@ -135,18 +135,18 @@ def _rank_main(
 
 
 def measure(
-    words: argparse.Namespace, size: str, dtype: str, rounds: int
+    options: argparse.Namespace, size: str, dtype: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Return medians of every engine; what it is compared with ran beside it."""
+    """Return medians of every engine, measured beside the engines of its group."""
     found: dict[str, Any] = {}
-    for group in words.groups:
+    for group in options.groups:
         turns = [*BESIDE_ALL, *GROUPS[group]]
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         losses: dict[str, float] = {}
-        for start in range(words.starts):
+        for start in range(options.starts):
             order = random.Random(start)
             with ExitStack() as stack:
-                engines = {name: Engine(name, size, dtype, words.world_size) for name in turns}
+                engines = {name: Engine(name, size, dtype, options.world_size) for name in turns}
                 for engine in engines.values():
                     stack.callback(engine.close)
                 for number in range(WARM_UP + rounds):
@@ -174,20 +174,20 @@ def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[
 
 
 def main() -> None:
-    """Run what the command line asks for."""
-    options = {"sizes": SIZES, "dtypes": DTYPES, "groups": GROUPS}
-    words = arguments(world_size=2, starts=3, rounds=3, **options)  # rounds of each start
+    """Measure, print and write."""
+    defaults = {"sizes": SIZES, "dtypes": DTYPES, "groups": GROUPS}
+    options = arguments(world_size=2, starts=3, rounds=3, **defaults)  # rounds of each start
     results: list[dict[str, Any]] = []
-    for size in words.sizes:
-        for dtype in words.dtypes:
-            rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            about_case = {"starts": words.starts, "rounds_of_each": rounds}
-            engines = measure(words, size, dtype, rounds)
+    for size in options.sizes:
+        for dtype in options.dtypes:
+            rounds = max(1, round(options.rounds * SHARE_OF_ROUNDS[size]))
+            about_case = {"starts": options.starts, "rounds_of_each": rounds}
+            engines = measure(options, size, dtype, rounds)
             results.append({"size": size, "dtype": dtype, **about_case, "engines": engines})
             print(results[-1], flush=True)
-            # After each: a run that is cut short keeps what it has.
-            about = {"backend": "gloo", "world_size": words.world_size}
-            write_report(words.out, "step_time", results, **about)
+            # Written after each case, so that an interrupted run keeps its results.
+            about = {"backend": "gloo", "world_size": options.world_size}
+            write_report(options.out, "step_time", results, **about)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.update_time --out benchmarks/results/update-time.json
 
-Updates, and steps, alternate, so that the load of the machine is the same for all.
+Updates alternate with one another, and so do steps, so that the load of the machine is equal.
 """
 
 import os
@@ -88,18 +88,18 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure, print and write."""
-    given = arguments(width=512, rounds=25)
+    options = arguments(width=512, rounds=25)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    made = {name: _made([*BF16, *words], given.width)[1:] for name, words in WAYS.items()}
-    times = _times({name: _updating(*each) for name, each in made.items()}, given.rounds)
+    made = {name: _made([*BF16, *words], options.width)[1:] for name, words in WAYS.items()}
+    times = _times({name: _updating(*each) for name, each in made.items()}, options.rounds)
     results = [{**time, **_bytes(*made[time["name"]])} for time in times]
-    steps = {n: partial(train_step, *_made(words, given.width)) for n, words in BASES.items()}
-    adapters = _times(steps, given.rounds)
+    steps = {n: partial(train_step, *_made(words, options.width)) for n, words in BASES.items()}
+    adapters = _times(steps, options.rounds)
     print(*results, *adapters, sep="\n")
     parameters = sum(shard.master.numel() for shard in made[BASELINE][0].flat_shards())
-    about = {"parameters": parameters, "tokens": 4 * 256, "rounds": given.rounds}
-    write_report(given.out, "update_time", results, adapters=adapters, **about)
+    about = {"parameters": parameters, "tokens": 4 * 256, "rounds": options.rounds}
+    write_report(options.out, "update_time", results, adapters=adapters, **about)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.waiting --out benchmarks/results/waiting.json
 
-The ways take turns, on the machine as it is and beside a busy process per core. All runs must have
-the same losses.
+The ways alternate, first on the idle machine, then beside a busy process per core. All runs must
+have equal losses.
 """
 
 import json
@@ -62,13 +62,13 @@ def train(way: str, steps: int) -> tuple[float, list[float]]:
 
 def main() -> None:
     """Measure, print and write."""
-    given = arguments(ways=WAYS, rounds=5, steps=30)
+    options = arguments(ways=WAYS, rounds=5, steps=30)
     results, losses = [], set()
     for beside in (0, num_cores()):
-        seconds: dict[str, list[float]] = {way: [] for way in given.ways}
+        seconds: dict[str, list[float]] = {way: [] for way in options.ways}
         with load(beside):
-            for way in list(given.ways) * given.rounds:
-                found, of_run = train(way, given.steps)
+            for way in list(options.ways) * options.rounds:
+                found, of_run = train(way, options.steps)
                 seconds[way].append(found)
                 losses.add(tuple(of_run))
         for way, found_of_way in seconds.items():
@@ -78,7 +78,7 @@ def main() -> None:
             print(results[-1], flush=True)
     if len(losses) > 1:
         raise SystemExit("the losses differ")
-    write_report(given.out, "waiting", results, threads=THREADS, steps=given.steps)
+    write_report(options.out, "waiting", results, threads=THREADS, steps=options.steps)
 
 
 if __name__ == "__main__":
