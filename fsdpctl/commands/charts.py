@@ -1,4 +1,4 @@
-"""Charts of estimates, and the bars and colors that they share with those of comparisons."""
+"""Charts of estimates, and the bars and colors of all charts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from fsdpctl.estimate.run_estimate import RunEstimate
 
 _WIDTH, _BAR, _MARGIN = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
-_BAR_SHARE = 0.62  # of a bar, relative to its space
+_BAR_SHARE = 0.62  # of the height per bar
 # Okabe and Ito's colors, which people with color blindness can distinguish.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"
@@ -41,7 +41,7 @@ def bars(axes: Any, lengths: Sequence[float], **style: Any) -> None:
 
 
 def draw_estimates(estimates: Sequence[RunEstimate], folder: Path) -> Path:
-    """Draw the memory at the peak by category, a bar per strategy; return the file's path."""
+    """Draw the memory at the peak by category, a bar per strategy; return the path of the file."""
     config, names = estimates[0].config, [each.config.strategy.name for each in estimates]
     title = (
         f"{config.model.title}, {config.model.num_layers} blocks, on {config.num_ranks} ranks, "

@@ -1,4 +1,4 @@
-"""`fsdpctl estimate-memory`: its options, and the checks that need no torch."""
+"""`fsdpctl estimate-memory`: options, and the checks that run before torch is imported."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,8 @@ from fsdpctl.io.resources import without_gc
 _FIT_CHOICES = ("micro_batch", "seq_len", "model")
 
 
-@without_gc()  # a quarter of a large estimate's time, for a hundredth of the memory
+# The garbage collector would take a quarter of a large estimate's time, and free 1% of the memory.
+@without_gc()
 def estimate_memory(  # noqa: PLR0913  # each is an option
     settings: Settings = None,
     recipe: Recipe = None,
@@ -67,29 +68,29 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
     """
     check_choice("--fit", fit, _FIT_CHOICES)
     if print_config and (source or all_strategies or plot or as_json):
-        why = "conflicts with --from, --all-strategies, --plot and --json"
-        raise UsageError(f"--print-config: {why}; `fsdpctl convert` writes the recipe of a file")
-    asked = normalize(settings, recipe)
+        problem = "conflicts with --from, --all-strategies, --plot and --json"
+        next_step = "`fsdpctl convert` writes the recipe of a file"
+        raise UsageError(f"--print-config: {problem}; {next_step}")
+    arguments = normalize(settings, recipe)
     runs = _runs_of(source or [])
     is_single = len(runs) == len(runs[:1]) and not any(map(Path.is_dir, source or []))
     if not is_single and (all_strategies or fit or plot or as_json):
         raise UsageError("--from: --all-strategies, --fit, --plot and --json take a single file")
-    words = cli_settings(runs[0][0], asked) if runs else []
+    overrides = cli_settings(runs[0][0], arguments) if runs else []
     if not is_single:
-        compose_config(words)
+        compose_config(overrides)
         from fsdpctl.commands.estimate_work import show_verdicts
 
-        raise typer.Exit(show_verdicts(runs, words, require_fit=require_fit))
+        raise typer.Exit(show_verdicts(runs, overrides, require_fit=require_fit))
     if runs:
         translation = read_other_tool(*runs[0])
-        from fsdpctl.estimate.imported_config import (
-            import_config,
-        )  # imports torch, as the work below
+        # Imports torch, as the work below.
+        from fsdpctl.estimate.imported_config import import_config
 
-        others = import_config(translation, words)
-        composed = others.composed
+        imported = import_config(translation, overrides)
+        composed = imported.composed
     else:
-        others, composed = None, compose_config(asked.settings, asked.recipe)
+        imported, composed = None, compose_config(arguments.settings, arguments.recipe)
         if not as_json and not print_config:
             note_changes(composed)
     from fsdpctl.commands import estimate_work
@@ -98,7 +99,7 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
         fits = estimate_work.print_recipe(composed, fit)
     else:
         fits = estimate_work.show_estimates(
-            composed, others, every=all_strategies, fit=fit, plot=plot, as_json=as_json
+            composed, imported, every=all_strategies, fit=fit, plot=plot, as_json=as_json
         )
     if require_fit and not fits:
         raise typer.Exit(DoesNotFitError.exit_code)
@@ -107,26 +108,27 @@ def estimate_memory(  # noqa: PLR0913  # each is an option
 def _runs_of(sources: Sequence[Path]) -> list[tuple[Path, ...]]:
     """Return the files of each run that `--from` names; of a directory, all YAML files below it.
 
-    A training file and accelerate's file after it, or two of these in any order, are one run. Links
-    within a directory are not followed.
+    A run is a training file, or a training file and a file of accelerate: in any order if they are
+    the only two, else accelerate's file comes second. Links within a directory are not followed.
     """
-    found: list[tuple[Path, ...]] = []
-    last: bool | None = None  # whether the file before is accelerate's; None: it has its own
+    runs: list[tuple[Path, ...]] = []
+    # Whether the previous file is accelerate's. None: the previous run is complete.
+    last: bool | None = None
     for source in sources:
         if not source.is_dir():
             if len(sources) > 1 and not source.exists():
                 raise UsageError(f"--from {source}: not found")
             kind = is_accelerate(source) if len(sources) > 1 else None
             if last is not None and kind is (not last) and (kind or len(sources) == 2):
-                found[-1], last = (*found[-1], source), None
+                runs[-1], last = (*runs[-1], source), None
             else:
-                found.append((source,))
+                runs.append((source,))
                 last = kind
             continue
         last = None
         below = (each for each in source.rglob("*") if each.suffix in YAML)
-        inside = sorted(each for each in below if each.is_file() and not each.is_symlink())
-        if not inside:
+        files = sorted(each for each in below if each.is_file() and not each.is_symlink())
+        if not files:
             raise UsageError(f"--from {source}: contains no YAML file")
-        found += [(each,) for each in inside]
-    return found
+        runs += [(each,) for each in files]
+    return runs

@@ -18,7 +18,7 @@ from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.texts import format_bytes, three_digits
 from fsdpctl.plan.strategy import STRATEGIES, strategies_of
 
-_SMALL = ("rounding", "workspaces")  # purposes without a column
+_WITHOUT_COLUMN = ("rounding", "workspaces")  # categories with few bytes
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -29,6 +29,7 @@ _VERDICTS = {
 def show_all(
     estimator: Estimator, config: Config, estimates: list[RunEstimate], fits: list[LargestFit]
 ) -> None:
+    """Print a table of the strategies, and notes on the strategies that it lacks."""
     _show_strategies(estimator, estimates)
     say(*notes_on_price(config) if has_length(config) else ())
     shown = {each.config.strategy.name for each in estimates}
@@ -36,58 +37,63 @@ def show_all(
     known = strategies_of(engine)
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
-    if alike := [name for name in known if not is_distinct_on_cluster(config, name)]:
-        say(f"on one node, {', '.join(alike)} do what strategies above do")
-    if refused := [name for name in known if name not in {*shown, *alike}]:
+    if same := [name for name in known if not is_distinct_on_cluster(config, name)]:
+        say(f"on one node, {', '.join(same)} do the same as strategies above")
+    if refused := [name for name in known if name not in {*shown, *same}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {fit_line(fit)}")
 
 
-def show_one(estimator: Estimator, found: RunEstimate, fits: list[LargestFit]) -> None:
-    say(*heading([found]))
-    _show_breakdown(found)
-    say("", *conclusions(found), *_time_lines(estimator, found))
+def show_one(estimator: Estimator, estimate: RunEstimate, fits: list[LargestFit]) -> None:
+    """Print an estimate; if nothing fits, with suggestions."""
+    say(*heading([estimate]))
+    _show_breakdown(estimate)
+    say("", *conclusions(estimate), *_time_lines(estimator, estimate))
     if fits:
         say(f"fit     {fit_line(fits[0])}")
-    nothing_fits = fits[0].estimate is None if fits else not found.fits
+    nothing_fits = fits[0].estimate is None if fits else not estimate.fits
     if nothing_fits:
-        say(*note_on_local_cpu(found), *describe_suggestions(suggest(estimator, found.plan)))
+        say(*note_on_local_cpu(estimate), *describe_suggestions(suggest(estimator, estimate.plan)))
 
 
-def _time_lines(estimator: Estimator, found: RunEstimate) -> Iterator[str]:
-    """Yield lines about the time of a run that fits; on a CPU only if its length is set."""
-    if found.verdict == "too_large":
+def _time_lines(estimator: Estimator, estimate: RunEstimate) -> Iterator[str]:
+    """Yield lines about the time of a run that fits; on a CPU only if a length is set."""
+    if estimate.verdict == "too_large":
         return
     try:
-        yield from run_time(estimator, found).lines()
+        yield from run_time(estimator, estimate).lines()
     except UsageError as error:
-        if has_length(found.config):
-            tokens = found.tokens_per_step
+        if has_length(estimate.config):
+            tokens = estimate.tokens_per_step
             yield f"time    {error}"
-            yield run_length(found.config, tokens, estimator).line(tokens)
+            yield run_length(estimate.config, tokens, estimator).line(tokens)
 
 
-def time_dict(estimator: Estimator, found: RunEstimate) -> dict[str, Any]:
+def time_dict(estimator: Estimator, estimate: RunEstimate) -> dict[str, Any]:
+    """Return the time of a run for JSON; empty if it cannot be predicted."""
     with suppress(UsageError):
-        return run_time(estimator, found).to_dict()
+        return run_time(estimator, estimate).to_dict()
     return {}
 
 
 def heading(estimates: Sequence[RunEstimate]) -> list[str]:
+    """Return lines about the model, ranks, dtypes and step that all estimates share."""
     first = estimates[0]
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
-    shared = config.train.context_parallel
-    who = "rank" if shared == 1 else f"group of {shared} ranks"
+    size = config.train.context_parallel
+    owner = "rank" if size == 1 else f"group of {size} ranks"
     batches, prefetches, recomputations = [
         " or ".join(dict.fromkeys(texts)) for texts in zip(*map(_selected, estimates), strict=True)
     ]
     products = " with TF32 products" * config.uses_tf32
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
-    samples, given = first.batches.global_batch_size, config.train.global_batch_size
-    raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
+    samples, requested = first.batches.global_batch_size, config.train.global_batch_size
+    raised = ""
+    if samples > requested:
+        raised = f" (assumes train.global_batch_size={samples}, not {requested})"
     return [
         f"model   {config.model.title}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {config.num_ranks} on {launch.device}{nodes}, "
@@ -95,7 +101,7 @@ def heading(estimates: Sequence[RunEstimate]) -> list[str]:
         f"engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute{products}, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
-        f"step    {first.tokens_per_step:,} tokens{raised}: each {who} {batches} samples of "
+        f"step    {first.tokens_per_step:,} tokens{raised}: each {owner} {batches} samples of "
         f"{config.train.seq_len}; accumulation {config.accumulation.name}; "
         f"activation checkpointing {recomputations}{compiled}; prefetch {prefetches}",
         "",
@@ -113,13 +119,16 @@ def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
 
 def _trained(estimate: RunEstimate) -> str:
     counts = {"active": estimate.num_active, "trained": estimate.num_trained}
-    parts = [f", {n:,} {what}" for what, n in counts.items() if n != estimate.num_params]
-    return "".join(parts)
+    texts = [
+        f", {count:,} {kind}" for kind, count in counts.items() if count != estimate.num_params
+    ]
+    return "".join(texts)
 
 
 def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None:
-    found = estimates[0].step.breakdown
-    parts = [x for x in found if x not in _SMALL and any(e.step.breakdown[x] for e in estimates)]
+    breakdowns = [each.step.breakdown for each in estimates]
+    names = [name for name in breakdowns[0] if name not in _WITHOUT_COLUMN]
+    parts = [name for name in names if any(each[name] for each in breakdowns)]
     figures = {"step_seconds": "s/step"}
     if has_length(estimates[0].config):
         figures = {"hours": "hours", "cost": "cost"}
@@ -130,111 +139,118 @@ def _show_strategies(estimator: Estimator, estimates: list[RunEstimate]) -> None
         cells += ["-" if (x := times.get(name)) is None else three_digits(x) for name in figures]
         reserved = format_bytes(each.peak_reserved)
         rows.append((each.config.strategy.name, verdict(each), *cells, reserved))
-    names = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
-    show_table(("strategy", "verdict", *names), rows, right=names)
+    columns = [*(name.replace("_", " ") for name in parts), *figures.values(), "reserved"]
+    show_table(("strategy", "verdict", *columns), rows, right=columns)
 
 
-def verdict(found: RunEstimate) -> str:
-    return found.verdict if found.verdict != "too_large" else _VERDICTS[found.verdict]
+def verdict(estimate: RunEstimate) -> str:
+    """Return the verdict for a table or a line: `fits`, `thrashes` or `does not fit`."""
+    return estimate.verdict if estimate.verdict != "too_large" else _VERDICTS[estimate.verdict]
 
 
-def _show_breakdown(found: RunEstimate) -> None:
+def _show_breakdown(estimate: RunEstimate) -> None:
     rows = []
-    for name, nbytes in found.step.breakdown.items():
-        largest = [each for each in found.step.peak.largest if each.category == name]
-        named = [
+    for name, nbytes in estimate.step.breakdown.items():
+        largest = [each for each in estimate.step.peak.largest if each.category == name]
+        tensors = [
             f"{each.count} x {each.description}, {format_bytes(each.nbytes)}"
             for each in largest[:2]
         ]
-        rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(named)))
-    rows.append(("allocated", format_bytes(found.allocated), f"peak at: {found.step.peak.phase}"))
-    title = f"{found.config.strategy.name}, per rank at the peak"
+        rows.append((name.replace("_", " "), format_bytes(nbytes), "; ".join(tensors)))
+    rows.append(
+        ("allocated", format_bytes(estimate.allocated), f"peak at: {estimate.step.peak.phase}")
+    )
+    title = f"{estimate.config.strategy.name}, per rank at the peak"
     show_table((title, "", "largest tensors"), rows, right=("",))
 
 
-def conclusions(found: RunEstimate) -> list[str]:
-    config, outside = found.config, found.outside_allocator
-    on_device = found.available - found.peak_reserved
+def conclusions(estimate: RunEstimate) -> list[str]:
+    """Return lines about memory outside the peak; the last line is the verdict."""
+    config, outside = estimate.config, estimate.outside_allocator
+    on_device = estimate.available - estimate.peak_reserved
     lines = []
     if config.launch.device == "cuda":
-        each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
+        each = [f"{format_bytes(nbytes)} {name}" for name, nbytes in estimate.step.reserved.items()]
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}, model.init="
             f"{'pretrained' if config.model.is_pretrained else 'random'}"
         )
-    if found.shared_bytes:
+    if estimate.shared_bytes:
         lines.append(
-            f"shared  {format_bytes(found.shared_bytes)}, once for all ranks; each rank counts its "
-            "share; the resident memory of each process includes all of it"
+            f"shared  {format_bytes(estimate.shared_bytes)}, once for all ranks; each rank counts "
+            "its share; the resident memory of each process includes all of it"
         )
     lines += [
         f"outside {format_bytes(outside.low)} to {format_bytes(outside.high)} (assumed): the "
         "process" + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
-        f"host    about {format_bytes(found.host_bytes)} of memory per worker{_on_node(found)}; a "
-        f"checkpoint takes {format_bytes(found.checkpoint_bytes)} of disk",
-        f"verdict {_VERDICTS[found.verdict]}: {format_bytes(abs(found.margin))} "
-        f"{'to spare' if found.margin >= 0 else 'missing'}"
-        f"{' per rank of host memory' if found.margin < on_device else ''}{_reserve(found)}",
+        f"host    about {format_bytes(estimate.host_bytes)} of memory per worker"
+        f"{_on_node(estimate)}; a checkpoint takes "
+        f"{format_bytes(estimate.checkpoint_bytes)} of disk",
+        f"verdict {_VERDICTS[estimate.verdict]}: {format_bytes(abs(estimate.margin))} "
+        f"{'to spare' if estimate.margin >= 0 else 'missing'}"
+        f"{' per rank of host memory' if estimate.margin < on_device else ''}{_reserve(estimate)}",
     ]
     return lines
 
 
-def _reserve(found: RunEstimate) -> str:
-    if not found.reserve or not found.fits:
+def _reserve(estimate: RunEstimate) -> str:
+    if not estimate.reserve or not estimate.fits:
         return ""
-    share = f"{format_bytes(found.reserve)}, the {found.reserve_share:.0%} that a selection leaves"
-    return f" ({'with' if found.leaves_reserve else 'less than'} {share})"
+    reserve, percent = format_bytes(estimate.reserve), f"{estimate.reserve_share:.0%}"
+    share = f"{reserve}, the {percent} that a selection leaves"
+    return f" ({'with' if estimate.leaves_reserve else 'less than'} {share})"
 
 
-def _on_node(found: RunEstimate) -> str:
-    if found.host_limit is None:
+def _on_node(estimate: RunEstimate) -> str:
+    if estimate.host_limit is None:
         return ""
-    fits = "does not fit" if found.lacks_host_memory else "fits"
-    return (
-        f", {format_bytes(found.node_bytes)} of {format_bytes(found.host_limit)} per node ({fits})"
-    )
+    fits = "does not fit" if estimate.lacks_host_memory else "fits"
+    needed, limit = format_bytes(estimate.node_bytes), format_bytes(estimate.host_limit)
+    return f", {needed} of {limit} per node ({fits})"
 
 
-def fit_line(found: LargestFit) -> str:
-    over = ""
-    if (more := found.next or found.estimate) is not None:
-        over = f"leaves less than {more.reserve_share:.0%} of the memory"
-    if found.next is not None and found.next.shortages:
-        over = "; ".join(found.next.shortages)
-    if found.estimate is None:
-        return f"none: {found.key}=1 does not fit ({over})"
-    held = format_bytes(found.estimate.peak_reserved)
-    if found.key == "model.num_layers":
-        held += f", {found.estimate.num_params:,} parameters"
-    if found.next is None:
-        return f"{found.settings} ({held}), the maximum"
-    return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
+def fit_line(fit: LargestFit) -> str:
+    """Return the largest value that fits, its memory, and why the next value does not fit."""
+    reason = ""
+    if (limiting := fit.next or fit.estimate) is not None:
+        reason = f"leaves less than {limiting.reserve_share:.0%} of the memory"
+    if fit.next is not None and fit.next.shortages:
+        reason = "; ".join(fit.next.shortages)
+    if fit.estimate is None:
+        return f"none: {fit.key}=1 does not fit ({reason})"
+    memory = format_bytes(fit.estimate.peak_reserved)
+    if fit.key == "model.num_layers":
+        memory += f", {fit.estimate.num_params:,} parameters"
+    if fit.next is None:
+        return f"{fit.settings} ({memory}), the maximum"
+    return f"{fit.settings} ({memory}); {fit.value + fit.multiple} does not fit ({reason})"
 
 
-def show_translation(asked: ImportedConfig) -> None:
-    say(f"{asked.translation.tool}: {asked.translation.file}")
-    for row in asked.rows:
-        words = [
-            word for word in row.settings if not (asked.engine_reason and word[:7] == "engine=")
+def show_translation(imported: ImportedConfig) -> None:
+    """Print the settings that affect memory with their origin, and what is left out."""
+    say(f"{imported.translation.tool}: {imported.translation.file}")
+    for row in imported.rows:
+        settings = [
+            each for each in row.settings if not (imported.engine_reason and each[:7] == "engine=")
         ]
-        lost = [word for word in words if word in asked.overridden]
-        notes = [f"overridden: {' '.join(lost)}"] if lost else []
+        overridden = [each for each in settings if each in imported.overridden]
+        notes = [f"overridden: {' '.join(overridden)}"] if overridden else []
         notes += [row.note] if row.note else []
-        kept = " ".join(word for word in words if word not in lost) or "-"
-        say(f"  {row.key}: {kept}{'  # ' if notes else ''}{'; '.join(notes)}")
-    say(*(f"  (command line): {name}={text}" for name, text in asked.command_line.items()))
-    say("", *_left_out(asked))
+        used = " ".join(each for each in settings if each not in overridden) or "-"
+        say(f"  {row.key}: {used}{'  # ' if notes else ''}{'; '.join(notes)}")
+    say(*(f"  (command line): {name}={text}" for name, text in imported.command_line.items()))
+    say("", *_notes_on_translation(imported))
 
 
-def _left_out(asked: ImportedConfig) -> Iterator[str]:
-    found = asked.translation
-    if asked.engine_reason:
-        yield f"engine  fsdpctl: {asked.engine_reason}"
-    for row in found.excluded:
+def _notes_on_translation(imported: ImportedConfig) -> Iterator[str]:
+    translation = imported.translation
+    if imported.engine_reason:
+        yield f"engine  fsdpctl: {imported.engine_reason}"
+    for row in translation.excluded:
         yield f"differs {row.key}={row.value}: {row.note}"
-    if found.unrecognized:
-        yield f"unknown may change the estimate: {', '.join(found.unrecognized)}"
-    if found.no_memory_effect:
-        yield f"unused  no effect on memory: {', '.join(found.no_memory_effect)}"
+    if translation.unrecognized:
+        yield f"unknown may change the estimate: {', '.join(translation.unrecognized)}"
+    if translation.no_memory_effect:
+        yield f"unused  no effect on memory: {', '.join(translation.no_memory_effect)}"
     yield ""

@@ -1,4 +1,4 @@
-"""The work of `fsdpctl estimate-memory`: what its options ask for is estimated and printed."""
+"""The work of `fsdpctl estimate-memory`: estimates for its options, as text, JSON or recipe."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,16 +31,16 @@ from fsdpctl.errors import CheckpointError, DoesNotFitError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.imported_config import ImportedConfig, import_config
 from fsdpctl.estimate.largest import LargestFit, largest_that_fits
+from fsdpctl.estimate.resolve_auto import estimates_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import estimates_of
 from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.io.activity import doing
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.resolve.machine import notes_on_cores, notes_on_memory
 
-# Keys that follow from the machine or the data.
-_SIZED_BY = (
+# Keys whose `auto` follows from the machine or the data.
+_MACHINE_KEYS = (
     "precision.param_dtype", "precision.reduce_dtype", "precision.master_dtype", "train.seq_len",
     BATCH_KEYS[0], "launch.nproc_per_node", "launch.device",
 )  # fmt: skip
@@ -48,18 +48,21 @@ _SIZED_BY = (
 
 def show_estimates(
     composed: Composed,
-    others: ImportedConfig | None,
+    imported: ImportedConfig | None,
     *,
     every: bool,
     fit: str | None,
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Estimate and print; `others` is the file that is estimated. Return whether anything fits."""
+    """Print the estimates of a configuration; return whether an estimate fits.
+
+    `imported` is the other tool's file that is estimated.
+    """
     estimator = Estimator()
     (note if as_json else say)(*notes_on_memory(composed.config))
-    found = estimates_of(estimator, composed, every=every)
-    estimates = [each for each, _ in found]
+    ranked = estimates_of(estimator, composed, every=every)
+    estimates = [each for each, _ in ranked]
     (note if as_json else say)(*notes_on_cores(estimates[0].config))
     fits = [
         _largest_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None
@@ -71,24 +74,24 @@ def show_estimates(
             each.to_dict()
             | time_dict(estimator, each)
             | ({} if ranking is None else {"selected": ranking.to_dict()})
-            for each, ranking in found
+            for each, ranking in ranked
         ]
         for entry, largest in zip(entries, fits, strict=False):
             entry["fit"] = largest.to_dict()
-        if others is not None:
-            entries = [entry | {"from": others.to_dict()} for entry in entries]
+        if imported is not None:
+            entries = [entry | {"from": imported.to_dict()} for entry in entries]
         show_json(entries if every else entries[0])
         return any(each.fits for each in estimates)
-    if others is not None:
-        show_translation(others)
+    if imported is not None:
+        show_translation(imported)
     if every:
         say(*heading(estimates))
         show_all(estimator, composed.config, estimates, fits)
-        for each, ranking in found:
+        for each, ranking in ranked:
             if ranking is not None:
                 say(f"{each.config.strategy.name}: {ranking.summary}")
     else:
-        if (ranking := found[0][1]) is not None:
+        if (ranking := ranked[0][1]) is not None:
             say(*describe_ranking(ranking))
         show_one(estimator, estimates[0], fits)
     return any(each.fits for each in estimates)
@@ -98,57 +101,60 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
     """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
     estimator, config = Estimator(), composed.config
     note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
-    ((found, ranking),) = estimates_of(estimator, composed, every=False)
+    ((estimate, ranking),) = estimates_of(estimator, composed, every=False)
     note(*(describe_ranking(ranking) if ranking is not None else ()))
     values: dict[str, int] = {}
     if fit is not None:
-        largest = _largest_fit(estimator, config, found, fit)
+        largest = _largest_fit(estimator, config, estimate, fit)
         note(f"fit     {fit_line(largest)}")
         if largest.estimate is not None:
-            found, values = largest.estimate, largest.values
-    emit(recipe_text(_estimated_settings(config, found).changed(values, Origin.SELECTED)))
-    note(*conclusions(found)[-1:])
-    return found.fits
+            estimate, values = largest.estimate, largest.values
+    emit(recipe_text(_estimated_settings(config, estimate).changed(values, Origin.SELECTED)))
+    note(*conclusions(estimate)[-1:])
+    return estimate.fits
 
 
-def _largest_fit(estimator: Estimator, asked: Config, found: RunEstimate, fit: str) -> LargestFit:
-    names = [*unset_names(asked), *(each for each in auto_names(asked) if each != STRATEGY)]
-    return largest_that_fits(estimator, found.plan, fit, names)
+def _largest_fit(
+    estimator: Estimator, config: Config, estimate: RunEstimate, fit: str
+) -> LargestFit:
+    names = [*unset_names(config), *(each for each in auto_names(config) if each != STRATEGY)]
+    return largest_that_fits(estimator, estimate.plan, fit, names)
 
 
-def _estimated_settings(asked: Config, found: RunEstimate) -> Config:
-    """Return settings with the selection, and with values of `auto` that differ elsewhere."""
-    names = {*unset_names(asked), *auto_names(asked)}
-    config = with_selection(with_auto(asked, names), Selection.of(found.config))
-    origins = {name: found.config.origin(name) for name in names}
-    fixed = (key for key in _SIZED_BY if asked.is_auto(key))
-    values = {key: found.config.value(key) for key in fixed}
-    config = config.changed({**values, BATCH_KEYS[1]: None})  # the samples of a step are known
+def _estimated_settings(requested: Config, estimate: RunEstimate) -> Config:
+    """Return settings with the selection, and with values of `auto` that depend on the machine."""
+    names = {*unset_names(requested), *auto_names(requested)}
+    config = with_selection(with_auto(requested, names), Selection.of(estimate.config))
+    origins = {name: estimate.config.origin(name) for name in names}
+    keys = (key for key in _MACHINE_KEYS if requested.is_auto(key))
+    values = {key: estimate.config.value(key) for key in keys}
+    # The samples per step are known, so the recipe does not need the tokens per step.
+    config = config.changed({**values, BATCH_KEYS[1]: None})
     return replace(config, origins={**config.origins, **origins})
 
 
 def show_verdicts(
-    runs: Sequence[tuple[Path, ...]], words: Sequence[str], *, require_fit: bool
+    runs: Sequence[tuple[Path, ...]], settings: Sequence[str], *, require_fit: bool
 ) -> int:
-    """Estimate each file of another tool with `words`, a line for each; return the exit code."""
+    """Print a line with the verdict of each file of another tool; return the exit code."""
     verdicts, failed = set(), []
     for number, files in enumerate(runs, start=1):
         file = " and ".join(map(str, files))
         try:
             with doing(f"estimating {file} ({number} of {len(runs)})"):
-                others = import_config(read_other_tool(*files), words)
-                ((estimate, _),) = estimates_of(Estimator(), others.composed, every=False)
+                imported = import_config(read_other_tool(*files), settings)
+                ((estimate, _),) = estimates_of(Estimator(), imported.composed, every=False)
         except (UsageError, CheckpointError) as error:
             say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")
             failed.append(file)
             continue
         verdicts.add(estimate.verdict)
-        translation = others.translation
+        translation = imported.translation
         left_out = [*(row.key for row in translation.excluded), *translation.unrecognized]
-        lost = f"; left out: {', '.join(left_out)}" if left_out else ""
+        note_on_rest = f"; left out: {', '.join(left_out)}" if left_out else ""
         peak, available = estimate.peak_reserved, max(0, estimate.available)
         sizes = f"{format_bytes(peak)} of {format_bytes(available)}"
-        say(f"{file}: {verdict(estimate)}, {sizes}{lost}")
+        say(f"{file}: {verdict(estimate)}, {sizes}{note_on_rest}")
     if require_fit and failed:
         print_error(f"--require-fit: not estimated: {', '.join(failed)}")
     if require_fit and (failed or verdicts - {"fits"}):

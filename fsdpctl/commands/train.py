@@ -138,7 +138,7 @@ def _print_config(composed: Composed, resume: str) -> None:
     config, names = composed.config, auto_names(composed.config)
     if names:
         from fsdpctl.estimate.estimator import Estimator
-        from fsdpctl.estimate.search import resolve_auto_of_run
+        from fsdpctl.estimate.resolve_auto import resolve_auto_of_run
 
         state = _open(composed, resume)[1]
         plan, _, lines = resolve_auto_of_run(
@@ -165,7 +165,7 @@ def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
 def _dry_run(composed: Composed, resume: str) -> None:
     opened, seen = _open(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.estimate.search import resolve_auto_of_run
+    from fsdpctl.estimate.resolve_auto import resolve_auto_of_run
     from fsdpctl.launch.prepare_run import check_dry_run, check_fits, is_finished
     from fsdpctl.launch.run_summary import describe_run
 

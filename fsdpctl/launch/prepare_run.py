@@ -15,8 +15,8 @@ from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.config.schema import Resolved
 from fsdpctl.errors import DoesNotFitError
 from fsdpctl.estimate.estimator import Estimator, write_estimate
+from fsdpctl.estimate.resolve_auto import resolve_auto_of_run
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import resolve_auto_of_run
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.activity import Reporter, doing

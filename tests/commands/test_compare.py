@@ -104,7 +104,7 @@ def test_a_budget_names_the_cheapest_that_ends_and_what_it_buys_of_others():
     assert cheapest["cost"] < 0.1
     assert f"budget  {label}: the cheapest that fits and is predicted to end within 0.1, " in said
     assert said.count("\n0.1 buys  ") == 3
-    assert "price   cluster=mi300x launch.nnodes=2: not known; set cluster.price" in said
+    assert "price   cluster=mi300x launch.nnodes=2: unknown; set cluster.price" in said
     assert "cost at 3.99 USD per GPU hour: Lambda, 8x H100 SXM, on 2026-09-20 (" in said
     _, said = invoke("compare", *words, "train.steps=500000000")
     assert "budget  no variant that fits is predicted to end within 0.1" in said

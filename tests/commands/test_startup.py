@@ -197,7 +197,7 @@ def test_a_run_in_use_is_rejected_before_anything_is_selected(tmp_path, monkeypa
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     begun = prepare_run(compose_config(words), words, "auto", QUIET)
     assert begun is not None
-    monkeypatch.setattr("fsdpctl.estimate.search.resolve_auto", None)
+    monkeypatch.setattr("fsdpctl.estimate.resolve_auto.resolve_auto", None)
     with pytest.raises(UsageError, match="in use by a running launcher"):
         prepare_run(compose_config(words), words, "auto", QUIET)
     assert (tmp_path / "run" / "config.yaml").is_file()

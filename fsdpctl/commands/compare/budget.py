@@ -1,4 +1,4 @@
-"""The run that a sum of money buys on each variant."""
+"""The training that `--budget` buys with each variant."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,26 +9,26 @@ _HOUR = 3600
 
 
 def add_budget(rows: Sequence[VariantResult], budget: float) -> None:
-    """Add to each variant that fits and has a price the steps and tokens that `budget` buys."""
+    """Add the steps and tokens that `budget` buys to each variant that fits and has a price."""
     for row in rows:
         if row.status == OK and row.price and row.step_seconds and row.world_size:
-            each = row.price * row.world_size * row.step_seconds / _HOUR
-            row.budget_steps = int(budget / each)
+            step_cost = row.price * row.world_size * row.step_seconds / _HOUR
+            row.budget_steps = int(budget / step_cost)
             tokens = (row.tokens_per_second or 0.0) * row.step_seconds
             row.budget_tokens = round(row.budget_steps * tokens)
 
 
 def budget_lines(rows: Sequence[VariantResult], budget: float) -> Iterator[str]:
-    """Yield the cheapest variant that fits and ends within `budget`, then what it buys of others.
+    """Yield lines about the cheapest variant that ends within `budget`, and about other variants.
 
-    These begin with the one of which it buys most.
+    For each other variant that fits, a line has the tokens that `budget` buys, the most first.
     """
     money, fitting = f"{budget:,g}", [row for row in rows if row.status == OK]
     ending = [row for row in fitting if row.cost is not None and row.cost <= budget]
     best = min(ending, key=lambda row: row.cost or 0.0, default=None)
     if best is not None:
-        end = f"is predicted to end within {money}"
-        yield f"budget  {best.label}: the cheapest that fits and {end}, {_cost(best)}"
+        text = f"the cheapest that fits and is predicted to end within {money}"
+        yield f"budget  {best.label}: {text}, {_cost(best)}"
     elif any(row.cost is not None for row in fitting):
         yield f"budget  no variant that fits is predicted to end within {money}"
     bought = [row for row in fitting if row.budget_tokens is not None and row is not best]
@@ -40,7 +40,7 @@ def budget_lines(rows: Sequence[VariantResult], budget: float) -> Iterator[str]:
         )
     for row in fitting:
         if row.price is None:
-            yield f"price   {row.label}: not known; set cluster.price"
+            yield f"price   {row.label}: unknown; set cluster.price"
 
 
 def _tokens(row: VariantResult) -> str:

@@ -1,4 +1,4 @@
-"""`fsdpctl compare`."""
+"""`fsdpctl compare`: options, work and printed table."""
 
 import tempfile
 from collections.abc import Sequence
@@ -76,9 +76,9 @@ def compare(  # noqa: PLR0913  # each is an option
     money = None if budget is None else float(str(_BUDGET.parse(budget)))
     if money is not None and not simulate:
         raise UsageError("--budget: only valid with --simulate")
-    asked = normalize(settings, recipe)
-    found = _variants(asked, simulates=simulate)
-    configs = [each.composed.config for each in found]
+    arguments = normalize(settings, recipe)
+    compared = _variants(arguments, simulates=simulate)
+    configs = [each.composed.config for each in compared]
     if by == "cost" and not all(x.cluster.price is not None and has_length(x) for x in configs):
         raise UsageError(
             "--by cost: requires cluster.price, and a length such as train.tokens=10e9"
@@ -89,33 +89,33 @@ def compare(  # noqa: PLR0913  # each is an option
         notes: list[str] | None = [] if simulate else None
         try:
             if notes is None:
-                measure(found, runs, length, is_kept=folder == runs)
+                measure(compared, runs, length, is_kept=folder == runs)
             else:
-                notes.extend(predict(found))
-        finally:  # the results so far, even if it is stopped
-            _report(found, folder, notes, by=by, as_json=as_json, budget=money)
-    failed = [each.row.status != OK for each in found]
-    if all(failed) or (any(failed) and not simulate):  # a simulated one may lack memory
+                notes.extend(predict(compared))
+        finally:  # an interrupted comparison prints its results so far
+            _report(compared, folder, notes, by=by, as_json=as_json, budget=money)
+    failed = [each.row.status != OK for each in compared]
+    if all(failed) or (any(failed) and not simulate):  # simulated variants may not fit
         raise typer.Exit(1)
 
 
 def _report(
-    found: Sequence[Variant], folder: Path | None, notes: Sequence[str] | None, *,
+    compared: Sequence[Variant], folder: Path | None, notes: Sequence[str] | None, *,
     by: str, as_json: bool, budget: float | None,
 ) -> None:  # fmt: skip
-    """Print the results, with `notes` on predictions; None: they are measured."""
-    rows = sorted_rows([each.row for each in found], by)
+    """Print the results. `notes` are about predictions; None: the results are measured."""
+    rows = sorted_rows([each.row for each in compared], by)
     for row in rows:
         row.status = NOT_REACHED if row.status == OK and not row.speed else row.status
     if rows and all(row.status.startswith(REFUSED) for row in rows):
-        others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
-        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
+        more = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
+        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{more}")
     if all(row.status == NOT_REACHED for row in rows):
         return
     if budget is not None:
         add_budget(rows, budget)
-        notes = [*(notes or ()), *(x for each in found for x in notes_on_price(each.config))]
-    title = comparison_title([x.config for x in found], rows, is_predicted=notes is not None)
+        notes = [*(notes or ()), *(x for each in compared for x in notes_on_price(each.config))]
+    title = comparison_title([x.config for x in compared], rows, is_predicted=notes is not None)
     written = []
     if folder is not None:
         with os_errors_as(f"--out {folder}"):
@@ -130,17 +130,18 @@ def _report(
     note(*dict.fromkeys(notes or ()), *(f"written: {path}" for path in written))
 
 
-def _variants(asked: ConfigArguments, *, simulates: bool) -> list[Variant]:
+def _variants(arguments: ConfigArguments, *, simulates: bool) -> list[Variant]:
     """Return the variants to compare, and print which settings and combinations are ignored."""
-    made = partial(variants, recipe=asked.recipe, simulates=simulates)
-    found = made(asked.settings)
-    if all_equivalent(found, simulates=simulates):
-        found = made([*asked.settings, WITHOUT_SHARED_MEMORY])
+    expand = partial(variants, recipe=arguments.recipe, simulates=simulates)
+    compared = expand(arguments.settings)
+    if all_equivalent(compared, simulates=simulates):
+        compared = expand([*arguments.settings, WITHOUT_SHARED_MEMORY])
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
-    found, lacking = supported(found)
-    found, same = unique(found)
-    note(*lacking, *same, *dict.fromkeys(x for each in found for x in each.composed.ignored))
-    return found
+    compared, unsupported = supported(compared)
+    compared, duplicates = unique(compared)
+    ignored = dict.fromkeys(x for each in compared for x in each.composed.ignored)
+    note(*unsupported, *duplicates, *ignored)
+    return compared
 
 
 def _new_folder(folder: Path) -> Path:

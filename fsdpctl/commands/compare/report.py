@@ -1,4 +1,4 @@
-"""The results of a comparison: their order, what losses say, and the files: JSON and a picture."""
+"""The report of a comparison: order, table, notes on losses, JSON and chart."""
 
 import json
 import platform
@@ -12,8 +12,7 @@ import torch
 
 from fsdpctl.commands.charts import BLUE, SKY, bar_axes, bars
 from fsdpctl.config.schema import Config
-from fsdpctl.io.texts import format_bytes
-from fsdpctl.io.texts import three_digits as short
+from fsdpctl.io.texts import format_bytes, three_digits
 from fsdpctl.resolve.auto_values import decides_losses
 
 if TYPE_CHECKING:
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 JSON, PICTURE = "compare.json", "compare.png"
 _DPI = 144
-SORT_KEYS = ("time", "gpu-hours", "cost", "memory")  # what variants are compared by
+SORT_KEYS = ("time", "gpu-hours", "cost", "memory")  # the order of variants
 _THROUGHPUT_CHART = "tokens_per_second", "Throughput", "tokens per second, all ranks"
-_CHARTS = {  # by what variants are compared by: of a row, heading and unit of its chart
+_CHARTS = {  # by order: the field of a result, the heading and the unit of its chart
     "time": ("hours", "Time of the run", "hours"),
     "gpu-hours": ("gpu_hours", "GPU time of the run", "GPU hours"),
     "cost": ("cost", "Cost of the run", "cost at cluster.price"),
 }
-_ROUNDING = 1e-5  # relative, of a loss: what another order of additions changes in fp32
+_ROUNDING = 1e-5  # relative change of a loss by another order of additions in fp32
 # The status of a variant, or its beginning.
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
 NOT_REACHED = "not measured: the comparison was stopped first"
@@ -36,9 +35,9 @@ NOT_REACHED = "not measured: the comparison was stopped first"
 
 @dataclass(slots=True)
 class VariantResult:
-    """One variant, as far as it is known; None for unknown values.
+    """The result of a variant; None for unknown values.
 
-    Measured speeds and times are medians over the steps after warm-up; times are those of rank 0.
+    Measured speeds and times are medians over the steps after warm-up, on rank 0.
     """
 
     varied: dict[str, str]  # the settings that differ between variants
@@ -48,14 +47,14 @@ class VariantResult:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     error_band: "ErrorBand | None" = None  # of a predicted step time
-    steps: int | None = None  # of a run whose length is set, and the predicted figures of the run
+    steps: int | None = None  # of a run with a set length; hours and cost are predicted for it
     hours: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
     price: float | None = None  # of a GPU hour
-    budget_steps: int | None = None  # that --budget buys, of a variant that fits
-    budget_tokens: int | None = None  # in these
-    exposed_communication_seconds: float | None = None  # of a step: computation waits
+    budget_steps: int | None = None  # that --budget buys, if the variant fits
+    budget_tokens: int | None = None  # in these steps
+    exposed_communication_seconds: float | None = None  # per step
     mfu: float | None = None  # model FLOPs utilization; None: peak FLOP/s of the device unknown
     sent_bytes_per_step: int | None = None  # by a rank, as planned
     peak_tensor_bytes: int | None = None  # of all tensors, on rank 0; CUDA only
@@ -81,7 +80,7 @@ class VariantResult:
 
     @property
     def memory(self) -> int | None:
-        """The device memory that a rank needs, if known: measured, else estimated."""
+        """The device memory of a rank, if known: measured, else estimated."""
         return self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
 
 
@@ -89,10 +88,10 @@ Cell = Callable[[VariantResult], str | None]
 
 
 def cells(row: VariantResult, names: Sequence[str]) -> list[str]:
-    """Return the values of varied settings, then a cell for each of COLUMNS."""
-    own = {"strategy": row.strategy, **row.varied}
+    """Return the values of the varied settings, then a cell for each column of COLUMNS."""
+    settings = {"strategy": row.strategy, **row.varied}
     return [
-        *(own.get(name, "-") for name in names),
+        *(settings.get(name, "-") for name in names),
         *(show(row) or "-" for show in COLUMNS.values()),
     ]
 
@@ -124,9 +123,9 @@ COLUMNS: dict[str, Cell] = {  # by title
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "ms/step": _number("step_seconds", ",.1f", 1e3),
     "error band": _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}"),
-    "hours": _cell("hours", short),
-    "GPU hours": _cell("gpu_hours", short),
-    "cost": _cell("cost", short),
+    "hours": _cell("hours", three_digits),
+    "GPU hours": _cell("gpu_hours", three_digits),
+    "cost": _cell("cost", three_digits),
     "exposed comm": _exposed,
     "MFU": _number("mfu", ".1%"),
     "tensor peak": _cell("peak_tensor_bytes", format_bytes),
@@ -138,12 +137,12 @@ COLUMNS: dict[str, Cell] = {  # by title
 
 
 def sorted_rows(rows: Sequence[VariantResult], by: str = "time") -> list[VariantResult]:
-    """Return the rows, the best by `by` first; those without results are last."""
+    """Return the rows in the order `by`, the best first; rows without results come last."""
     return sorted(rows, key=lambda row: _amount(row, by))
 
 
 def _amount(row: VariantResult, by: str) -> float:
-    """Return what is compared, the less the better."""
+    """Return the amount by which rows are sorted, the least first."""
     if not row.speed:
         return float("inf")
     amounts = {
@@ -156,31 +155,32 @@ def _amount(row: VariantResult, by: str) -> float:
 
 
 def loss_lines(rows: Sequence[VariantResult]) -> Iterator[str]:
-    """Describe whether losses are equal where they should be, and which ones are not."""
-    known = [row for row in rows if row.final_loss is not None]
-    groups = dict[tuple[tuple[str, str], ...], list[VariantResult]]()  # that train the same
-    for row in known:
-        decisive = tuple(pair for pair in row.varied.items() if decides_losses(pair[0]))
-        groups.setdefault(decisive, []).append(row)
+    """Yield lines about losses of equal training settings: whether they are equal."""
+    measured = [row for row in rows if row.final_loss is not None]
+    groups = dict[tuple[tuple[str, str], ...], list[VariantResult]]()  # by training settings
+    for row in measured:
+        settings = tuple(pair for pair in row.varied.items() if decides_losses(pair[0]))
+        groups.setdefault(settings, []).append(row)
     lines = [line for group in groups.values() for line in _loss_differences(group)]
-    if not lines and len(known) > 1:
+    if not lines and len(measured) > 1:
         limit = "" if len(groups) == 1 else " among variants with the same training settings"
         yield f"all losses are equal{limit}"
     yield from lines
 
 
 def _loss_differences(group: Sequence[VariantResult]) -> Iterator[str]:
-    usual = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
+    common = Counter(row.final_loss or 0.0 for row in group).most_common(1)[0][0]
     for row in group:
-        if off := (row.final_loss or 0.0) - usual:
-            size = "more than rounding" if abs(off) > _ROUNDING * abs(usual) else "rounding"
-            yield f"{row.label}: loss differs by {size}, {off:+.3g} from {usual:.6f}"
+        if difference := (row.final_loss or 0.0) - common:
+            is_large = abs(difference) > _ROUNDING * abs(common)
+            size = "more than rounding" if is_large else "rounding"
+            yield f"{row.label}: loss differs by {size}, {difference:+.3g} from {common:.6f}"
 
 
 def comparison_title(
     configs: Sequence[Config], rows: Sequence[VariantResult], *, is_predicted: bool
 ) -> str:
-    """Name the models of a comparison, and this machine or the clusters it is predicted for."""
+    """Return a title with the models, the ranks, and this machine or the predicted clusters."""
     device = f"the CPU ({platform.machine()})"
     if is_predicted:
         device = ", ".join(dict.fromkeys(each.cluster.name for each in configs))
@@ -188,8 +188,8 @@ def comparison_title(
         device = torch.cuda.get_device_name()
     models = ", ".join(dict.fromkeys(each.model.title for each in configs))
     ranks = " or ".join(map(str, sorted({row.world_size for row in rows if row.world_size})))
-    what = f"{'predicted' if is_predicted else 'measured'} on {ranks or 'ranks'} x {device}"
-    return f"{models}, {what}"
+    method = "predicted" if is_predicted else "measured"
+    return f"{models}, {method} on {ranks or 'ranks'} x {device}"
 
 
 def rows_as_json(rows: Sequence[VariantResult]) -> str:
@@ -200,7 +200,7 @@ def rows_as_json(rows: Sequence[VariantResult]) -> str:
 def write_report(
     rows: Sequence[VariantResult], title: str, folder: Path, by: str = SORT_KEYS[0]
 ) -> list[Path]:
-    """Write all results, in the order of `rows`, into a directory; return the files' paths."""
+    """Write the results into a directory, in the order of `rows`; return the paths of the files."""
     written = [folder / JSON]
     written[0].write_text(rows_as_json(rows) + "\n", encoding="utf-8")
     if ran := [row for row in rows if row.speed]:
@@ -210,28 +210,28 @@ def write_report(
 
 
 def draw_rows(rows: Sequence[VariantResult], title: str, by: str) -> Any:
-    """Return a figure with a bar per variant: what they are compared by, or tokens per second.
+    """Return a figure with a bar per variant: the amount of the order `by`, or tokens per second.
 
-    Predicted ones have their error band.
+    Predicted amounts have their error band.
     """
     name, heading, unit = _CHARTS.get(by, _THROUGHPUT_CHART)
     if any(getattr(row, name) is None for row in rows):
         name, heading, unit = _THROUGHPUT_CHART
     values = [getattr(row, name) for row in rows]
     edges = [(each.low, each.high) if (each := row.error_band) else (1.0, 1.0) for row in rows]
-    if name == _THROUGHPUT_CHART[0]:  # the slowest takes longest
+    if name == _THROUGHPUT_CHART[0]:  # tokens per second are inverse to the time
         edges = [(1 / high, 1 / low) for low, high in edges]
     labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
     figure, axes = bar_axes(heading, title, labels, " · ".join(varied_names(rows)))
     bars(axes, values, color=[BLUE, *[SKY] * (len(rows) - 1)])
-    for place, (value, (low, high)) in enumerate(zip(values, edges, strict=True)):
+    for position, (value, (low, high)) in enumerate(zip(values, edges, strict=True)):
         if high > low:
             axes.errorbar(
-                value, place, xerr=[[value * (1 - low)], [value * (high - 1)]],
+                value, position, xerr=[[value * (1 - low)], [value * (high - 1)]],
                 color="black", capsize=4, linewidth=1.2,
             )  # fmt: skip
-        about = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(short(value), (value * high, place), **about)
+        offset = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(three_digits(value), (value * high, position), **offset)
     axes.set_xlim(0, 1.12 * max(v * high for v, (_, high) in zip(values, edges, strict=True)))
     axes.set_xlabel(unit)
     axes.xaxis.set_major_formatter("{x:,g}")

@@ -1,7 +1,4 @@
-"""The figures of variants: measured, or predicted for hardware that need not exist.
-
-To measure, each runs once, as `train` would run it.
-"""
+"""The results of variants: measured in a run as by `train`, or predicted for any hardware."""
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +16,8 @@ from fsdpctl.estimate.cluster_specs import device_of
 from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.planned_steps import sent_per_step
+from fsdpctl.estimate.resolve_auto import resolve_auto, resolve_auto_of_run
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import resolve_auto, resolve_auto_of_run
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.summary import describe_suggestions
 from fsdpctl.io.activity import doing
@@ -38,15 +35,15 @@ from fsdpctl.run.metrics import read_metrics
 from fsdpctl.run.step_metrics import flops_per_token
 from fsdpctl.training.worker import MEASURE_ONLY
 
-_WARM_UP = 0.25  # share of the steps that are ignored
+_WARM_UP = 0.25  # share of the steps, whose times are ignored
 _SHORT_STEPS = (
-    "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
-    "can take several times as long as predicted."
+    "The host limits steps of GPUs below 100 ms, and data sheets do not describe the host: such "
+    "steps can take several times as long as predicted."
 )
 
 
 def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: bool) -> None:
-    """Run `steps` of every variant below `folder`; results remain if this is interrupted."""
+    """Run `steps` steps of every variant below `folder`; results so far survive an interruption."""
     estimator, starts = Estimator(), list[tuple[Variant, RunDirState, Mapping[str, bytes]]]()
     noted = dict[str, None]()
     for number, each in enumerate(variants, start=1):
@@ -71,9 +68,9 @@ def measure(variants: Sequence[Variant], folder: Path, steps: int, *, is_kept: b
 def _prepare(
     estimator: Estimator, each: Variant, run_dir: Path, steps: int
 ) -> tuple[Prepared, RunDirState]:
-    """Open a variant and decide what is `auto` as `train` does, and estimate it.
+    """Prepare a variant, resolve `auto` as `train` does, and estimate the memory.
 
-    Only then, its length is another: sizes may follow from that of the run.
+    The number of steps is replaced after that, because sizes may follow from the run's length.
     """
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
@@ -125,10 +122,10 @@ def _add_measured(row: VariantResult, run_dir: Path) -> None:
 
 
 def _exposed(seconds: float, times: Sequence[tuple[float, float | None]]) -> float | None:
-    """Return the exposed part of a step, by its share in the sum of all; None if one is unknown."""
-    known = [part for _, part in times if part is not None]
+    """Return the exposed seconds of a step, by their share in all steps; None if unknown."""
+    exposed = [part for _, part in times if part is not None]
     total = sum(step for step, _ in times)
-    return seconds * sum(known) / total if len(known) == len(times) else None
+    return seconds * sum(exposed) / total if len(exposed) == len(times) else None
 
 
 def run_briefly(
@@ -154,10 +151,10 @@ def run_briefly(
 
 
 def _add_memory(row: VariantResult, estimate: RunEstimate) -> None:
-    """Add the estimated memory and the status; a variant that does not fit has no length."""
+    """Add the estimated memory and the status; a variant that does not fit has no duration."""
     row.status = OK
-    if found := estimate.shortages:
-        row.status = f"{TOO_LARGE}{'; '.join(found)}"
+    if shortages := estimate.shortages:
+        row.status = f"{TOO_LARGE}{'; '.join(shortages)}"
         row.hours = row.gpu_hours = row.cost = None
     row.estimated_peak_tensor_bytes = estimate.allocated
     row.estimated_peak_reserved_bytes = estimate.peak_reserved
@@ -165,7 +162,7 @@ def _add_memory(row: VariantResult, estimate: RunEstimate) -> None:
 
 
 def predict(variants: Sequence[Variant]) -> Iterator[str]:
-    """Predict all variants, of which nothing runs; yield notes on the predictions, a line each."""
+    """Predict all variants without running them; yield notes on the predictions, a line each."""
     estimator = Estimator()
     for each in variants:
         yield from notes_on_memory(each.composed.config)
@@ -175,7 +172,7 @@ def predict(variants: Sequence[Variant]) -> Iterator[str]:
             each.row.status = f"{REFUSED}{error}"
     plans = [each.plan for each in variants if each.plan is not None]
     if plans and all(each.row.status != OK for each in variants):
-        yield "no variant fits; changes that make the nearest fit:"
+        yield "no variant fits; settings with which the nearest variant fits:"
         nearest = max(plans, key=lambda plan: estimator.estimate(plan).margin)
         yield from describe_suggestions(suggest(estimator, nearest))
     if any((each.row.step_seconds or SHORT_STEP) < SHORT_STEP for each in variants):

@@ -16,13 +16,13 @@ from fsdpctl.resolve.launchers import CLUSTER, role_of
 from fsdpctl.resolve.machine import assign_ranks, on_this_machine, shares_memory
 from fsdpctl.resolve.run_plan import RunPlan
 
-_SEPARATOR = re.compile(r",(?![^\[]*\])")  # between alternatives: not within a list
+_SEPARATOR = re.compile(r",(?![^\[]*\])")  # a comma that is not within brackets
 _CLUSTER, _PRICE = "cluster", "cluster.price"
 
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """A configuration to compare with others, and what is known of it so far."""
+    """A configuration to compare with others, with its results so far."""
 
     composed: Composed
     row: VariantResult
@@ -30,21 +30,22 @@ class Variant:
 
     @property
     def config(self) -> Config:
-        """Its configuration, settled if that succeeded."""
+        """The configuration, with the selection if the variant could be planned."""
         return self.plan.config if self.plan else self.composed.config
 
 
-def variants(words: Sequence[str], recipe: str | None, *, simulates: bool) -> list[Variant]:
-    """Return every combination of the alternatives in `words`; without any, all strategies.
+def variants(settings: Sequence[str], recipe: str | None, *, simulates: bool) -> list[Variant]:
+    """Return a variant for every combination of the alternatives in `settings`.
 
-    Only those that it `simulates` have a length. Prices are those of the clusters in their order; a
-    single price is that of all.
-    Commas separate alternatives of group options and numbers; in texts, such as paths, and within
-    brackets they have no meaning. If strategies vary, each variant ignores values that its strategy
-    does not use. If engines vary and no strategy is set, strategies vary too: none of PyTorch's
-    engines has all.
+    Commas separate alternatives of group options and numbers. In texts, such as paths, and within
+    brackets, commas have no meaning. Without alternatives, all strategies are compared. They also
+    vary if engines vary and no strategy is set, because no engine of PyTorch has all strategies.
+    If strategies vary, each variant ignores values that its strategy does not use.
+
+    Several prices belong to the clusters in their order; a single price belongs to all clusters.
+    Only simulated variants have a length.
     """
-    pairs = [word.partition("=") for word in words]
+    pairs = [setting.partition("=") for setting in settings]
     names = [name for name, *_ in pairs]
     for name in names:
         if name == "train.run_dir":
@@ -64,23 +65,23 @@ def variants(words: Sequence[str], recipe: str | None, *, simulates: bool) -> li
         if "" in texts:
             raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
     if len(names) != len(set(names)):  # raises an error that names both
-        compose_config(words, recipe)
-    given = [] if recipe is None else read_recipe(find_recipe(recipe))
-    between_engines = "engine" in alternatives and "strategy" not in dict(given)
+        compose_config(settings, recipe)
+    of_recipe = [] if recipe is None else read_recipe(find_recipe(recipe))
+    between_engines = "engine" in alternatives and "strategy" not in dict(of_recipe)
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
-    fixed = [word for name, word in zip(names, words, strict=True) if name not in alternatives]
+    fixed = [each for name, each in zip(names, settings, strict=True) if name not in alternatives]
     prices = _prices(alternatives)
-    found = []
+    result = []
     for values in product(*alternatives.values()):
         varied = dict(zip(alternatives, values, strict=True))
         varied |= {_PRICE: prices[varied[_CLUSTER]]} if prices else {}
-        found.append(_variant(varied, fixed, recipe))
-    return found
+        result.append(_variant(varied, fixed, recipe))
+    return result
 
 
 def _prices(alternatives: dict[str, list[str]]) -> dict[str, str]:
-    """Remove the prices from the alternatives, and return that of each cluster."""
+    """Remove the prices from the alternatives; return the price of each cluster."""
     if _PRICE not in alternatives:
         return {}
     prices, clusters = alternatives.pop(_PRICE), alternatives.get(_CLUSTER, [])
@@ -95,10 +96,10 @@ def _prices(alternatives: dict[str, list[str]]) -> dict[str, str]:
 WITHOUT_SHARED_MEMORY = "launch.share_memory=false"
 
 
-def all_equivalent(found: Sequence[Variant], *, simulates: bool) -> bool:
-    """Return whether strategies vary that would not differ, because ranks would share memory."""
-    here = [each.composed if simulates else on_this_machine(each.composed) for each in found]
-    configs = [each.config for each in here]
+def all_equivalent(compared: Sequence[Variant], *, simulates: bool) -> bool:
+    """Return whether all strategies would run alike, because ranks would share memory."""
+    composed = [each.composed if simulates else on_this_machine(each.composed) for each in compared]
+    configs = [each.config for each in composed]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
@@ -107,53 +108,55 @@ def all_equivalent(found: Sequence[Variant], *, simulates: bool) -> bool:
     )
 
 
-def unique(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+def unique(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     """Return the variants that run differently, and a line for each duplicate.
 
-    A strategy that keeps unsharded parameters gathers none, so prefetching has no effect on it.
+    A strategy that keeps unsharded parameters gathers none, so prefetching does not change it.
     """
-    kept: dict[frozenset[tuple[str, str]], Variant] = {}
+    variants_by_settings: dict[frozenset[tuple[str, str]], Variant] = {}
     lines = []
-    for each in found:
+    for each in compared:
         config = each.composed.config
         name = config.strategy.name
-        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown: `auto`
-        words = frozenset(
+        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown for `auto`
+        settings = frozenset(
             (name, text)
             for name, text in to_settings(config).items()
             if gathers or not name.startswith("prefetch")
         )
-        first = kept.setdefault(words, each)
+        first = variants_by_settings.setdefault(settings, each)
         if first is not each:
             lines.append(f"{each.row.label}: skipped, runs the same as {first.row.label}")
-    return list(kept.values()), lines
+    return list(variants_by_settings.values()), lines
 
 
-def supported(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
-    """Return the variants whose engine has their strategy, and a line about the others.
+def supported(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+    """Return the variants whose engine supports their strategy, and a line about the others.
 
-    A single variant is kept, so that running it reports the error; UsageError if none is left.
+    A single variant is returned in any case, so that its run reports the error. UsageError if no
+    variant is supported.
     """
-    if len(found) < 2:
-        return list(found), []
-    kept, lacking = [], dict[str, list[str]]()
-    for each in found:
+    if len(compared) < 2:
+        return list(compared), []
+    remaining, unsupported = [], dict[str, list[str]]()
+    for each in compared:
         engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
         if strategy not in STRATEGIES or strategy in strategies_of(engine):
-            kept.append(each)
-        elif strategy not in lacking.setdefault(engine, []):
-            lacking[engine].append(strategy)
+            remaining.append(each)
+        elif strategy not in unsupported.setdefault(engine, []):
+            unsupported[engine].append(strategy)
     problem = "; ".join(
-        f"engine={engine} does not support {', '.join(names)}" for engine, names in lacking.items()
+        f"engine={engine} does not support {', '.join(names)}"
+        for engine, names in unsupported.items()
     )
-    if not kept:
+    if not remaining:
         raise UsageError(problem)
-    return kept, [f"skipped: {problem}"] if problem else []
+    return remaining, [f"skipped: {problem}"] if problem else []
 
 
 def _variant(varied: dict[str, str], fixed: Sequence[str], recipe: str | None) -> Variant:
-    words = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
-    composed = compose_config(words, recipe)
+    settings = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
+    composed = compose_config(settings, recipe)
     config = composed.config
     if "strategy" in varied:
         config = config.with_strategy(config.strategy.name)

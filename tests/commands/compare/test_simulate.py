@@ -22,7 +22,7 @@ def test_changes_that_fit_are_named_if_no_variant_does():
     # Of the memory, context and communicators take up to 1.9.
     rows, notes = simulated(*WORDS, "cluster.memory=1.99", *HELD)
     assert all(row.status.startswith(TOO_LARGE) for row in rows)
-    assert notes[0] == "no variant fits; changes that make the nearest fit:"
+    assert notes[0] == "no variant fits; settings with which the nearest variant fits:"
     assert notes[1].startswith("to fit  1. ")
 
 
