@@ -94,7 +94,7 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
 
     with doing("evaluating", "batches", total) as advance:
 
-        def tell(number: int) -> bool:
+        def show_progress(number: int) -> bool:
             advance(1)
             return True
 
@@ -105,7 +105,7 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
             device,
             at_most=0,
             chunk_tokens=config.train.loss_chunk_tokens or 0,
-            goes_on=tell,
+            should_continue=show_progress,
         )
     assert found is not None
     return found

@@ -142,7 +142,7 @@ def _print_config(composed: Composed, resume: str) -> None:
 
         state = _open(composed, resume)[1]
         plan, _, lines = resolve_auto_of_run(
-            Estimator(), state.config, state.stored_config, state.stored_config_location, note
+            Estimator(), state.config, state.stored_config, state.stored_in, note
         )
         note(*lines)
         config = with_selection(config, Selection.of(plan.config))
@@ -171,7 +171,7 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
     estimator = Estimator()
     plan, estimate, lines = resolve_auto_of_run(
-        estimator, seen.config, seen.stored_config, seen.stored_config_location, note
+        estimator, seen.config, seen.stored_config, seen.stored_in, note
     )
     say(*lines, *describe_run(opened, plan, seen, estimate))
     _show_samples(opened)

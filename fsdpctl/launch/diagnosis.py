@@ -1,13 +1,13 @@
-"""The diagnosis of a hang: the ranks that others wait for."""
+"""The diagnosis of a hang: finds the ranks that the other ranks wait for."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# States of a process: letters of the kernel, and our own.
+# States of a process, in addition to the kernel's letters.
 EXITED, UNKNOWN = "", "?"
 _BLOCKED = {EXITED: ", has exited", "T": ", stopped by a signal", "D": ", blocked in a device"}
-_MOST = 4  # ranks that a report names
+_MOST_NAMED = 4  # ranks that a report names
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,16 @@ class RankState:
 
     rank: int
     host: str
-    process_state: str  # of the process
+    process_state: str  # the kernel's letter, EXITED or UNKNOWN
     seconds: float  # since its last heartbeat
     step: int | None
     phase: str
     is_waiting: bool  # for other ranks
-    # Number of collectives it has started, by process group; the last one's kind is in `pending`.
+    # Number of collectives that the rank has started, by process group.
     started_collectives: dict[str, int] = field(default_factory=dict)
-    pending: str = ""  # the collective that it started last, if that is not complete
-    is_responsive: bool = True  # else a thread holds its interpreter, or its host is unreachable
+    pending: str = ""  # the last started collective, if it is not complete
+    # False: a thread holds the interpreter lock, or the host is unreachable.
+    is_responsive: bool = True
 
     @property
     def when(self) -> str:
@@ -44,19 +45,18 @@ class RankState:
 
 
 def blamed_ranks(states: Sequence[RankState]) -> list[int]:
-    """Return the ranks that the others wait for, or an empty list if unknown.
+    """Return the ranks that the other ranks wait for, or an empty list if they are unknown.
 
     Ranks that have exited come first, then stopped ranks, ranks blocked in a device, ranks that
     neither answer nor wait, ranks that started fewer collectives than their process group, and
-    ranks that do not wait while others do.
+    ranks that do not wait while other ranks do.
     """
-    some_wait = any(
-        each.is_waiting for each in states
-    )  # else those that have exited may be finished
+    # If no rank waits, the ranks that have exited may be finished.
+    some_wait = any(each.is_waiting for each in states)
     for letter in _BLOCKED:
-        found = [each.rank for each in states if each.process_state == letter]
-        if found and (some_wait or letter != EXITED):
-            return found
+        ranks = [each.rank for each in states if each.process_state == letter]
+        if ranks and (some_wait or letter != EXITED):
+            return ranks
     unresponsive = [each.rank for each in states if not (each.is_responsive or each.is_waiting)]
     if 0 < len(unresponsive) < len(states):
         return unresponsive
@@ -76,20 +76,20 @@ def blamed_ranks(states: Sequence[RankState]) -> list[int]:
 
 
 def describe_hang(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
+    """Describe in one line which ranks had no heartbeat for `limit` seconds, and in which phase.
 
-    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
+    If `is_usual`, the limit is launch.hang_timeout; before the first step, it may be longer.
     """
     blamed = blamed_ranks(states)
     shown = [each for each in states if each.rank in blamed] or list(states)
-    named = "; ".join(map(str, shown[:_MOST]))
-    more = f"; and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
+    named = "; ".join(map(str, shown[:_MOST_NAMED]))
+    more = f"; and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
     if others := [each for each in states if blamed and each.rank not in blamed]:
-        one = min(others, key=lambda each: not each.pending)
-        who = f"rank {one.rank} waits for it"
+        example = min(others, key=lambda each: not each.pending)
+        who = f"rank {example.rank} waits for it"
         if len(others) > 1:
-            who = f"{len(others)} ranks wait for it, rank {one.rank}"
-        more += f"; {who} in {one.pending or one.phase or 'starting'}, {one.when}"
+            who = f"{len(others)} ranks wait for it, rank {example.rank}"
+        more += f"; {who} in {example.pending or example.phase or 'starting'}, {example.when}"
     setting = (
         f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
     )

@@ -1,7 +1,7 @@
 """The handshake of the launchers of several nodes, or of another launcher's ranks, before a run.
 
-Node 0, or rank 0, decides and writes. The others check that they have the same program and the same
-directory. All messages are JSON in a store at node 0's address; nothing is unpickled.
+Node 0, or rank 0, sends an invitation. The other members check that they have the same program and
+the same directory. All messages are JSON in a store at node 0's address; nothing is unpickled.
 """
 
 import hashlib
@@ -27,42 +27,44 @@ from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import HANDSHAKE
 
 _POLL_SECONDS = 0.1
-_NOT_STARTED = "other members did not start, have exited, or are unreachable"
+# Keys of the store. Those of other members end with `/INDEX`.
+_INVITATION, _READY, _START, _STARTED = "invitation", "ready", "start", "started"
+_JOINED, _WITHDRAWN = "joined", "withdrawn"
 
-UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers are
+UNREACHABLE = (FsdpctlError, RuntimeError)  # errors if the other launchers do not respond
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The message of node 0 to the others."""
+    """The message of node 0 to the other nodes."""
 
     run_dir: str = ""
-    token: str = ""  # the contents of a file in it
+    token: str = ""  # contents of the file HANDSHAKE in the run directory
     versions: str = ""  # of fsdpctl, torch, transformers and Python
-    code: str = ""  # a digest of the program's source
+    code: str = ""  # digest of fsdpctl's source
     nproc_per_node: int = 0
     refusal: str = ""  # why the run does not start
-    members: int = 0  # nodes or ranks
+    members: int = 0  # number of nodes or ranks
     is_finished: bool = False  # the run is finished, with nothing left to do
 
 
 class Handshake:
     """One member, a node or a rank, of the handshake before a run."""
 
-    def __init__(self, store: Store, index: int, count: int, *, noun: str, patience: float) -> None:
-        """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach."""
+    def __init__(self, store: Store, index: int, count: int, *, noun: str, timeout: float) -> None:
+        """Join as member `index` of `count` nodes or ranks (`noun`) in a store that all reach."""
         self.index, self.count, self.noun = index, count, noun
         self._store = PrefixStore("handshake", store)
-        self._timeout = patience
+        self._timeout = timeout
         self._has_invited = False
-        if self._store.add(f"here/{index}", 1) > 1:
+        if self._store.add(f"{_JOINED}/{index}", 1) > 1:
             raise UsageError(f"{noun} {index}: already in use by another {noun}")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
-        """Send the run directory to the others and wait until all are ready; only number 0 does.
+        """Send the run directory to the other members and wait until all are ready.
 
-        UsageError if one of them cannot take part; then none does.
+        Only member 0 calls this. UsageError if a member cannot take part; then no member starts.
         """
         token = run_dir / HANDSHAKE
         invitation = Invitation(
@@ -71,77 +73,85 @@ class Handshake:
         )  # fmt: skip
         with os_errors_as(token):
             files.write_atomic(token, invitation.token)
-        self._send("plan", invitation)
+        self._send(_INVITATION, invitation)
         self._has_invited = True
-        answers = [self._receive(key, str) for key in self._other_keys("ready")]
+        answers = [self._receive(key, str) for key in self._other_keys(_READY)]
         refusals = "; ".join(filter(None, answers))
-        self._send("go", refusals)
+        self._send(_START, refusals)
         token.unlink(missing_ok=True)
         if refusals:
-            self._wait_for_others("heard")
+            self._wait_for_others(_STARTED)
             raise UsageError(refusals)
 
     def cancel(self, reason: str, *, is_finished: bool = False) -> None:
-        """Tell the others that nothing starts, unless they were invited; only number 0 does."""
+        """Tell the other members that nothing starts, unless they were invited.
+
+        Only member 0 calls this.
+        """
         if self._has_invited:
             return
-        self._send("plan", Invitation(refusal=reason, is_finished=is_finished))
-        self._wait_for_others("ready")
+        self._send(_INVITATION, Invitation(refusal=reason, is_finished=is_finished))
+        self._wait_for_others(_READY)
 
     def accept(self, check: Callable[[Invitation], str]) -> Invitation:
-        """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
+        """Receive the invitation of member 0, and wait until all members are ready.
 
-        UsageError if this or another member cannot, or nothing starts.
+        `check` returns why this member cannot take part, or an empty string. UsageError if this or
+        another member cannot, or if nothing starts.
         """
-        invitation = self._receive("plan", Invitation)
+        invitation = self._receive(_INVITATION, Invitation)
         if invitation.refusal:
-            self._send(f"ready/{self.index}", "")
+            self._send(f"{_READY}/{self.index}", "")
             if not invitation.is_finished:
                 raise UsageError(f"{self.noun} 0: {invitation.refusal}")
             return invitation
         refusal = check(invitation) or _check_directory(invitation)
         if invitation.members != self.count:
-            noun = self.noun
             refusal = (
-                f"started as one of {self.count} {noun}s, but {noun} 0 expects {invitation.members}"
+                f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects "
+                f"{invitation.members}"
             )
-        where = f"{self.noun} {self.index} ({socket.gethostname()})"
-        self._send(f"ready/{self.index}", f"{where}: {refusal}" if refusal else "")
-        answer = self._receive("go", str)
-        self._send(f"heard/{self.index}", "")
-        if answer:
-            raise UsageError(answer)
+        location = f"{self.noun} {self.index} ({socket.gethostname()})"
+        self._send(f"{_READY}/{self.index}", f"{location}: {refusal}" if refusal else "")
+        refusals = self._receive(_START, str)
+        self._send(f"{_STARTED}/{self.index}", "")
+        if refusals:
+            raise UsageError(refusals)
         return invitation
 
     def withdraw(self, reason: str) -> None:
-        """Tell the others, before they begin, that this member does not take part after all."""
+        """Tell the other members, before they start, that this member does not take part."""
         with suppress(*UNREACHABLE):
-            self._send("left", f"{self.noun} {self.index}: {reason}")
+            self._send(_WITHDRAWN, f"{self.noun} {self.index}: {reason}")
 
     def _wait_for_others(self, answer: str) -> None:
-        """Wait a moment for the others, because the store exits with number 0."""
+        """Wait a moment for the other members, because the store exits with member 0."""
         with suppress(*UNREACHABLE):
             self._store.wait(self._other_keys(answer), timedelta(seconds=2))
 
     def _other_keys(self, key: str) -> list[str]:
-        return [f"{key}/{each}" for each in range(1, self.count)]
+        return [f"{key}/{index}" for index in range(1, self.count)]
 
     def _send(self, key: str, value: object) -> None:
         self._store.set(key, encode(value))
 
     def _receive(self, key: str, kind: type[T]) -> T:
         deadline = time.monotonic() + self._timeout
+        sender = f"{self.noun} {key.partition('/')[2] or 0}"
         try:
-            while not self._store.check([key]):  # torch logs each wait that is not answered
-                if self._store.check(["left"]):
-                    raise UsageError(decode(self._store.get("left"), str))
+            while not self._store.check([key]):  # torch logs each wait that times out
+                if self._store.check([_WITHDRAWN]):
+                    raise UsageError(decode(self._store.get(_WITHDRAWN), str))
                 if time.monotonic() > deadline:
                     limit = f"{self._timeout:g} s (launch.timeout)"
-                    raise UsageError(f"no {key!r} message within {limit}: {_NOT_STARTED}")
+                    raise UsageError(
+                        f"{sender} did not answer within {limit}; check that it was started and "
+                        "is reachable"
+                    )
                 time.sleep(_POLL_SECONDS)
             return decode(self._store.get(key), kind)
         except RuntimeError:
-            raise UsageError(f"no {key!r} message: {_NOT_STARTED}") from None
+            raise UsageError(f"{sender}: exited or unreachable before the run started") from None
 
 
 def encode(value: object) -> str:

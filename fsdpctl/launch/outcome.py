@@ -1,4 +1,4 @@
-"""How the ranks of a launch exited, and which failure caused the others."""
+"""The outcomes of a launch: how its ranks exited, and which failure caused the other failures."""
 
 import contextlib
 import re
@@ -12,9 +12,11 @@ from typing import Any
 from fsdpctl.errors import STOP_SIGNALS, ExitCode, shorten_list
 from fsdpctl.io.resources import CGROUP_ROOT, PROC_CGROUP, cgroup_files
 
-_SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
-# Of collectives and of the store of ranks, whose peers have exited or are unreachable.
-_BROKEN = re.compile(
+# Failures that follow the first one within this time may have the same cause. The agent kills the
+# remaining workers only after half a minute.
+_SAME_CAUSE_SECONDS = 5
+# Errors of collectives and stores whose peers have exited or are unreachable.
+_BROKEN_CONNECTION = re.compile(
     "Connection (closed|reset|refused|was)|Broken pipe|NCCL|gloo|TCPStore|DistStore|"
     "a rank has ended while|unreachable|No route to host",
     re.IGNORECASE,
@@ -35,18 +37,18 @@ class Failure:
     rank: int
     host: str
     exit_code: int  # negative: the signal that killed it
-    message: str  # empty if it left none
-    timestamp: int  # seconds since the epoch; of the error, or of when the exit was noticed
+    message: str  # empty if the worker reported no error
+    timestamp: int  # of the error, or when the exit was noticed; seconds since the epoch
     out_of_memory: bool = False  # killed by the kernel's out-of-memory killer
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended it before it could report an error."""
+        """Whether a signal killed the worker before it could report an error."""
         return self.exit_code < 0 and not self.message
 
     @property
     def timed_out_waiting(self) -> bool:
-        """Whether it timed out waiting for other ranks, and so may not be the cause."""
+        """Whether the worker timed out waiting for other ranks, and so may not be the cause."""
         return not self.was_killed and _TIMED_OUT.search(self.message) is not None
 
     @property
@@ -62,27 +64,29 @@ class Failure:
 
 
 def _innermost_error(message: str) -> str:
-    """Return the line of torch.compile's message that names the error: the compiler's, if it ran.
+    """Return the line of torch.compile's message that names the error.
 
-    Around it are commands, source, and advice to developers.
+    The other lines are commands, source code, and advice to developers. If a C++ compiler ran, the
+    line is from its output.
     """
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
     inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
     lines = (inner if inner.strip() else text).strip("\n").splitlines()
-    told = [line for line in lines if line[:1].strip() and not _UNSPECIFIC.search(line)]
-    return next(filter(_NAMES_ERROR.search, told), (*told, *lines, "no message")[0])
+    specific = [line for line in lines if line[:1].strip() and not _UNSPECIFIC.search(line)]
+    return next(filter(_NAMES_ERROR.search, specific), (*specific, *lines, "no message")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcome:
-    """How the workers of one launcher exited, as it reports to the others."""
+    """How the workers of one launcher exited, as reported to the other launchers."""
 
     failures: tuple[Failure, ...] = ()
-    stop_signal: int | None = None  # that the launcher received
+    stop_signal: int | None = None  # received by the launcher
     stopped_early: bool = False  # before workers were started
-    hang: str = ""  # the ranks that hung, in one line
-    failed_at: float | None = None  # when the first worker was missing; seconds since the epoch
-    were_killed: bool = False  # killed only because the workers of another node had failed
+    hang: str = ""  # the hung ranks, in one line
+    # When the first worker was missing, in seconds since the epoch.
+    failed_at: float | None = None
+    were_killed: bool = False  # only because workers of another node had failed
 
     @property
     def has_failed(self) -> bool:
@@ -92,30 +96,37 @@ class NodeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """How a launch ended; without a failure or an early stop, all workers finished."""
+    """How a round ended; without a failure or an early stop, all workers finished."""
 
     failures: tuple[Failure, ...]
-    stop_signal: int | None  # that this launcher received
-    stop_requested: bool = False  # this or another launcher received a stop signal
+    stop_signal: int | None  # received by this launcher
+    stop_requested: bool = False  # of this or another launcher
     stopped_early: bool = False  # before workers were started
-    unreachable_nodes: Mapping[int, str] = field(
-        default_factory=dict
-    )  # host of each node without a report
-    hang: str = ""  # the ranks that hung, in one line
+    unreachable_nodes: Mapping[int, str] = field(default_factory=dict)  # their hosts, by node
+    hang: str = ""  # the hung ranks, in one line
     failed_at: float | None = None  # seconds since the epoch; by this launcher's clock
-    were_killed: bool = False  # this launcher's workers, because those of another node had failed
+    # Whether this launcher's workers were killed because workers of another node had failed.
+    were_killed: bool = False
 
     @classmethod
     def combine(
-        cls, ended: Mapping[int, NodeOutcome], own: int, silent: Mapping[int, str] | None = None
+        cls,
+        outcomes: Mapping[int, NodeOutcome],
+        node: int,
+        unreachable: Mapping[int, str] | None = None,
     ) -> "RoundOutcome":
-        """Combine the reports of the launchers of all nodes; this one is number `own`."""
-        mine, every = ended[own], ended.values()
-        failures = tuple(failure for node in sorted(ended) for failure in ended[node].failures)
-        was_asked = any(each.stop_signal is not None for each in every)
-        how = was_asked, any(each.stopped_early for each in every), silent or {}
-        hang = next((each.hang for each in every if each.hang), "")
-        return cls(failures, mine.stop_signal, *how, hang, mine.failed_at, mine.were_killed)
+        """Combine the outcomes of the launchers of all nodes; this launcher's node is `node`."""
+        local, every = outcomes[node], outcomes.values()
+        return cls(
+            tuple(failure for number in sorted(outcomes) for failure in outcomes[number].failures),
+            local.stop_signal,
+            stop_requested=any(each.stop_signal is not None for each in every),
+            stopped_early=any(each.stopped_early for each in every),
+            unreachable_nodes=unreachable or {},
+            hang=next((each.hang for each in every if each.hang), ""),
+            failed_at=local.failed_at,
+            were_killed=local.were_killed,
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -129,9 +140,11 @@ class RoundOutcome:
 
     @property
     def lost_nodes(self) -> str:
-        """The nodes that are unreachable, if no rank of the others failed by itself."""
+        """The nodes that are unreachable, unless a rank of another node failed by itself."""
         cause = None if self.hang else self.cause
-        follows = cause is None or _BROKEN.search(cause.message) or cause.timed_out_waiting
+        follows = (
+            cause is None or _BROKEN_CONNECTION.search(cause.message) or cause.timed_out_waiting
+        )
         if not self.unreachable_nodes or not follows:
             return ""
         nodes = ", ".join(
@@ -155,24 +168,27 @@ class RoundOutcome:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure that caused the others.
+        """The failure that caused the other failures.
 
-        A worker that is killed breaks the connections of all others, and after a while the agent
-        kills the remaining ones.
+        A killed worker breaks the connections of all other workers. After a while, the agent kills
+        the remaining workers.
         """
-        first = dict[str, int]()  # by host, because the clocks of hosts may differ
+        limits = dict[str, int]()  # by host, because the clocks of hosts may differ
         for each in self.failures:
-            first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))
-        within = _SAME_ACCIDENT_SECONDS
-        early = [x for x in self.failures if x.timestamp <= first[x.host] + within]
+            limit = each.timestamp + _SAME_CAUSE_SECONDS
+            limits[each.host] = min(limit, limits.get(each.host, limit))
+        early = [x for x in self.failures if x.timestamp <= limits[x.host]]
         candidates = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
         killed = [each for each in candidates if each.was_killed]
-        with_message = [each for each in candidates if not _BROKEN.search(each.message)]
+        with_message = [each for each in candidates if not _BROKEN_CONNECTION.search(each.message)]
         return next(iter([*killed, *with_message, *candidates, *early]), None)
 
 
 def to_failure(rank: int, process_failure: Any, *, oom_killed: bool = False) -> Failure:
-    """Convert torch's ProcessFailure; `short_of_memory`: the kernel killed a process meanwhile."""
+    """Convert torch's ProcessFailure.
+
+    If `oom_killed`, the kernel's out-of-memory killer killed a process during the round.
+    """
     message = process_failure.message
     if isinstance(message, dict):
         message = message.get("message", "")
@@ -183,12 +199,16 @@ def to_failure(rank: int, process_failure: Any, *, oom_killed: bool = False) -> 
     if text.startswith("To enable traceback"):
         text = f"exit code {process_failure.exitcode}, without an error message"
     code = process_failure.exitcode
-    starved = oom_killed and code == -signal.SIGKILL
-    return Failure(rank, socket.gethostname(), code, text, int(process_failure.timestamp), starved)
+    timestamp = int(process_failure.timestamp)
+    out_of_memory = oom_killed and code == -signal.SIGKILL
+    return Failure(rank, socket.gethostname(), code, text, timestamp, out_of_memory)
 
 
 def count_oom_kills(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
-    """Return the kills in this process's control group, else on the machine."""
+    """Return how many processes the kernel has killed for lack of memory.
+
+    Counts the processes in this process's control group, or on the machine if it has no counter.
+    """
     files = [*cgroup_files("memory.events", "memory.oom_control", root, cgroup), _MACHINE_COUNTERS]
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 

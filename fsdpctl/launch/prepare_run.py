@@ -1,4 +1,4 @@
-"""Begin a run: open it, lock its directory, decide what is `auto`, and write what workers read."""
+"""Prepares a run: locks its directory, resolves `auto`, and writes the files that workers read."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,18 +31,21 @@ from fsdpctl.run.data_record import check_same_data, write_data_record
 from fsdpctl.run.directory import ResumeState, RunDirState, inspect_run_dir, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, check_not_running, locked_run_dir
 
-_MOST_VERIFIED = 16 << 30  # bytes of a checkpoint in a dry run
+_MOST_VERIFIED = 16 << 30  # bytes of a checkpoint that a dry run verifies
 
 
 @dataclass(slots=True)
 class PreparedRun:
-    """A run whose directory is locked and prepared. It holds no data: it may live for days."""
+    """A run whose directory is locked and prepared.
+
+    The object exists until the run ends, so it holds no data.
+    """
 
     run_dir: Path
     lock: RunLock
-    first_plan: RunPlan  # of the first round
+    first_plan: RunPlan
     config: Resolved  # settled for the ranks of the current round
-    step: int  # of the checkpoint that the current round starts from
+    step: int  # step of the checkpoint from which the current round starts
 
     @property
     def launch(self) -> LaunchConfig:
@@ -60,20 +63,19 @@ def prepare_run(
 ) -> PreparedRun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
-    `settings` are recorded; `resume` is the value of `--resume`. `task` is that of a script, which
-    has no estimate. UsageError if the run is invalid; nothing remains of a directory that was
-    created here. DoesNotFitError if its memory does not suffice; likewise.
+    `settings` are recorded; `resume` is the value of `--resume`. A script has a `task`, and no
+    estimate. UsageError if the run is invalid, DoesNotFitError if memory does not suffice. After an
+    error, nothing remains of a directory that this function created.
     """
     opened = prepare(composed, role, task=task, resume=resume)
     state = inspect_run_dir(opened.config, resume)
-    may_lack = state.source is None and remote_checkpoints_of(state.config) is not None
-    if not may_lack and is_finished(state, reporter.result):
+    may_upload = state.source is None and remote_checkpoints_of(state.config) is not None
+    if not may_upload and is_finished(state, reporter.result):
         return None
     waiting = f"waiting for the workers of the last start of {state.run_dir}"
     with locked_run_dir(state.run_dir, lambda: reporter.result(waiting)) as lock:
-        state = inspect_run_dir(
-            opened.config, resume, state.run_dir
-        )  # the run may have moved on, or finished
+        # Another process may have advanced or finished the run before the lock was acquired.
+        state = inspect_run_dir(opened.config, resume, state.run_dir)
         if state.resume_state is ResumeState.FINISHED:
             _upload_remaining(state)
         if is_finished(state, reporter.result):
@@ -84,11 +86,7 @@ def prepare_run(
         estimate, lines = None, tuple[str, ...]()
         if task is None:
             plan, estimate, lines = resolve_auto_of_run(
-                estimator,
-                state.config,
-                state.stored_config,
-                state.stored_config_location,
-                reporter.note,
+                estimator, state.config, state.stored_config, state.stored_in, reporter.note
             )
         else:
             plan = make_run_plan(state.config)
@@ -98,15 +96,15 @@ def prepare_run(
         if estimate is not None:
             check_fits(estimate, estimator, reporter.result)
         write_data_record(state.run_dir, opened.data)
-        if lacks_link := prepare_run_dir(state, plan.config, settings, assets):
-            reporter.result(f"note    {lacks_link}")
+        if link_problem := prepare_run_dir(state, plan.config, settings, assets):
+            reporter.result(f"note    {link_problem}")
         if estimate is not None:
             write_estimate(state.run_dir, plan, estimate, estimator)
     return PreparedRun(state.run_dir, lock, plan, plan.config, state.step)
 
 
 def check_start(opened: Prepared, state: RunDirState) -> dict[str, bytes]:
-    """Check what a start needs besides memory; return the files next to its weights."""
+    """Check the data and the object store; return the files to write next to the weights."""
     check_same_data(state.run_dir, opened.data, state.data_fingerprint)
     if (remote := remote_checkpoints_of(state.config)) is not None:
         remote.check_writable()
@@ -114,7 +112,7 @@ def check_start(opened: Prepared, state: RunDirState) -> dict[str, bytes]:
 
 
 def check_dry_run(opened: Prepared, state: RunDirState) -> str:
-    """Check what a start and its ranks check before the first step; return what it left out."""
+    """Check what a start and its ranks check before the first step; return a note on omissions."""
     check_start(opened, state)
     check_not_running(state.run_dir)
     newest = newest_checkpoint(state.run_dir / CHECKPOINTS) if state.source is None else None
@@ -129,7 +127,7 @@ def check_dry_run(opened: Prepared, state: RunDirState) -> str:
 
 
 def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
-    """Return whether there is nothing to do, and print that."""
+    """Return whether the run is finished, and print how to continue it."""
     if state.resume_state is not ResumeState.FINISHED:
         return False
     say(f"{state.source or state.run_dir}: finished at step {state.step}; nothing to do")
@@ -149,7 +147,7 @@ def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
 
 def _upload_remaining(state: RunDirState) -> None:
     remote = remote_checkpoints_of(state.config)
-    if remote is None or state.source is not None:  # newer ones are there
+    if remote is None or state.source is not None:  # the store has newer checkpoints
         return
     for folder in complete_checkpoints(state.run_dir / CHECKPOINTS):
         with doing(f"uploading {folder}"):
@@ -158,7 +156,7 @@ def _upload_remaining(state: RunDirState) -> None:
 
 
 def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str], None]) -> None:
-    """Print what makes a run fit if it doesn't; DoesNotFitError with `train.require_fit`."""
+    """Print changes that make a run fit if it does not; DoesNotFitError if a run must fit."""
     if not (shortages := estimate.shortages):
         return
     say(f"{'memory':<8}does not suffice; searching for changes that fit")
@@ -166,5 +164,5 @@ def check_fits(estimate: RunEstimate, estimator: Estimator, say: Callable[[str],
     for line in (*describe_suggestions(changes), *(() if changes else note_on_local_cpu(estimate))):
         say(line)
     if estimate.config.train.require_fit:
-        way = "change the settings, or set train.require_fit=false to start nevertheless"
-        raise DoesNotFitError(f"{'; '.join(shortages)}; {way}")
+        hint = "change the settings, or set train.require_fit=false to start nevertheless"
+        raise DoesNotFitError(f"{'; '.join(shortages)}; {hint}")

@@ -1,4 +1,4 @@
-"""Train in rounds: after a failure, the remaining ranks resume from the newest checkpoint."""
+"""Trains in rounds: after a failure, the remaining ranks resume from the newest checkpoint."""
 
 import os
 import time
@@ -34,15 +34,14 @@ def train_with_restarts(
 ) -> RoundOutcome:
     """Start the ranks, and restart them after failures; return the outcome of the last round.
 
-    The run is unlocked at the end. `nodes` are the launchers of the other nodes, if any; this one
-    is node 0.
+    The run is unlocked at the end. On several nodes, this is node 0, and its `launcher` is
+    connected to the launchers of the other nodes.
     """
-    most = run.launch.max_restarts
-    for round_index in range(most + 1):
-        outcome = _launch(run.run_dir, run.launch, launcher, round_index)
-        following = (
-            None if round_index == most else _next_round(run, outcome, round_index, launcher, say)
-        )
+    last = run.launch.max_restarts
+    for round_index in range(last + 1):
+        outcome, following = _launch(run.run_dir, run.launch, launcher, round_index), None
+        if round_index < last:
+            following = _next_round(run, outcome, round_index, launcher, say)
         if launcher is not None:
             launcher.announce_next_round(round_index, following or RestartRound())
         if following is None:
@@ -54,7 +53,7 @@ def train_with_restarts(
 def follow_restarts(
     run_dir: Path, launch: LaunchConfig, launcher: NodeLauncher, say: Say
 ) -> RoundOutcome:
-    """Start and restart the ranks of another node, as node 0 orders."""
+    """Start and restart the ranks of a node other than node 0, which decides on restarts."""
     round_index = 0
     while True:
         outcome = _launch(run_dir, launch, launcher, round_index)
@@ -128,7 +127,7 @@ def _may_restart(run_dir: Path, outcome: RoundOutcome, say: Say) -> bool:
 
 def made_progress(run_dir: Path, restart: int) -> bool:
     """Return whether the ranks of restart number `restart`, the newest, completed a step."""
-    with suppress(UsageError):  # a file that others refuse to read
+    with suppress(UsageError):  # commands that need the file report that it is corrupted
         newest = read_start_records(run_dir)[-1:]
         return any(x.restart is not None and x.restart.number == restart for x in newest)
     return False
@@ -137,7 +136,7 @@ def made_progress(run_dir: Path, restart: int) -> bool:
 def settle_for_nodes(
     run: PreparedRun, members: list[int], say: Say, *, is_stuck: bool
 ) -> Resolved | None:
-    """Settle the run on the remaining nodes, with one rank fewer per node if it was stuck."""
+    """Settle the run for the remaining nodes, with one rank fewer per node if it was stuck."""
     launch = run.launch
     least_nodes = launch.nnodes_min or launch.nnodes
     if len(members) < least_nodes:
@@ -150,6 +149,7 @@ def settle_for_nodes(
     assert ranks is not None
     least = min(launch.nproc_min or ranks, ranks)
     problem = ""
+    # A number of ranks may not be supported, such as one that does not divide the batch.
     for count in range(max(ranks - is_stuck, least), least - 1, -1):
         try:
             fewer = replace(launch, nnodes=len(members), nproc_per_node=count)

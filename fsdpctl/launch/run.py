@@ -25,44 +25,46 @@ if TYPE_CHECKING:
     from fsdpctl.launch.prepare_run import PreparedRun
     from fsdpctl.resolve.script_module import ScriptTask
 
-    Begin = Callable[[], PreparedRun | None]  # begins the run; None: it is finished
+    Prepare = Callable[[], PreparedRun | None]  # None: the run is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
-_tasks: "list[ScriptTask]" = []  # of this process
+_tasks: "list[ScriptTask]" = []  # the task that this process has trained, if any
 
 
 def train_on_node(
     composed: "Composed", settings: list[str], resume: str, reporter: Reporter
 ) -> "tuple[RoundOutcome, Path] | None":
-    """Train: start the ranks of this node, or become a rank that another launcher has started.
+    """Start the ranks of this node, or become a rank that another launcher has started.
 
-    Returns the outcome and the run directory; None if the run was finished before.
+    Returns the outcome and the run directory, or None if the run is finished already.
     """
     os.environ.setdefault(_STARTED, str(time.time()))
     launch = composed.config.launch
-    if composed.has_cluster_of_recipe and launch.name == "local":  # before its ranks count
+    if composed.has_cluster_of_recipe and launch.name == "local":
+        # The recipe's number of ranks must not decide the role of this process.
         from fsdpctl.resolve.machine import on_this_machine
 
         composed = on_this_machine(composed)
     role = role_of(composed.config.launch)
     rank, alone = role.rank, role.starts_all_ranks
     model = composed.config.model
-    if not alone and model.path is not None:  # each node needs it, but one process opens the run
+    if not alone and model.path is not None:
+        # Every node needs the model's files, but only one process prepares the run.
         from fsdpctl.config.hub import local_model, part_for_training
 
         local_model(model.path, part_for_training(model))
-    begun = partial(_prepare, composed, settings, resume, reporter, role)
+    prepare = partial(_prepare, composed, settings, resume, reporter, role)
     if rank is not None:
-        _run_as_rank(composed.config, role, rank, begun, reporter)
+        _run_as_rank(composed.config, role, rank, prepare, reporter)
         return None
     if not alone:
-        return _run_as_node(composed.config, role, begun, reporter)
-    found = begun()
-    if found is None:
+        return _run_as_node(composed.config, role, prepare, reporter)
+    prepared = prepare()
+    if prepared is None:
         return None
     from fsdpctl.launch.restarts import train_with_restarts
 
-    return train_with_restarts(found, reporter.result), found.run_dir
+    return train_with_restarts(prepared, reporter.result), prepared.run_dir
 
 
 def train_task(
@@ -76,14 +78,14 @@ def train_task(
     os.environ[_STARTED] = str(time.time())
     role = role_of_script(composed.config.launch)
     assert role.rank is not None
-    begun = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
-    done = _run_as_rank(composed.config, role, role.rank, begun, reporter, task)
+    prepare = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
+    done = _run_as_rank(composed.config, role, role.rank, prepare, reporter, task)
     from fsdpctl.launch.prepare_run import PreparedRun
 
     if isinstance(done, PreparedRun):
         done.lock.release()
         reporter.result(f"done: {done.run_dir}")
-    os.environ.clear()  # of variables of a rank, for what the script starts
+    os.environ.clear()  # programs that the script starts must not take themselves for ranks
     os.environ.update(before)
 
 
@@ -94,7 +96,7 @@ def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
 
 
 def _run_as_node(
-    config: "Config", role: LaunchRole, begin: "Begin", reporter: Reporter
+    config: "Config", role: LaunchRole, prepare: "Prepare", reporter: Reporter
 ) -> "tuple[RoundOutcome, Path] | None":
     from fsdpctl.launch.nodes import NodeLauncher
     from fsdpctl.launch.restarts import follow_restarts, train_with_restarts
@@ -108,71 +110,71 @@ def _run_as_node(
         nodes = NodeLauncher(launch)
     try:
         if nodes.node == 0:
-            begun = _invite(nodes.handshake, begin, reporter)
-            if begun is None:
+            prepared = _invite(nodes.handshake, prepare, reporter)
+            if prepared is None:
                 return None
-            return train_with_restarts(begun, reporter.result, nodes), begun.run_dir
+            return train_with_restarts(prepared, reporter.result, nodes), prepared.run_dir
         with doing("waiting for node 0"):
-            plan = _accept(nodes.handshake, launch)
-        if plan is None:
+            invitation = _accept(nodes.handshake, launch)
+        if invitation is None:
             reporter.result("node 0: the run is finished; nothing to do")
             return None
         count = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
-        reporter.info(f"run     {plan.run_dir}: {count} on this node; node 0 shows the progress")
-        run_dir = Path(plan.run_dir)
+        run_dir = Path(invitation.run_dir)
+        reporter.info(f"run     {run_dir}: {count} on this node; node 0 shows the progress")
         return follow_restarts(run_dir, launch, nodes, reporter.result), run_dir
     finally:
         nodes.leave()
 
 
-def _invite(handshake: "Handshake", begin: "Begin", reporter: Reporter) -> "PreparedRun | None":
+def _invite(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "PreparedRun | None":
     try:
-        begun = begin()
-        if begun is None:
+        prepared = prepare()
+        if prepared is None:
             handshake.cancel("the run is finished; nothing to do", is_finished=True)
             return None
         others = f"the other {handshake.count - 1} of {handshake.count} {handshake.noun}s"
         if handshake.count > 1:
             reporter.info(f"waiting for {others}")
-        assert begun.launch.nproc_per_node is not None
+        assert prepared.launch.nproc_per_node is not None
         with doing(f"waiting for {others}"):
-            handshake.invite(begun.run_dir, begun.launch.nproc_per_node)
+            handshake.invite(prepared.run_dir, prepared.launch.nproc_per_node)
     except FsdpctlError as error:
         handshake.cancel(str(error))
         raise
     except BaseException:
-        handshake.cancel("was stopped before it began")
+        handshake.cancel("stopped before the run started")
         raise
-    return begun
+    return prepared
 
 
 def _accept(handshake: "Handshake", launch: "LaunchConfig") -> "Invitation | None":
     from fsdpctl.launch.handshake import difference
 
     try:
-        plan = handshake.accept(lambda plan: difference(plan, launch))
+        invitation = handshake.accept(lambda received: difference(received, launch))
     except BaseException as error:
         if not isinstance(error, FsdpctlError):
-            handshake.withdraw("was stopped before it began")
+            handshake.withdraw("stopped before the run started")
         raise
-    return None if plan.is_finished else plan
+    return None if invitation.is_finished else invitation
 
 
 def _run_as_rank(
     config: "Config",
     role: LaunchRole,
     rank: LauncherRank,
-    begin: "Begin",
+    prepare: "Prepare",
     reporter: Reporter,
     task: "ScriptTask | None" = None,
 ) -> "PreparedRun | Invitation | None":
-    """Meet the other ranks, then become the worker: this process exits with it.
+    """Join the other ranks in a handshake, then become the worker; this process exits with it.
 
-    Returns only to a script: else the lock that rank 0 holds is released when the process exits.
-    A rank without an address is the only one.
+    Returns only to a script. Otherwise, the lock that rank 0 holds is released when the process
+    exits. Without an address of rank 0, this rank is the only one.
     """
-    own = config.launch.rank_environment(1 if is_pinned() else rank.local_world_size)
-    os.environ.update({**own, **os.environ})  # before torch is imported
+    variables = config.launch.rank_environment(1 if is_pinned() else rank.local_world_size)
+    os.environ.update({**variables, **os.environ})  # torch reads them when it is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
     from fsdpctl.resolve.machine import assign_ranks
@@ -185,28 +187,29 @@ def _run_as_rank(
     is_first = rank.rank == 0 and not rank.has_store
     shared = open_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", local_address(address, launch.interface)[1])
-    for name in ("rank", "world_size", "local_rank", "local_world_size"):
-        os.environ[name.upper()] = str(getattr(rank, name))
+    names = "rank", "world_size", "local_rank", "local_world_size"
+    os.environ.update({name.upper(): str(getattr(rank, name)) for name in names})
     from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.nodes import NodeExchange
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
-    store = PrefixStore(f"attempt-{rank.attempt}", shared)
-    meeting = Handshake(store, rank.rank, rank.world_size, noun="rank", patience=launch.timeout)
-    begun = _invite(meeting, begin, reporter) if rank.rank == 0 else _accept(meeting, launch)
-    if begun is None:
+    store = PrefixStore(attempt := f"attempt-{rank.attempt}", shared)
+    joined = Handshake(store, rank.rank, rank.world_size, noun="rank", timeout=launch.timeout)
+    prepared = _invite(joined, prepare, reporter) if rank.rank == 0 else _accept(joined, launch)
+    if prepared is None:
         return None
-    terminal, run_dir, exchange = os.dup(2), Path(begun.run_dir), None
+    terminal, exchange = os.dup(2), None
     if nodes > 1:
-        theirs = PrefixStore(f"attempt-{rank.attempt}", TCPStore(address, port, is_master=False))
+        # The exchange's thread has a connection of its own, which may block.
+        own_store = PrefixStore(attempt, TCPStore(address, port, is_master=False))
         node = rank.rank // rank.local_world_size
-        exchange = NodeExchange(theirs, node, nodes, launch.hang_limit)
+        exchange = NodeExchange(own_store, node, nodes, launch.hang_limit)
 
     def say(text: str) -> None:
         with suppress(OSError):
             os.write(terminal, f"fsdpctl: {text}\n".encode())
 
     watch_as_rank(rank, launch, store, exchange, say)
-    become_rank(run_dir, store, task)  # returns to a script only
-    return begun
+    become_rank(Path(prepared.run_dir), store, task)  # returns to a script only
+    return prepared

@@ -41,9 +41,9 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Prepared, plan: RunPlan, state: RunDirState, estimate: RunEstimate | None
 ) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was not set.
+    """Yield the first lines of a run: its main settings, marked if they were not set.
 
-    Without an estimate, it is a script's.
+    A script has no `estimate`.
     """
     rows = [
         ("model", _model(opened)),
@@ -87,11 +87,11 @@ def _model(opened: Prepared) -> str:
         packed = quantized_shapes(opened.module).values()
         experts = " and experts" if any(len(shape) == 3 for shape in packed) else ""
         weights += f", linear layers{experts} in {config.model.base_dtype}"
-    of = "" if config.model.path is None else f"{model_type_of(config.model)}, "
+    family = "" if config.model.path is None else f"{model_type_of(config.model)}, "
     vocabulary = f"{config.model.vocab_size}{_origin(opened, 'model.vocab_size')}"
     return (
-        f"{config.model.title}, {of}{_count(count)} parameters{in_part}, vocabulary {vocabulary}, "
-        f"{_dtypes(opened)}{weights}"
+        f"{config.model.title}, {family}{_count(count)} parameters{in_part}, "
+        f"vocabulary {vocabulary}, {_dtypes(opened)}{weights}"
     )
 
 
@@ -111,11 +111,11 @@ def _dtypes(opened: Prepared) -> str:
 def _experts(opened: Prepared) -> str:
     if not idle_parameters(opened.module.transformers_model):
         return ""
-    on = "depends on how a step is divided into micro-batches"
+    detail = "depends on how a step is divided into micro-batches"
     if opened.config.model.router_aux_loss == "global":
-        on = "with the token counts of all ranks; its value depends on the micro-batches"
+        detail = "with the token counts of all ranks; its value depends on the micro-batches"
     off = "off: config.json has no output_router_logits"
-    return f"auxiliary loss {f'on: {on}' if opened.module.adds_aux_loss else off}"
+    return f"auxiliary loss {f'on: {detail}' if opened.module.adds_aux_loss else off}"
 
 
 def _in_float32(opened: Prepared) -> str:
@@ -147,14 +147,14 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
 
 
 def _strategy(config: Config, ranks: int) -> str:
-    given = config.strategy
-    row, size = get_strategy(given.name), given.dp_shard_size or ranks
+    settings = config.strategy
+    row, size = get_strategy(settings.name), settings.dp_shard_size or ranks
     name = f"{row.name} ({row.known_as})"
     if 1 < size < ranks:
         name += f" in {ranks // size} replicas of {size} ranks"
-    if given.owner_map not in (None, "even"):
-        name += f" with {given.owner_map} owners"
-    name += ", parameters in host memory" * (Offload.PARAMS in given.on_host)
+    if settings.owner_map not in (None, "even"):
+        name += f" with {settings.owner_map} owners"
+    name += ", parameters in host memory" * (Offload.PARAMS in settings.on_host)
     if shares_memory(config):
         return f"{name}, sharing memory"
     effective, _ = executed_strategy(config, row, size)
@@ -168,10 +168,10 @@ def _strategy(config: Config, ranks: int) -> str:
 
 def _data(data: DataSet) -> str:
     if isinstance(data.train, ScriptData):
-        held = data.val.num_tokens if data.val else "none"
-        return f"{data.description}: {data.train.num_tokens} samples, {held} for validation"
-    whose = data.tokenizer.name if data.has_text else "unknown tokenizer"
-    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({whose})"
+        held_out = data.val.num_tokens if data.val else "none"
+        return f"{data.description}: {data.train.num_tokens} samples, {held_out} for validation"
+    tokenizer = data.tokenizer.name if data.has_text else "unknown tokenizer"
+    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({tokenizer})"
     if data.val is None:
         return f"{text}, none for validation"
     return f"{text}, {_count(data.val.num_tokens)} for validation"
@@ -183,17 +183,17 @@ def _batch(opened: Prepared, plan: RunPlan) -> str:
     if length and train.seq_len < default_seq_len(model.name, model.max_seq_len):
         length = " (default: limited by the data)"
     passes = "micro-batch" if batches.num_micro_batches == 1 else "micro-batches"
-    shared = batches.context_parallel
-    groups = batches.world_size // shared
-    who = "rank" if batches.world_size == 1 else "ranks"
-    if shared > 1:
-        who = f"group{'s' * (groups > 1)} of {shared} ranks"
-    # What is not set follows from the others.
+    group_size = batches.context_parallel
+    groups = batches.world_size // group_size
+    unit = "rank" if batches.world_size == 1 else "ranks"
+    if group_size > 1:
+        unit = f"group{'s' * (groups > 1)} of {group_size} ranks"
+    # By default, the micro-batch size follows from the other sizes; that is not worth a mark.
     selected = _origin(opened, "train.micro_batch_size", plan).replace(" (default)", "")
     each = "" if model.is_script_module else f" of {train.seq_len} tokens{length}"
     return (
         f"{batches.global_batch_size} samples{_origin(opened, 'train.global_batch_size')}{each} "
-        f"per step: {groups} {who} x {batches.num_micro_batches} {passes} "
+        f"per step: {groups} {unit} x {batches.num_micro_batches} {passes} "
         f"of {batches.micro_batch_size}{selected}"
     )
 
@@ -210,10 +210,10 @@ def _length(opened: Prepared) -> str:
     few = ""
     if steps < _FEW_STEPS and config.is_auto("train.steps"):
         few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
-    chosen = " (default)" if not config.is_set(*LENGTH_KEYS) else ""
+    origin = " (default)" if not config.is_set(*LENGTH_KEYS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
-        f"{steps:,} step{'s' * (steps != 1)}{chosen}, {_count(tokens)} {unit}, {passes} "
+        f"{steps:,} step{'s' * (steps != 1)}{origin}, {_count(tokens)} {unit}, {passes} "
         f"epoch{'s' * (passes != '1')}{few}; peak learning "
         f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )
@@ -243,7 +243,8 @@ def _blocks(config: Config) -> str:
 def _changed_versions(state: RunDirState) -> str:
     if state.resume_state is not ResumeState.RESUMES:
         return ""
-    before = state.source.manifest.versions if state.source else newest_versions(state.run_dir)
+    source = state.source
+    before = source.manifest.versions if source else newest_versions(state.run_dir)
     parts = [
         f"{name} was {before[name]}, is {now}"
         for name, now in versions().items()
@@ -256,7 +257,7 @@ def _run_directory(state: RunDirState) -> str:
     remote = remote_checkpoints_of(state.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
     source = f" of {state.source}" if state.source else ""
-    stands = {ResumeState.NEW: "new", ResumeState.FINISHED: f"finished at step {state.step}"}.get(
+    resumed = {ResumeState.NEW: "new", ResumeState.FINISHED: f"finished at step {state.step}"}.get(
         state.resume_state, f"resumes at step {state.step}{source}"
     )
-    return f"{state.run_dir} ({stands}){uploads}"
+    return f"{state.run_dir} ({resumed}){uploads}"

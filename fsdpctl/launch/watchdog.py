@@ -1,9 +1,9 @@
 """The watchdog: it detects ranks that hang, or that wait for ranks that have exited.
 
-It is a thread of the launcher, whose main thread waits in torch's agent, or of each rank that
-another launcher has started: of those on a host, the first whose thread still runs decides, because
-a rank that hangs may hold its interpreter. It ends ranks by SIGKILL: with gloo, nothing else
-interrupts a rank that waits.
+It is a thread of the launcher, whose main thread waits in torch's agent. If another launcher has
+started the ranks, each rank has a watchdog thread. On each host, the first rank with a live
+watchdog thread decides, because a hung rank may hold its interpreter lock. The watchdog kills ranks
+by SIGKILL: with gloo, nothing else interrupts a rank that waits.
 """
 
 import contextlib
@@ -35,18 +35,19 @@ from fsdpctl.launch.nodes import NodeExchange
 from fsdpctl.resolve.launchers import LauncherRank
 
 _POLL_SECONDS = 0.25
-_LONGEST_POLL = 1.0  # a watchdog that was suspended itself must not blame the ranks
+# After the watchdog was suspended, it must not blame the ranks for the time that has passed.
+_LONGEST_POLL = 1.0
 _START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
-_GRACE_SECONDS = 10.0  # for ranks to exit on their own after another one has
+_GRACE_SECONDS = 10.0  # for ranks to exit on their own after another rank has exited
 _REPORT_SECONDS = 5.0  # for ranks to write their stacks and to answer
 _STACK_SECONDS = 0.5  # to write stacks
-_TAKEOVER_SECONDS = 5.0  # after which a rank's watchdog replaces one that does not run
+_TAKEOVER_SECONDS = 5.0  # of silence, after which the next rank's watchdog decides
 
-Ranks = dict[int, psutil.Process]  # running ones, by their number on this host
+Ranks = dict[int, psutil.Process]  # running ranks, by local rank
 
 
 class Watchdog:
-    """Watches the ranks of a host in one round; `hang` describes those that hung in one line."""
+    """Watches the ranks of a host in one round; `hang` describes the hung ranks in one line."""
 
     def __init__(
         self,
@@ -58,32 +59,32 @@ class Watchdog:
         pids: Callable[[], dict[int, int]] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch the ranks that write to a file of pages, in a round.
+        """Watch the ranks that write their status to the file `pages`.
 
-        A launcher gives `pids`, which returns the process ids of running workers by local rank;
-        a rank gives `say`, which is called before the ranks are killed.
+        A launcher passes `pids`, which returns the process ids of running workers by local rank.
+        A rank passes `say`, which is called before the ranks are killed.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""
         self.failed_at: float | None = None  # when the first worker was missing
-        self.killed_for_other_node = (
-            False  # whether it killed ranks only because those of another node failed
-        )
+        # Whether the watchdog killed ranks only because ranks of another node failed.
+        self.killed_for_other_node = False
         self._pids, self._say, self._exchange, self._round_index = pids, say, exchange, round_index
         self._count = launch.nproc_per_node
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
-        self._first_rank = (exchange.place()[0] if exchange else 0) * self._count
+        self._first_rank = (exchange.node_index if exchange else 0) * self._count
         self._limit, self._timeout = launch.hang_limit, launch.timeout
         self._statuses = [RankStatus(0, None, is_waiting=False, phase="")] * self._count
         self._silent_seconds = [0.0] * self._count  # seconds since each rank's last heartbeat
-        self._watchdog_silent_seconds = [0.0] * self._count  # and since its own watchdog was seen
+        # Seconds since the watchdog thread of each rank was seen running.
+        self._watchdog_silent_seconds = [0.0] * self._count
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._pages = HostPages(pages)
 
     def start(self) -> None:
-        """Begin to watch, until the block or the process ends."""
+        """Start the thread; it ends with the block or with the process."""
         self._thread.start()
 
     def __enter__(self) -> "Watchdog":
@@ -116,44 +117,46 @@ class Watchdog:
 
     def _is_deciding(self) -> bool:
         before = self._watchdog_silent_seconds[: self._local_rank]
-        is_asked = any(each.is_requested for each in self._statuses)  # another watchdog ends a hang
-        decides = not is_asked and all(each > _TAKEOVER_SECONDS for each in before)
+        # If states are requested already, another watchdog reports a hang.
+        is_reported = any(each.is_requested for each in self._statuses)
+        decides = not is_reported and all(each > _TAKEOVER_SECONDS for each in before)
         if self._exchange:
             self._exchange.is_reporter = decides
         return decides
 
     def _check(self) -> bool:
-        """Kill the ranks if they hang, or if others have failed; return whether they hang."""
-        number, exchange = self._round_index, self._exchange
+        """Kill the ranks if they hang, or if other ranks have failed; return whether they hang."""
+        round_index, exchange = self._round_index, self._exchange
         ranks = _running_processes(self._running())
         if exchange:
-            exchange.publish_states(number, [self._state(each) for each in range(self._count)])
+            exchange.publish_states(round_index, [self._state(each) for each in range(self._count)])
         if not ranks:
             return False
         all_run = len(ranks) == self._count
         if not all_run:
             self.failed_at = self.failed_at or time.time()
         late = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
-        # A launcher's agent sees ranks that have exited; other launchers may not.
-        hangs = late and (
-            all_run or (not self._pids and any(self._statuses[n].is_waiting for n in late))
+        # fsdpctl's launcher notices ranks that have exited; other launchers may not. Then, ranks
+        # that wait for an exited rank hang.
+        is_stuck = late and (
+            all_run or (not self._pids and any(self._statuses[x].is_waiting for x in late))
         )
-        if hangs or (exchange and exchange.is_stuck_elsewhere(number)):
+        if is_stuck or (exchange and exchange.is_stuck_elsewhere(round_index)):
             self._kill_stuck(ranks)
             return True
         died = self._persists("died", not all_run)
-        follows = self._persists(
-            "elsewhere", bool(exchange and exchange.has_failed_elsewhere(number))
+        failed_elsewhere = self._persists(
+            "elsewhere", bool(exchange and exchange.has_failed_elsewhere(round_index))
         )
-        if self._pids and (died or follows) and not any(map(self._makes_progress, ranks)):
+        if self._pids and (died or failed_elsewhere) and not any(map(self._makes_progress, ranks)):
             self.killed_for_other_node = not died
-            _kill(ranks)  # stopped, or blocked: the agent itself waits longer
+            _kill(ranks)  # they are stopped or blocked, and the agent would wait longer
         return False
 
     def _running(self) -> dict[int, int]:
         if self._pids:
             return self._pids()
-        return {local: beat.pid for local, beat in enumerate(self._statuses) if beat.pid}
+        return {local: status.pid for local, status in enumerate(self._statuses) if status.pid}
 
     def _makes_progress(self, local: int) -> bool:
         """Return whether a rank still makes progress, such as completing a checkpoint."""
@@ -165,18 +168,19 @@ class Watchdog:
         After a rank has loaded its weights, collectives run, and NCCL's watchdog would end the
         process after `launch.timeout` without naming the ranks that cause the hang.
         """
-        beat = self._statuses[local]
-        if beat.step is not None and beat.phase != READING:
+        status = self._statuses[local]
+        if status.step is not None and status.phase != READING:
             return self._limit
         slow = self._limit * _START_FACTOR
-        return slow if beat.phase in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
+        loads = status.phase in (READING, LOADING, "")
+        return slow if loads else min(slow, 0.8 * self._timeout)
 
-    def _persists(self, what: str, is_so: bool) -> bool:
+    def _persists(self, name: str, holds: bool) -> bool:
         """Return whether a condition has held for longer than ranks need to exit on their own."""
-        if not is_so:
-            self._since.pop(what, None)
+        if not holds:
+            self._since.pop(name, None)
             return False
-        return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
+        return time.monotonic() - self._since.setdefault(name, time.monotonic()) > _GRACE_SECONDS
 
     def _kill_stuck(self, ranks: Ranks) -> None:
         states, first, exchange = self._collect_states(ranks), 0, self._exchange
@@ -187,7 +191,8 @@ class Watchdog:
         self.failed_at = time.time()
         if self._say and (exchange is None or exchange.node == first):
             self._say(self.hang)
-        if self._say and exchange:  # earlier, ranks of other hosts would fail unnamed
+        # Ranks of other hosts fail once these ranks are killed: the report must come first.
+        if self._say and exchange:
             exchange.leave(after=first)
         _kill(ranks)
         if self._say:
@@ -195,8 +200,9 @@ class Watchdog:
 
     def _collect_states(self, ranks: Ranks) -> list[RankState]:
         until = time.monotonic() + _REPORT_SECONDS
+        # Before its first heartbeat, a rank has no handler of the signal, which would kill it.
         asked = [local for local in ranks if self._statuses[local].count]
-        for local in asked:  # before its first heartbeat, the signal would kill a rank
+        for local in asked:
             self._pages.ask(local)
             with contextlib.suppress(psutil.Error):
                 ranks[local].send_signal(signal.SIGUSR2)
@@ -208,11 +214,11 @@ class Watchdog:
 
     def _state(self, local: int, letter: str | None = None) -> RankState:
         answer = CollectiveRecord() if letter is None else self._pages.answer(local)
-        found, beat = answer or CollectiveRecord(), self._statuses[local]
+        recorded, status = answer or CollectiveRecord(), self._statuses[local]
         return RankState(
             self._first_rank + local, socket.gethostname(), UNKNOWN if letter is None else letter,
-            self._silent_seconds[local], beat.step, beat.phase, beat.is_waiting, found.started,
-            found.pending, answer is not None,
+            self._silent_seconds[local], status.step, status.phase, status.is_waiting,
+            recorded.started, recorded.pending, answer is not None,
         )  # fmt: skip
 
 
@@ -223,9 +229,9 @@ def watch_as_rank(
     exchange: NodeExchange | None,
     say: Callable[[str], None],
 ) -> None:
-    """Watch the ranks of this host from a thread of each of them, which share a file of pages.
+    """Start a watchdog thread in this rank; the ranks of a host share a file of their status.
 
-    `store` is that of all ranks; `exchange` is with other hosts; `say` prints a line.
+    `store` is shared by all ranks, `exchange` connects hosts, and `say` prints a line.
     """
     key, path = f"pages/{rank.rank // rank.local_world_size}", Path()
     if rank.local_rank == 0:
@@ -240,18 +246,18 @@ def watch_as_rank(
         say(f"rank {rank.rank}: no watchdog: {path}: {error.strerror}")
         return
     if store.add(f"{key}/opened", 1) == rank.local_world_size:
-        path.unlink(missing_ok=True)  # now, because it would remain if the ranks are killed
+        path.unlink(missing_ok=True)  # all ranks have opened it; killed ranks would leave it
     watchdog.start()
 
 
 def _running_processes(pids: dict[int, int]) -> Ranks:
-    found: Ranks = {}
+    ranks: Ranks = {}
     for local, pid in pids.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
-                found[local] = process
-    return found
+                ranks[local] = process
+    return ranks
 
 
 def _process_state(pid: int) -> str:

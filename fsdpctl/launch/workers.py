@@ -1,10 +1,10 @@
-"""Starting of this node's workers, forwarding of stop requests, and waiting until all have exited.
+"""Starts this node's workers, forwards stop requests to them, and waits until all have exited.
 
 Note: workers have their own sessions, so Ctrl-C reaches only the launcher. The first request is
 forwarded to them as SIGTERM. A worker that is still starting exits without a message; later,
-workers finish their step, save and exit. torch's agent is not informed, because its own way of
-stopping loses their exit codes. A second Ctrl-C kills the workers; other repeated requests are
-ignored.
+workers finish their step, save and exit. torch's agent does not handle the signals, because it
+loses the workers' exit codes when it stops them. A second Ctrl-C kills the workers; other repeated
+requests are ignored.
 """
 
 import logging
@@ -36,8 +36,8 @@ from fsdpctl.launch.outcome import NodeOutcome, RoundOutcome, count_oom_kills, t
 from fsdpctl.launch.watchdog import Watchdog
 from fsdpctl.training.worker import MODULE, STATUS_FILE
 
-_BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
-_NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
+_BARRIER_SECONDS = 1  # short, because launchers exchange their outcomes in NodeExchange
+_NO_SIGNAL = "SIGURG"  # the agent must handle at least one signal; this one is never sent
 _STDERR = 2
 
 
@@ -51,18 +51,19 @@ def launch_workers(
 ) -> RoundOutcome:
     """Run the worker with `args` on the ranks of this node until all have exited.
 
-    It gets its rank from torchrun's environment variables. If `is_last`, stop requests are ignored
-    afterwards. `number` counts the rounds of this launch. UsageError if several nodes are
-    configured without `nodes`. FsdpctlError if torch's agent fails.
+    Each worker gets its rank from torchrun's environment variables. If `is_last`, stop requests are
+    ignored afterwards. `round_index` counts the rounds of this launch. UsageError if several nodes
+    are configured without a `launcher` that is connected to them. FsdpctlError if torch's agent
+    fails.
     """
     if launcher is None and (launch.nnodes > 1 or launch.name == "env"):
         problem = "only supported by `fsdpctl train`"
         raise UsageError(f"launch={launch.name} launch.nnodes={launch.nnodes}: {problem}")
     assert launch.nproc_per_node is not None
-    logger = logging.getLogger("torch.distributed")  # of the agent: fsdpctl reports failures
+    logger = logging.getLogger("torch.distributed")  # the agent's; fsdpctl reports failures
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
-    # For the workers' files: the run's own directory may be full, or deleted.
+    # The workers' files are not in the run directory, which may be full, or deleted.
     with folder as log_dir, _environment(launch, launcher):
         pages = make_status_file(launch.nproc_per_node, Path(log_dir))
         os.environ.update({STATUS_FILE: str(pages), "FSDPCTL_ROUND": str(round_index)})
@@ -77,11 +78,11 @@ def launch_workers(
         )  # fmt: skip
         have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
         with _StopRequests(have_begun, is_last=is_last) as requests, watchdog:
-            ended = _run(agent, requests, watchdog)
+            outcome = _run(agent, requests, watchdog)
     return (
-        RoundOutcome.combine({0: ended}, 0)
+        RoundOutcome.combine({0: outcome}, 0)
         if launcher is None
-        else launcher.exchange_outcomes(round_index, ended)
+        else launcher.exchange_outcomes(round_index, outcome)
     )
 
 
@@ -91,13 +92,13 @@ def _run(agent: LocalElasticAgent, requests: "_StopRequests", watchdog: Watchdog
         process_failures = agent.run().failures
     except _StoppedEarlyError:
         return NodeOutcome((), requests.first, stopped_early=True)
-    except Exception as error:  # from the agent, which has ended the workers
+    except Exception as error:  # an error of the agent, which has killed the workers
         raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
     oom_killed = count_oom_kills() > kills
     failures = [
         to_failure(rank, each, oom_killed=oom_killed) for rank, each in process_failures.items()
     ]
-    if watchdog.killed_for_other_node:  # the killed ones did not cause the failure
+    if watchdog.killed_for_other_node:  # the killed workers did not cause the failure
         failures = [each for each in failures if not each.was_killed]
     failures.sort(key=lambda each: each.rank)
     return NodeOutcome(
@@ -111,48 +112,46 @@ def _worker_spec(
 ) -> WorkerSpec:
     store: Store
     if launcher is None:
-        (store, port), place, address = create_store(loopback()), (0, 1), loopback()
+        (store, port), address, position = create_store(loopback()), loopback(), (0, 1)
     else:
         store = PrefixStore(f"round-{round_index}", launcher.store)
-        place, address, port = (
-            launcher.place(),
-            launcher.endpoint_address,
-            launcher.port,
-        )
+        address, port = launcher.endpoint_address, launcher.port
+        position = launcher.node_index, len(launcher.members)
+    info = RendezvousInfo(store, *position, RendezvousStoreInfo(address, port))
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
         entrypoint=sys.executable,
-        args=("-P", "-m", MODULE, *args),  # -P: do not import modules from the current directory
-        rdzv_handler=_FixedRendezvous(
-            RendezvousInfo(store, *place, RendezvousStoreInfo(address, port))
-        ),
-        max_restarts=0,  # its own would keep the ranks and the batch; restarts.py settles both
+        # -P: do not import modules from the current directory
+        args=("-P", "-m", MODULE, *args),
+        rdzv_handler=_FixedRendezvous(info),
+        max_restarts=0,  # the agent would restart with the same ranks; restarts.py may use fewer
         monitor_interval=0.1,
     )
 
 
 class _FixedRendezvous(StaticTCPRendezvous):
-    """The launchers that have met: torch's own ways to meet listen on all interfaces or unpickle.
+    """A rendezvous whose result is known: the launchers have completed their handshake.
 
-    Workers use the launchers' store too, so that none of them opens a port.
+    torch's other rendezvous listen on all interfaces, or unpickle messages. Workers use the
+    launchers' store too, so that no worker opens a port.
     """
 
     run_id = "fsdpctl"
 
-    def __init__(self, found: RendezvousInfo) -> None:
-        self._found = found
+    def __init__(self, info: RendezvousInfo) -> None:
+        self._info = info
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return self._found
+        return self._info
 
 
 @contextmanager
 def _environment(launch: LaunchConfig, launcher: NodeLauncher | None) -> Iterator[None]:
     """Set the environment that workers inherit from the agent: cores, interface and allocator.
 
-    Variables that are set keep their values, except those of the interface to listen on: on one
-    node, the loopback interface; on several, the one where other nodes' gloo connects.
+    Variables that are set keep their values, except for the interface to listen on. On one node, it
+    is the loopback interface; on several nodes, it is the one to which other nodes' gloo connects.
     """
     assert launch.nproc_per_node is not None
     values = launch.rank_environment(launch.nproc_per_node)
@@ -160,9 +159,8 @@ def _environment(launch: LaunchConfig, launcher: NodeLauncher | None) -> Iterato
     interface = launcher.interface if launcher else interface_of(loopback())
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
-        if (
-            launcher is None or launch.interface is not None
-        ):  # else NCCL selects its interfaces itself
+        # On several nodes, NCCL selects its interfaces, unless `launch.interface` is set.
+        if launcher is None or launch.interface is not None:
             (values if launcher else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})
@@ -181,12 +179,15 @@ class _StopRequests:
     """Forwards the first stop request to the workers in a block; a second Ctrl-C kills them."""
 
     def __init__(self, have_begun: Callable[[], bool], *, is_last: bool) -> None:
-        """`have_begun`: whether there are workers; `is_last`: nothing is left to stop later."""
+        """Prepare; `have_begun()` returns whether workers exist.
+
+        If `is_last`, later stop requests are ignored.
+        """
         self.first: int | None = None
         self._have_begun, self._is_last = have_begun, is_last
 
     def __enter__(self) -> "_StopRequests":
-        # A signal may be ignored, for example because of nohup.
+        # A signal that is ignored stays ignored, such as SIGHUP under nohup.
         handled = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
@@ -198,11 +199,11 @@ class _StopRequests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.first is not None
         if again and number != signal.SIGINT:
-            return  # schedulers and closing terminals repeat themselves
+            return  # schedulers and closing terminals repeat signals
         self.first = self.first or number
         if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
             line = b"killing\n" if again else b"stopping; Ctrl-C again kills\n"
-            with suppress(OSError):  # it may be closed
+            with suppress(OSError):  # the terminal may be closed
                 os.write(_STDERR, b"\n" + line)
         children = psutil.Process().children()
         for child in children:

@@ -1,4 +1,4 @@
-"""The files next to the weights of a model: tokenizer files, and the original config.json."""
+"""The files next to the weights of a run's model: tokenizer files, and the model's config.json."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,54 +18,53 @@ from fsdpctl.io import files
 from fsdpctl.io.run_files import CONFIG_JSON, RUN_ASSETS
 from fsdpctl.io.untrusted import parse_json
 
-# Sections of config.json that can be those of the text model; see transformers' get_text_config.
+# Sections of config.json that may describe the text model; see transformers' get_text_config.
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "llm_config", "language_config")
-_COPIED_IDS = (
-    "bos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-)  # transformers looks there once
+# transformers reads them from config.json only if generation_config.json does not exist.
+_COPIED_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
-    """Return the files by name: those of the model, and those of the data's tokenizer."""
+    """Return the files of the model and of the data's tokenizer, by name."""
     path, tokenizer = config.model.path, data.tokenizer
-    own = {} if path is None else read_model_assets(Path(path))
-    found = {name: content for name, content in own.items() if name in MODEL_CONFIG_FILES}
-    is_models = tokenizer.vocab_size == data.vocab_size  # else the tokens may be of another one
-    if is_models:
-        found |= _files_of(tokenizer, config.model, found)
-    ends = (*data.end_tokens, *end_tokens(found, tokenizer if is_models else None, str(path)))
+    beside = {} if path is None else read_model_assets(Path(path))
+    assets = {name: content for name, content in beside.items() if name in MODEL_CONFIG_FILES}
+    # With another vocabulary size, another tokenizer may have written the tokens of the data.
+    fits_tokens = tokenizer.vocab_size == data.vocab_size
+    if fits_tokens:
+        assets |= _tokenizer_files(tokenizer, config.model, assets)
+    ends = (*data.end_tokens, *end_tokens(assets, tokenizer if fits_tokens else None, str(path)))
     if data.template is not None:
-        others = [name for name in found if name == TEMPLATE_JSON or name.startswith(TEMPLATES)]
-        found = {name: content for name, content in found.items() if name not in others}
-        found[TEMPLATE_FILE] = data.template.encode()
+        replaced = [name for name in assets if name == TEMPLATE_JSON or name.startswith(TEMPLATES)]
+        assets = {name: content for name, content in assets.items() if name not in replaced}
+        assets[TEMPLATE_FILE] = data.template.encode()
     if ends:
-        found[GENERATION_CONFIG] = _generation_config(tuple(dict.fromkeys(ends)), found)
-    return found
+        assets[GENERATION_CONFIG] = _generation_config(tuple(dict.fromkeys(ends)), assets)
+    return assets
 
 
-def _files_of(
-    tokenizer: Tokenizer, model: ModelConfig, found: Mapping[str, bytes]
+def _tokenizer_files(
+    tokenizer: Tokenizer, model: ModelConfig, assets: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Return files of the tokenizer that give its tokens next to a config.json of the model.
+    """Return the tokenizer's files, so that transformers reads the same tokenizer from the export.
 
-    The class of a tokenizer whose files don't name it depends on the config.json. Then transformers
-    saves the tokenizer with its class.
+    If the files do not name the tokenizer's class, transformers selects it by the config.json next
+    to them. If the export's config.json would select another class, return the files that
+    transformers saves for this tokenizer, which name its class.
     """
     files = tokenizer.files()
     if not isinstance(tokenizer, FileTokenizer):
         return files
     kind = model_type_of(model)
-    exported = {**_parsed(found, CONFIG_JSON, "the model"), "model_type": kind}
-    here = class_keys(tokenizer.model_config)
-    configs = [json.dumps(exported).encode(), found.get(CONFIG_JSON)]
-    others = (config for config in configs if class_keys(config) != here)
-    places = [{} if config is None else {CONFIG_JSON: config} for config in others]
-    for attempt in (tokenizer.files, tokenizer.files_as_saved):
-        files = attempt()
-        read = (FileTokenizer(tokenizer.name, {**files, **place}) for place in places)
-        if all(each.checksum == tokenizer.checksum for each in read):
+    exported = {**_parsed(assets, CONFIG_JSON, "the model"), "model_type": kind}
+    keys = class_keys(tokenizer.model_config)
+    configs = [json.dumps(exported).encode(), assets.get(CONFIG_JSON)]
+    others = (config for config in configs if class_keys(config) != keys)
+    neighbors = [{} if config is None else {CONFIG_JSON: config} for config in others]
+    for read_files in (tokenizer.files, tokenizer.files_as_saved):
+        files = read_files()
+        opened = (FileTokenizer(tokenizer.name, {**files, **each}) for each in neighbors)
+        if all(each.checksum == tokenizer.checksum for each in opened):
             return files
     raise UsageError(
         f"data.tokenizer={tokenizer.name}: gives other tokens in the directory of a {kind} model; "
@@ -76,7 +75,7 @@ def _files_of(
 def _generation_config(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> bytes:
     """Return a generation_config.json with the tokens that end generation.
 
-    Without the token that ends an assistant message, generation would not stop after it.
+    Without the token that ends an assistant message, generation would not stop after a message.
     """
     config = _parsed(files, GENERATION_CONFIG, "the model")
     if GENERATION_CONFIG not in files:
@@ -89,19 +88,19 @@ def _generation_config(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> b
 
 
 def end_tokens(
-    files: Mapping[str, bytes], tokenizer: Tokenizer | None, where: str
+    files: Mapping[str, bytes], tokenizer: Tokenizer | None, location: str
 ) -> tuple[int, ...]:
-    """Return the tokens that end generation: of the model's files, and of its tokenizer."""
-    found = [*_token_ids(_parsed(files, GENERATION_CONFIG, where).get("eos_token_id"))]
-    for section in _sections(_parsed(files, CONFIG_JSON, where)):
-        found += _token_ids(section.get("eos_token_id"))
+    """Return the tokens that end generation, from the model's files and from its tokenizer."""
+    tokens = [*_token_ids(_parsed(files, GENERATION_CONFIG, location).get("eos_token_id"))]
+    for section in _sections(_parsed(files, CONFIG_JSON, location)):
+        tokens += _token_ids(section.get("eos_token_id"))
     if isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
-        found.append(tokenizer.eos_id)
-    return tuple(dict.fromkeys(found))
+        tokens.append(tokenizer.eos_id)
+    return tuple(dict.fromkeys(tokens))
 
 
-def _parsed(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
-    return parse_json(files.get(name, b"{}"), dict[str, Any], f"{where}: {name}")
+def _parsed(files: Mapping[str, bytes], name: str, location: str) -> dict[str, Any]:
+    return parse_json(files.get(name, b"{}"), dict[str, Any], f"{location}: {name}")
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -112,8 +111,8 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _token_ids(value: object) -> list[int]:
-    listed = value if isinstance(value, list) else [value]
-    return [each for each in listed if isinstance(each, int) and not isinstance(each, bool)]
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:

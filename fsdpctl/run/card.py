@@ -1,6 +1,6 @@
-"""The model card of an export: its base, data, steps, losses, settings and versions.
+"""The model card of an export: base model, data, steps, losses, settings and versions.
 
-Nothing in it names a directory of this machine: of a path, only the last name is kept.
+The card names no directory of this machine: only the last component of a path is written.
 """
 
 import re
@@ -32,33 +32,35 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     """Return README.md for an export of a model, or of adapters in PEFT's format."""
     from huggingface_hub import ModelCardData  # takes 0.1 s
 
-    words, info = reader.manifest.config, reader.manifest.base
-    path = "" if words.get("model.init") == "random" else words.get("model.path", "")
+    settings, info = reader.manifest.config, reader.manifest.base
+    path = "" if settings.get("model.init") == "random" else settings.get("model.path", "")
     base = _public("model.path", path if info is None else info.path)
-    named, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in words
+    on_hub, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in settings
     front = ModelCardData(
         library_name="peft" if is_peft else "transformers",
-        base_model=named[1] if named else None,
-        datasets=sorted({*_HUB_DATA.findall(words.get("data.path", ""))}) or None,
+        base_model=on_hub[1] if on_hub else None,
+        datasets=sorted({*_HUB_DATA.findall(settings.get("data.path", ""))}) or None,
         tags=["fsdpctl", *(["lora"] if is_lora else [])],
     )
     facts = {
         "base model": base,
-        "data": _public("data.path", words.get("data.path", words.get("data", ""))),
-        "trained": "LoRA adapters" if is_lora else words.get("model.trainable", "all parameters"),
+        "data": _public("data.path", settings.get("data.path", settings.get("data", ""))),
+        "trained": "LoRA adapters"
+        if is_lora
+        else settings.get("model.trainable", "all parameters"),
         **dict(_progress(reader)),
         "versions": ", ".join(f"{a} {b}" for a, b in reader.manifest.versions.items() if b),
     }
     rows = (f"| {name} | {one_line(x).replace('|', '&#124;')} |" for name, x in facts.items() if x)
     text = f"---\n{front.to_yaml()}\n---\n\n# Trained with fsdpctl\n\n| | |\n|---|---|\n"
     text += "\n".join(rows) + "\n"
-    usual = to_settings(compose_config([]).config)
-    settings = [
-        f"{name}={_public(name, each)}"
-        for name, each in words.items()
-        if usual.get(name) != each and not _is_left_out(name)
+    defaults = to_settings(compose_config([]).config)
+    changed = [
+        f"{name}={_public(name, value)}"
+        for name, value in settings.items()
+        if defaults.get(name) != value and not _is_left_out(name)
     ]
-    for title, lines in (("Command", _command(reader)), ("Settings", settings)):
+    for title, lines in (("Command", _command(reader)), ("Settings", changed)):
         if lines:
             text += f"\n## {title}\n\n" + "".join(f"    {one_line(x)}\n" for x in lines)
     return sealed_card(text)
@@ -69,7 +71,7 @@ def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
     yield "steps, samples", f"{progress.step:,}, {progress.samples:,}"
     is_run = reader.folder.parent.name == CHECKPOINTS and path.is_file()
     lines = []
-    with suppress(UsageError):  # a damaged file
+    with suppress(UsageError):  # metrics.jsonl is corrupted
         lines = [x for x in read_metrics(path) if x.step <= progress.step] if is_run else []
     losses = [f"{x.loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.loss, float)]
     valid = [f"{x.val_loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.val_loss, float)]
@@ -82,17 +84,17 @@ def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
 
 def _command(reader: CheckpointReader) -> list[str]:
     with suppress(UsageError):
-        typed = read_text_file(reader.folder.parent.parent / OVERRIDES_FILE).splitlines()
-        words = [_typed(reader, x) for x in typed if not _is_left_out(x)]
-        parts = (x.split(" ", 1) if x.startswith("--") else [x] for x in words)  # --recipe NAME
+        recorded = read_text_file(reader.folder.parent.parent / OVERRIDES_FILE).splitlines()
+        args = [_public_argument(reader, x) for x in recorded if not _is_left_out(x)]
+        parts = (x.split(" ", 1) if x.startswith("--") else [x] for x in args)  # --recipe NAME
         return [f"fsdpctl train {shlex.join(chain(*parts))}"]
     return []
 
 
-def _typed(reader: CheckpointReader, word: str) -> str:
-    name, is_setting, text = word.partition("=")
+def _public_argument(reader: CheckpointReader, argument: str) -> str:
+    name, is_setting, text = argument.partition("=")
     text = reader.manifest.config.get(name, text) if _is_path(name) else text
-    return f"{name}={_public(name, text)}" if is_setting else _public("", word)
+    return f"{name}={_public(name, text)}" if is_setting else _public("", argument)
 
 
 def _is_left_out(name: str) -> bool:
@@ -104,7 +106,7 @@ def _is_path(name: str) -> bool:
 
 
 def _public(name: str, text: str) -> str:
-    """Return a value without directories, and without what looks like a token of the Hub."""
+    """Return a value without directories and without access tokens of the Hub."""
     text = _TOKEN.sub("hf_***", text)
     if not _is_path(name):
         return _FOLDERS.sub("", shorten_snapshots(text))

@@ -1,4 +1,4 @@
-"""The data of a run: data_files.json, and the check that a later start has the same."""
+"""data_files.json, the record of a run's data, and the check for changed data."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from fsdpctl.io import files
 from fsdpctl.io.run_files import DATA
 from fsdpctl.io.untrusted import Count, read_json
 
-_MOST_FILES = 2000  # that are recorded; of more, only their number
-_FIRST_BYTES = 1 << 16  # of a file, by which changes are found that keep its size
+_MOST_FILES = 2000  # of more files, only the number is recorded
+_FIRST_BYTES = 1 << 16  # of a file, hashed to detect changes that keep its size
 _MOST_NAMED = 3
 
 
@@ -25,20 +25,20 @@ class DataRecord:
     """The contents of data_files.json."""
 
     fingerprint: str
-    tokenizer: str  # its checksum
-    count: Count  # of files
-    files: dict[str, str]  # by name: the size and a checksum; empty if there are many
+    tokenizer: str  # checksum of the tokenizer
+    count: Count  # number of files
+    files: dict[str, str]  # size and checksum by name; empty for more than _MOST_FILES
 
 
 def _current_record(data: DataSet) -> DataRecord:
-    found, count = dict[str, str](), len(data.files) + len(data.token_files)
+    states, count = dict[str, str](), len(data.files) + len(data.token_files)
     if count <= _MOST_FILES:
-        found = {os.path.abspath(path): _state(path) for path in data.files}
+        states = {os.path.abspath(path): _state(path) for path in data.files}
         for each in data.token_files:
             path = each.shard.path
             name = os.path.abspath(path) if each.is_local else str(path)
-            found[name] = f"{each.size} {each.xxh3 or each.start_checksum}"
-    return DataRecord(data.fingerprint, data.tokenizer.checksum, count, found)
+            states[name] = f"{each.size} {each.xxh3 or each.start_checksum}"
+    return DataRecord(data.fingerprint, data.tokenizer.checksum, count, states)
 
 
 def _state(file: Path) -> str:
@@ -55,7 +55,10 @@ def write_data_record(run_dir: Path, data: DataSet) -> None:
 
 
 def recorded_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
-    """Return the fingerprint of a run's data; the checkpoint may be that of another run."""
+    """Return the fingerprint of a run's data, by default `of_checkpoint`.
+
+    The record comes first, because the checkpoint may come from another run.
+    """
     record = _read(run_dir)
     return of_checkpoint if record is None else record.fingerprint
 
@@ -65,24 +68,26 @@ def _read(run_dir: Path) -> DataRecord | None:
     return read_json(file, DataRecord) if file.exists() else None
 
 
-def check_same_data(run_dir: Path, data: DataSet, known: str, where: str | None = None) -> None:
-    """Refuse data other than that of the run, whose fingerprint is `known` if it is not empty.
+def check_same_data(
+    run_dir: Path, data: DataSet, fingerprint: str, location: str | None = None
+) -> None:
+    """Raise UsageError if the data does not have the `fingerprint` of the run, unless it is empty.
 
-    The error begins with `where`, by default with the setting of a start.
+    The message begins with `location`, by default with `train.run_dir`.
     """
-    if known in ("", data.fingerprint):
+    if fingerprint in ("", data.fingerprint):
         return
-    way = "; restore it"
-    if where is None:
+    hint = "; restore it"
+    if location is None:
         state = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW to train on it from "
-        own = isinstance(data.train, ScriptData)
-        way += ", or " + ("set another train.run_dir" if own else f"{state}the run's state")
-    problem = f"the data has changed since the run's earlier steps{_difference(run_dir, data)}{way}"
-    raise UsageError(f"{where or f'train.run_dir={run_dir}'}: {problem}")
+        is_script = isinstance(data.train, ScriptData)
+        hint += ", or " + ("set another train.run_dir" if is_script else f"{state}the run's state")
+    problem = f"the data has changed since the run's earlier steps{_difference(run_dir, data)}"
+    raise UsageError(f"{location or f'train.run_dir={run_dir}'}: {problem}{hint}")
 
 
 def _difference(run_dir: Path, data: DataSet) -> str:
-    """Name the files that differ, as far as they are recorded; else what else has changed."""
+    """Describe which recorded files differ, or else what has changed; empty if unknown."""
     before, now = _read(run_dir), _current_record(data)
     if before is None:
         return ""
@@ -95,7 +100,7 @@ def _difference(run_dir: Path, data: DataSet) -> str:
         ("removed", sorted(before.files.keys() - same)),
         ("changed", sorted(each for each in same if before.files[each] != now.files[each])),
     ]
-    found = [f"{what} {shorten_list(names, _MOST_NAMED)}" for what, names in parts if names]
-    if not found:
-        found = ["another tokenizer" * (before.tokenizer != now.tokenizer) or "the same files"]
-    return f" ({'; '.join(found)})"
+    changes = [f"{what} {shorten_list(names, _MOST_NAMED)}" for what, names in parts if names]
+    if not changes:
+        changes = ["another tokenizer" * (before.tokenizer != now.tokenizer) or "the same files"]
+    return f" ({'; '.join(changes)})"

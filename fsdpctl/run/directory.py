@@ -1,4 +1,4 @@
-"""The directory of a run: which run it belongs to, how far that has come, and its files."""
+"""The directory of a run: which run it belongs to, the progress of that run, and its files."""
 
 import itertools
 import os
@@ -66,22 +66,20 @@ from fsdpctl.run.assets import write_assets
 from fsdpctl.run.data_record import recorded_fingerprint
 from fsdpctl.run.metrics import validation_loss_at
 
-_PROCESS_SETTINGS = (
-    "train.run_dir",
-    "launch.node_rank",
-    "launch.rdzv_endpoint",
-)  # of a start, not the run
-# They change the first weights, or the kernel, but not what a checkpoint means.
+# Settings of a start that do not belong to the run.
+_PROCESS_SETTINGS = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")
+# Settings that change the initial weights or the kernel, but not the meaning of a checkpoint.
 _NOT_ARCHITECTURE = (
     "model.path", "model.init", "model.lora.path", "model.attention", "model.overrides",
 )  # fmt: skip
-_MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
+# A resumed run may change these settings: checkpoints are read into any dtype.
+_MAY_CHANGE = ("optimizer.state_dtype",)
 _NOT_SET = "not set"
-_RESTART = "restart-"  # with a number: a directory in that of the logs
+_RESTART = "restart-"  # and a number: a directory in LOGS
 
 
 class ResumeState(Enum):
-    """The state of a run directory for a start."""
+    """The effect of a start on a run directory: a new run, a resumed one, or nothing."""
 
     NEW = auto()
     RESUMES = auto()
@@ -90,28 +88,25 @@ class ResumeState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RunDirState:
-    """A run directory as it is: what a start of a run would do there."""
+    """The state of a run directory, and how a start would continue it."""
 
     config: Filled  # with the run directory
     resume_state: ResumeState
     step: int  # of the checkpoint to start from
-    previous_settings: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings of the last start by hand
-    stored_config: Config | None = (
-        None  # the configuration of that start, if it was in this directory
-    )
-    source: CheckpointReader | None = None  # in another place, to start from
-    notes: tuple[str, ...] = ()  # warnings, a line each
-    data_fingerprint: str = ""  # of the run that resumes; empty: any
+    previous_settings: Mapping[str, str] = field(default_factory=dict)  # of the last manual start
+    # The configuration of the last manual start, if it was in this directory.
+    stored_config: Config | None = None
+    source: CheckpointReader | None = None  # checkpoint outside this directory to start from
+    notes: tuple[str, ...] = ()  # warnings, one line each
+    data_fingerprint: str = ""  # of the resumed run; empty: any data is accepted
 
     @property
     def run_dir(self) -> Path:
         return Path(str(self.config.train.run_dir))
 
     @property
-    def stored_config_location(self) -> object:
-        """The location of the `kept` configuration."""
+    def stored_in(self) -> object:
+        """The location of the stored configuration."""
         return self.source or self.run_dir / RUN_CONFIG
 
 
@@ -129,11 +124,12 @@ def read_config(run_dir: Path) -> Config:
 def inspect_run_dir(
     config: Filled, resume: str, new_run_dir: Path | None = None, *, ignores_remote: bool = False
 ) -> RunDirState:
-    """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
+    """Return what `--resume RESUME` means for `config` and its run directory; writes nothing.
 
-    `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
-    With `only_here`, checkpoints in the run's object store do not count. UsageError if the
-    directory is not of this run, or the checkpoint of another model; CheckpointError if corrupted.
+    `config` may contain `auto`. `new_run_dir` is the new directory, if an earlier call has named
+    it. With `ignores_remote`, checkpoints in the run's object store do not count. UsageError if the
+    directory belongs to another run, or the checkpoint to another model. CheckpointError if the
+    checkpoint is corrupted.
     """
     if resume == "auto":
         return _inspect_for_resume(
@@ -147,34 +143,31 @@ def inspect_run_dir(
         return RunDirState(config, ResumeState.NEW, 0)
     source = open_checkpoint(resume)
     manifest = source.manifest
-    before, now = manifest.config, to_settings(config)
-    if of_model := _changed_architecture(before, now):
-        raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(of_model)})")
-    first, name = before.get("optimizer"), config.optimizer.name
+    previous, current = manifest.config, to_settings(config)
+    if changes := _changed_architecture(previous, current):
+        raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(changes)})")
+    first, name = previous.get("optimizer"), config.optimizer.name
     has_moments = config.optimizer.momentum > 0 or not get_optimizer(name).needs_momentum
     if first not in (None, name) and has_moments and state_kinds(source):
         raise UsageError(
             f"--resume {resume}: expected optimizer={first}, whose state it has, got {name}; to "
             f"start from its weights only, set model=hf model.path={shlex.quote(resume)}"
         )
-    return RunDirState(config, ResumeState.RESUMES, manifest.progress.step, before, source=source)
+    step = manifest.progress.step
+    return RunDirState(config, ResumeState.RESUMES, step, previous, source=source)
 
 
 def changed_settings(state: RunDirState, config: Filled) -> list[str]:
-    """Return the settings of a settled configuration that the last start by hand had otherwise.
+    """Describe the settings of a settled configuration that differ from the last manual start.
 
     They do not decide the losses, unless the run starts from the state of another run.
     """
-    now = to_settings(config)
-    names = _differing_names(state.previous_settings, now) if state.previous_settings else []
+    previous, current = state.previous_settings, to_settings(config)
+    names = _differing_names(previous, current) if previous else []
     if state.source is not None:
-        names = [
-            each
-            for each in names
-            if each in state.previous_settings and each not in _NOT_ARCHITECTURE
-        ]
+        names = [name for name in names if name in previous and name not in _NOT_ARCHITECTURE]
     return [
-        f"{name} was {state.previous_settings.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
+        f"{name} was {previous.get(name, _NOT_SET)}, is {current.get(name, _NOT_SET)}"
         f"{', which changes the losses' if decides_losses(name) else ''}"
         for name in names
     ]
@@ -196,39 +189,44 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
     stored = None if remote is None else remote.newest()
     if is_here:
-        first = run_dir / LOGS / f"{_RESTART}1"  # restarts may have had fewer ranks
-        kept = read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
+        # Restarts may have had fewer ranks: the configuration before the first one counts.
+        first = run_dir / LOGS / f"{_RESTART}1"
+        stored_config = read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
     elif stored is not None:
-        kept = config_of_checkpoint(stored.manifest.config, stored.url, is_decoder=False)
+        settings = stored.manifest.config
+        stored_config = config_of_checkpoint(settings, stored.url, is_decoder=False)
     else:
         notes = _note_on_latest(run_dir, config)
         return RunDirState(config, ResumeState.NEW, 0, notes=notes)
-    before = to_settings(kept)
-    now = to_settings(config)
+    previous, current = to_settings(stored_config), to_settings(config)
     if is_here:
-        _check_same_run(f"train.run_dir={run_dir}", run_dir, before, now)
-    if stored is not None:  # else its checkpoints would be overwritten
-        _check_same_run(stored.url, stored.url, stored.manifest.config, now)
-    here = -1 if newest is None else step_of(newest)
-    there = stored.open() if stored is not None and stored.step > here else None
+        _check_same_run(f"train.run_dir={run_dir}", run_dir, previous, current)
+    if stored is not None:  # a different run must not overwrite the store's checkpoints
+        _check_same_run(stored.url, stored.url, stored.manifest.config, current)
+    local_step = -1 if newest is None else step_of(newest)
+    source = stored.open() if stored is not None and stored.step > local_step else None
     incomplete = incomplete_checkpoints(run_dir / CHECKPOINTS)
-    if newest is None and incomplete and there is None:
+    if newest is None and incomplete and source is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
-    done = there.manifest.progress if there is not None else _progress_at(newest)
-    if done is None:
+    progress = source.manifest.progress if source is not None else _progress_at(newest)
+    if progress is None:
         unused = f"{METRICS} is renamed to {METRICS}.old: no checkpoint belongs to it"
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
-        return RunDirState(config, ResumeState.NEW, 0, before, kept, notes=notes)
+        return RunDirState(config, ResumeState.NEW, 0, previous, stored_config, notes=notes)
     assert config.train.steps is not None
-    done = _validated(done, run_dir)
-    train, known = config.train, recorded_fingerprint(run_dir, done.data_fingerprint)
-    is_over = not done.owes_validation and done.is_finished(config.train.steps, train.patience)
-    standing = ResumeState.FINISHED if is_over else ResumeState.RESUMES
-    return RunDirState(config, standing, done.step, before, kept, there, tuple(incomplete), known)
+    progress = _with_late_validation(progress, run_dir)
+    is_over = progress.is_finished(config.train.steps, config.train.patience)
+    is_finished = is_over and not progress.owes_validation
+    resume_state = ResumeState.FINISHED if is_finished else ResumeState.RESUMES
+    fingerprint = recorded_fingerprint(run_dir, progress.data_fingerprint)
+    return RunDirState(
+        config, resume_state, progress.step, previous, stored_config, source,
+        notes=tuple(incomplete), data_fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def _is_run(run_dir: Path) -> bool:
-    """Return whether a run has started in a directory; UsageError if none may start there."""
+    """Return whether a run has started in a directory; UsageError if no run may start there."""
     check_run_dir(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not nearest_folder.is_dir():
@@ -250,28 +248,29 @@ def _progress_at(newest: Path | None) -> Progress | None:
         raise CheckpointError(f"{error}{resume_hint(newest)}") from None
 
 
-def _validated(done: Progress, run_dir: Path) -> Progress:
-    """Return the progress with a validation that was complete only after the save."""
-    loss = validation_loss_at(run_dir / METRICS, done.step) if done.owes_validation else None
-    return done if loss is None else done.after_validation(loss)
+def _with_late_validation(progress: Progress, run_dir: Path) -> Progress:
+    """Add the validation loss to `progress` if the validation ended after the checkpoint."""
+    file, is_pending = run_dir / METRICS, progress.owes_validation
+    loss = validation_loss_at(file, progress.step) if is_pending else None
+    return progress if loss is None else progress.after_validation(loss)
 
 
 def best_checkpoint(newest: Path) -> Path | None:
-    """Return the checkpoint with the lowest validation loss of a run, given the newest one."""
-    best = _validated(read_manifest(newest).progress, newest.parent.parent).best
+    """Return the checkpoint with the lowest validation loss of the run of the `newest` one."""
+    best = _with_late_validation(read_manifest(newest).progress, newest.parent.parent).best
     folder = None if best is None else step_folder(newest.parent, best.step)
     return folder if folder in complete_checkpoints(newest.parent) else None
 
 
 def open_best(source: str) -> CheckpointReader:
-    """Open the checkpoint of a run with the lowest validation loss: of a path here or a URL."""
+    """Open the checkpoint with the lowest validation loss of a run, given its path or URL."""
     if is_remote(source):
         best = open_checkpoint(source).manifest.progress.best
         if best is not None:
             return RemoteCheckpoints(source).open(step_folder(Path(), best.step).name)
     else:
-        found = find_checkpoint(Path(source).expanduser())
-        folder = best_checkpoint(newest_checkpoint(found.parent) or found)
+        checkpoint = find_checkpoint(Path(source).expanduser())
+        folder = best_checkpoint(newest_checkpoint(checkpoint.parent) or checkpoint)
         if folder is not None:
             return CheckpointReader(folder)
     problem = "no best checkpoint found; a run has one with checkpoint.keep_best=true"
@@ -281,7 +280,7 @@ def open_best(source: str) -> CheckpointReader:
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """Name the newest run if it has the same name and a different configuration.
 
-    If you change a setting, you do not always mean to start from the beginning.
+    A changed setting may be a mistake, so the note points out the run that could be continued.
     """
     last = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
@@ -292,72 +291,72 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     if newest_checkpoint(last / CHECKPOINTS) is None:
         return ()
     try:
-        before, now = to_settings(read_config(last)), to_settings(config)
-    except UsageError:  # of another version, which a new run does not need
+        previous, current = to_settings(read_config(last)), to_settings(config)
+    except UsageError:  # another version has written it
         return ()
-    changed = [key for key in _differing_names(before, now) if decides_losses(key)]
-    if any(key.startswith("data") for key in changed) or _changed_architecture(before, now):
-        return ()  # hardly meant to continue that run
-    shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
+    changed = [key for key in _differing_names(previous, current) if decides_losses(key)]
+    # A start with other data or another model is hardly meant to continue that run.
+    if any(key.startswith("data") for key in changed) or _changed_architecture(previous, current):
+        return ()
+    shown = ", ".join(f"{key} {previous.get(key, _NOT_SET)}" for key in changed[:3])
     shown = shown or "the same settings, and a name of another version"
     return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
 
 
 def _may_be_from_start(file: Path) -> bool:
-    """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
-    if file.name == CHECKPOINTS:
+    """Return whether an interrupted start may have left the file."""
+    if file.name == CHECKPOINTS:  # a complete checkpoint belongs to a run
         return not complete_checkpoints(file)
-    return (
-        file.name in (LOCK, LOGS, OVERRIDES_FILE, RUN_ASSETS, DATA, CACHE) or ".tmp-" in file.name
-    )
+    names = LOCK, LOGS, OVERRIDES_FILE, RUN_ASSETS, DATA, CACHE
+    return file.name in names or ".tmp-" in file.name
 
 
 def _check_same_run(
-    where: object, source: object, before: Mapping[str, str], now: Mapping[str, str]
+    location: object, source: object, previous: Mapping[str, str], current: Mapping[str, str]
 ) -> None:
     deciding = [
-        f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
-        for name in _differing_names(before, now)
+        f"{name} {previous.get(name, _NOT_SET)} -> {current.get(name, _NOT_SET)}"
+        for name in _differing_names(previous, current)
         if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
-        more = f", or pass --resume {shlex.quote(str(source))} to start a new run from its state"
-        more = (
-            ", or pass --resume never" * bool(_changed_architecture(before, now))
-            or f", pass --resume never{more}"
-        )
-        more = "" if now["model"].startswith(SCRIPT_PREFIX) else more
+        hint = f", pass --resume never, or pass --resume {shlex.quote(str(source))} to start a new "
+        hint += "run from its state"
+        if _changed_architecture(previous, current):
+            hint = ", or pass --resume never"
+        if current["model"].startswith(SCRIPT_PREFIX):
+            hint = ""
         raise UsageError(
-            f"{where}: contains a run with a different configuration "
-            f"({', '.join(deciding)}); set another train.run_dir{more}"
+            f"{location}: contains a run with a different configuration "
+            f"({', '.join(deciding)}); set another train.run_dir{hint}"
         )
 
 
-def _changed_architecture(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _changed_architecture(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     return [
-        f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
-        for name in _differing_names(before, now)
-        if name in before and name.startswith("model.") and name not in _NOT_ARCHITECTURE
+        f"{name} {previous[name]} -> {current.get(name, _NOT_SET)}"
+        for name in _differing_names(previous, current)
+        if name in previous and name.startswith("model.") and name not in _NOT_ARCHITECTURE
     ]
 
 
-def _differing_names(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the settings that differ, except for the run's directory and its rendezvous.
+def _differing_names(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """Return the names of settings that differ, except for the run directory and the rendezvous.
 
-    A config.json counts if no other setting of the model differs.
+    `model.config_json` counts only if no other setting of the model differs.
     """
-    names = sorted({*before, *now} - {*_PROCESS_SETTINGS})
-    found = [name for name in names if before.get(name) != now.get(name)]
-    others = [name for name in found if name.startswith("model.") and name != CONFIG_JSON_KEY]
-    return [name for name in found if name != CONFIG_JSON_KEY or not others]
+    names = sorted({*previous, *current} - {*_PROCESS_SETTINGS})
+    differing = [name for name in names if previous.get(name) != current.get(name)]
+    others = [name for name in differing if name.startswith("model.") and name != CONFIG_JSON_KEY]
+    return [name for name in differing if name != CONFIG_JSON_KEY or not others]
 
 
 def prepare_run_dir(
     state: RunDirState, config: Resolved, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> str:
-    """Write the files that the workers read, for a settled configuration. The lock must be held.
+    """Write the files that the workers read. The caller must hold the lock.
 
-    Return why runs/latest does not lead to the run, or an empty string.
+    Return why the link runs/latest could not be set to the run, or an empty string.
     """
     run_dir = state.run_dir
     checkpoints = run_dir / CHECKPOINTS
@@ -374,20 +373,23 @@ def prepare_run_dir(
         if state.source is not None:
             copy_checkpoint(state.source, step_folder(checkpoints, state.step))
         restore_links(checkpoints)
-        # Last: a start that is interrupted before this line does not count.
+        # Written last: a start that is interrupted before this line leaves no run.
         files.write_atomic(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
     return replace_link(run_dir.parent / LATEST, run_dir) if run_dir.parent.name == RUNS else ""
 
 
 def prepare_restart(state: RunDirState, number: int) -> None:
-    """Prepare a directory in use for restart `number`; keep logs and settings of the failure."""
+    """Prepare the directory of a running run for restart `number`.
+
+    Keeps the logs and the configuration of the failed ranks in a directory of LOGS.
+    """
     logs, run_dir = state.run_dir / LOGS, state.run_dir
     with files.os_errors_as(f"train.run_dir={run_dir}", full_disk=FsdpctlError):
-        kept = logs / f"{_RESTART}{number}"
-        kept.mkdir(parents=True, exist_ok=True)
-        for each in logs.glob("rank-*.log"):
-            each.replace(kept / each.name)
-        files.write_atomic(kept / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
+        folder = logs / f"{_RESTART}{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in logs.glob("rank-*.log"):
+            log.replace(folder / log.name)
+        files.write_atomic(folder / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
         if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
             with files.open_nofollow(run_dir / f"{METRICS}.old", "ab") as old:

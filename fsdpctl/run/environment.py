@@ -1,4 +1,4 @@
-"""environment.json, the software, hardware and events of each start of a run; its estimate.json."""
+"""environment.json (software, hardware and events of each start of a run), and estimate.json."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ from fsdpctl.run.metrics import Figure
 if TYPE_CHECKING:
     import torch
 
-MAX_STARTS = 20  # the newest
-RECORD = "record"  # of what happened since the start, in its entry
+MAX_STARTS = 20  # older entries are dropped
+RECORD = "record"  # key of the StartRecord in the entry of a start
 # Only the variables that affect how ranks compute and communicate: others may hold secrets.
 _VARIABLES = re.compile(
     r"(NCCL|TORCH|PYTORCH)_|(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|OMP_WAIT_POLICY)$"
@@ -39,7 +39,7 @@ class _File:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Read the settings of a run as text, without torch; UsageError if there is no run."""
+    """Read the settings of a run as text, without torch; UsageError if `run_dir` is not a run."""
     if not run_dir.exists():
         raise UsageError(f"{run_dir}: not found{nearest_run_hint(run_dir)}")
     check_run_files(run_dir)
@@ -63,15 +63,15 @@ def newest_versions(run_dir: Path) -> dict[str, str]:
 
 
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
-    """Append a start and drop the oldest ones. Failures are ignored."""
+    """Append an entry and drop the oldest entries. Failures are ignored."""
     starts: list[Mapping[str, Any]] = []
-    with contextlib.suppress(UsageError):  # unreadable for everyone
+    with contextlib.suppress(UsageError):  # an unreadable file is replaced
         starts += read_starts(run_dir)
     _write(run_dir, [*starts, start][-MAX_STARTS:])
 
 
 def write_start_record(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Write what happened since the newest start. Failures are ignored."""
+    """Write the record of the newest start. Failures are ignored."""
     with contextlib.suppress(UsageError):
         *others, newest = read_starts(run_dir) or [{}]
         _write(run_dir, [*others, {**newest, RECORD: record}])
@@ -89,17 +89,17 @@ class Restart:
     number: Count
     reason: str
     failed_at: Figure  # seconds since the epoch
-    lost_steps: Count  # completed before, and to be repeated
-    step: Count = 0  # the first completed one
+    lost_steps: Count  # completed before the failure, and repeated
+    step: Count = 0  # first completed step after the restart
     seconds_to_next_step: Figure = 0.0  # since the failure
 
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """The events of a start that others read."""
+    """The events of one start."""
 
-    step: Count | None = None  # that it began from; None: it ended before
-    restart: Restart | None = None  # if a launcher restarted the ranks, and a step is complete
+    step: Count | None = None  # of the checkpoint; None: the start ended before it was loaded
+    restart: Restart | None = None  # if the ranks were restarted and have completed a step
     warnings: list[str] = field(default_factory=list)
     longest_save_seconds: Figure = 0.0
 
@@ -144,25 +144,25 @@ def _arguments(run_dir: Path) -> list[str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of the checkout that `folder` belongs to; None without one or without git.
+    """Return the commit of the git checkout that `folder` is in, or None.
 
     `git rev-parse` runs no program that a repository's configuration names.
     """
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "-c", "safe.directory=*", "rev-parse", "--verify", "HEAD"],
-            cwd=folder, env=kept, timeout=_GIT_SECONDS, check=True,
+            cwd=folder, env=environment, timeout=_GIT_SECONDS, check=True,
             stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True)
 class SavedEstimate:
-    """The estimated peak of the rank that needs most, and the predicted step time."""
+    """The estimated peak memory of the rank that needs most, and the predicted step time."""
 
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
@@ -175,4 +175,4 @@ def read_estimate(run_dir: Path) -> SavedEstimate | None:
     try:
         return read_json(run_dir / ESTIMATE, SavedEstimate)
     except UsageError:
-        return None  # the run does not need it
+        return None  # only reports use the estimate

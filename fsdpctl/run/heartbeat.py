@@ -1,7 +1,7 @@
-"""The lock of a run directory, and heartbeat.json of rank 0, whose age tells whether it runs.
+"""The lock of a run directory, and heartbeat.json, whose age shows whether the run is alive.
 
-Note: readers do not try the lock. Taking it, however briefly, may keep a launcher from starting,
-and not every network file system supports it.
+Note: readers of a run do not acquire the lock. Even if they hold it briefly, a launcher may fail to
+start, and some network file systems do not support locks.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ class HeartbeatRecord:
     pid: Pid  # of rank 0
     time: Seconds  # since the epoch, when this was written
     state: str = RUNNING
-    message: str = ""  # why the run ended, unless it is complete
+    message: str = ""  # why the run ended before its last step
     step: Count | None = None  # steps completed; None before the first
     seconds_per_step: Seconds | None = None  # including everything between steps
     cause: str = ""  # of a failure, as the launcher found it
-    namespace: str = ""  # of process ids on the host, where the system has such
+    namespace: str = ""  # of process ids; empty if the system has no namespaces
 
     @property
     def age(self) -> float:
@@ -55,7 +55,7 @@ class HeartbeatRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the run has not ended, as far as its age tells."""
+        """Whether the run is still running, judged by the age of the heartbeat."""
         return self.state == RUNNING and self.age < _EXPIRES
 
 
@@ -68,7 +68,7 @@ def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
 
 
 def pid_namespace() -> str:
-    """Return the name of this process's namespace of process ids; empty where there is none."""
+    """Return the name of this process's namespace of process ids, or an empty string."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -78,7 +78,7 @@ def pid_namespace() -> str:
 def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
     """Return whether rank 0 and its launcher have exited without a last heartbeat.
 
-    Only known on their host: False elsewhere, and in another container there.
+    Returns False on other hosts and in other containers, where this is unknown.
     """
     here = socket.gethostname(), pid_namespace()
     if record.state != RUNNING or (record.host, record.namespace) != here or not all(here):
@@ -91,15 +91,15 @@ def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
 
 
 def check_not_running(run_dir: Path) -> None:
-    """Refuse a run that runs, as far as its heartbeat tells, which any host can read."""
+    """Raise UsageError if the run is running, judged by its heartbeat, which any host can read."""
     record = read_heartbeat(run_dir)
     if record is not None and record.is_alive and not was_killed(run_dir, record):
-        where = f"{record.host} (process {record.pid})"
-        raise UsageError(f"train.run_dir={run_dir}: in use by a run on {where}")
+        process = f"{record.host} (process {record.pid})"
+        raise UsageError(f"train.run_dir={run_dir}: in use by a run on {process}")
 
 
 def _ran_at(seconds: float, pid: int) -> bool:
-    """Return whether the process `pid` runs, and may have been started before a time."""
+    """Return whether the process `pid` is running, and may have been started before `seconds`."""
     try:
         process = psutil.Process(pid)
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
@@ -111,8 +111,8 @@ def _ran_at(seconds: float, pid: int) -> bool:
 
 
 def record_cause(run_dir: Path, cause: str) -> None:
-    """Add the cause of a failure to the heartbeat of a run whose ranks have ended on this host."""
-    with contextlib.suppress(OSError, UsageError):  # the failure itself is reported in any case
+    """Add the cause of a failure to the last heartbeat, if rank 0 was on this host."""
+    with contextlib.suppress(OSError, UsageError):  # the command prints the failure in any case
         record = read_heartbeat(run_dir)
         if record is not None and record.host == socket.gethostname():
             record = replace(record, state=FAILED, cause=cause[:_LONGEST_CAUSE])
@@ -138,9 +138,9 @@ class RunLock:
             self._file.seek(0)
             text = self._file.read(_MOST_DIGITS).strip()
             launcher = int(text) if text.isdigit() else -1
-            own = os.fstat(self._file.fileno())
-            holders = [x for x in psutil.pids() if x != os.getpid() and _has_open(x, own)]
-            # Without access to the processes that hold it, trust the number in the file.
+            file = os.fstat(self._file.fileno())
+            holders = [x for x in psutil.pids() if x != os.getpid() and _has_open(x, file)]
+            # Without access to the processes that hold the lock, the number in the file decides.
             is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
             if is_alive or time.monotonic() > deadline:
                 raise UsageError(self._in_use(launcher, holders, is_alive=is_alive))
@@ -164,7 +164,7 @@ class RunLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file is still in the directory: a launcher that gives up removes its own."""
+        """Whether the file is still in the directory: a launcher that fails to start deletes it."""
         return is_same_file(self._path, self._file)
 
     def _try(self, kind: int) -> bool:
@@ -175,20 +175,21 @@ class RunLock:
         return True
 
     def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
-        where = f"train.run_dir={self._path.parent}"
+        location = f"train.run_dir={self._path.parent}"
         if is_alive or not holders:
-            return f"{where}: in use by a running launcher (process {launcher})"
+            return f"{location}: in use by a running launcher (process {launcher})"
         ids = " ".join(map(str, holders))
         return (
-            f"{where}: in use by processes of an earlier launcher; to end them, run `kill -9 {ids}`"
+            f"{location}: in use by processes of an earlier launcher; to end them, run "
+            f"`kill -9 {ids}`"
         )
 
 
-def _has_open(pid: int, wanted: os.stat_result) -> bool:
+def _has_open(pid: int, file: os.stat_result) -> bool:
     with contextlib.suppress(OSError):
         for each in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.path.samestat(each.stat(), wanted):
+            with contextlib.suppress(OSError):  # the process may have closed it meanwhile
+                if os.path.samestat(each.stat(), file):
                     return True
     return False
 
@@ -196,8 +197,8 @@ def _has_open(pid: int, wanted: os.stat_result) -> bool:
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     """Create the directory if it does not exist, and lock it.
 
-    `on_wait` is called before a wait for the ranks of a killed launcher. UsageError if the
-    directory is not writable, full or in use.
+    Calls `on_wait` before waiting for the ranks of a killed launcher. UsageError if the directory
+    is not writable, full or in use.
     """
     with os_errors_as(f"train.run_dir={run_dir}"):
         while True:
@@ -217,9 +218,10 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
 def locked_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
     """Lock a run directory, and keep it locked after the block.
 
-    An exception unlocks it, and removes the directory if it was created here and is still empty.
+    An exception in the block unlocks it. Then, the directory is removed if this call created it and
+    it is still empty.
     """
-    made = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
+    created = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
     lock = lock_run_dir(run_dir, on_wait)
     try:
         yield lock
@@ -227,7 +229,7 @@ def locked_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLo
         with contextlib.suppress(OSError):
             if os.listdir(run_dir) == [LOCK]:
                 (run_dir / LOCK).unlink()
-            for each in made:
-                each.rmdir()
+            for folder in created:
+                folder.rmdir()
         lock.release()
         raise

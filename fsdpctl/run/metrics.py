@@ -1,6 +1,7 @@
-"""metrics.jsonl of a run: written by rank 0, one JSON object per line, and read by everything else.
+"""metrics.jsonl of a run: rank 0 writes one JSON object per line, and all commands read it.
 
-Reading needs no torch, and trusts nothing: only a regular file is opened, and lines have a limit.
+Readers need no torch and treat the file as untrusted: only a regular file is opened, and the length
+of a line is limited.
 """
 
 import contextlib
@@ -21,10 +22,11 @@ from fsdpctl.io.files import is_same_file, open_nofollow, open_regular, os_error
 from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
-_BEFORE = 1000  # lines that a killed run may not have sent everywhere
-_TAIL_BYTES = 1 << 16  # enough for the last lines
-Value = float | None | UnsetType  # None: not finite; UNSET: the line does not have it
-Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]  # sums and quotients of which are finite
+_UNSENT_LINES = 1000  # the most lines that a killed run may not have sent to all trackers
+_TAIL_BYTES = 1 << 16  # contain the last lines
+Value = float | None | UnsetType  # None: not finite; UNSET: not in the line
+# Sums and quotients of these numbers are finite.
+Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class RejectedRecord:
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """One line: a step has the values from `samples` on, others a validation or a rejected step."""
+    """One line of the file, about a step, a validation, or a rejected step."""
 
     step: Count
     samples: Count | None = None  # consumed, including this step
@@ -84,7 +86,7 @@ def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, Me
         start = 0 if last_bytes is None else max(0, size - last_bytes)
         file.seek(start)
         if start:
-            file.readline(_MAX_LINE)  # its beginning is missing
+            file.readline(_MAX_LINE)  # skipped: the beginning of this line is missing
         number = 0
         while text := file.readline(_MAX_LINE):
             number += 1
@@ -93,13 +95,13 @@ def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, Me
             except (ValueError, RecursionError):
                 if not text.endswith(b"\n") and not file.read(1):
                     return
-                where = str(path) if start else f"{path}, line {number}"
-                raise UsageError(f"{where}: corrupted; move the file away") from None
+                location = str(path) if start else f"{path}, line {number}"
+                raise UsageError(f"{location}: corrupted; move the file away") from None
             yield text, line
 
 
 def last_step(path: Path) -> int:
-    """Return the last completed step by the end of metrics.jsonl, or 0."""
+    """Return the last completed step in metrics.jsonl, or 0."""
     with contextlib.suppress(UsageError):
         return max((line.step for line in read_metrics(path, last_bytes=_TAIL_BYTES)), default=0)
     return 0
@@ -108,27 +110,27 @@ def last_step(path: Path) -> int:
 def validation_loss_at(path: Path, step: int) -> float | None:
     """Return the finite validation loss of `step` in metrics.jsonl, or None."""
     lines = read_metrics(path) if path.is_file() else ()
-    found = (line.val_loss for line in lines if line.step == step)
-    return next((loss for loss in found if isinstance(loss, float)), None)
+    losses = (line.val_loss for line in lines if line.step == step)
+    return next((loss for loss in losses if isinstance(loss, float)), None)
 
 
 class MetricsFile:
-    """The file open for appending. Each line is handed to the system when `write` returns."""
+    """The file, open for appending. When `write` returns, the operating system has the line."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Open `path` and remove lines after `step`, the step of the checkpoint."""
         self._path = path
-        self.earlier: list[dict[str, Any]] = []  # the removed lines, and some before them
+        self.earlier: list[dict[str, Any]] = []  # the removed lines and some lines before them
         self._writing = threading.Lock()
-        with os_errors_as(
-            path, full_disk=FsdpctlError
-        ):  # a full disk is not a mistake in the settings
-            if path.is_file():  # nothing else records rejected steps
+        # A full disk is not a mistake in the settings.
+        with os_errors_as(path, full_disk=FsdpctlError):
+            if path.is_file():
                 kept, removed = list[bytes](), list[bytes]()
                 for text, line in _read(path):
-                    stays = line.step <= step or line.rejected_step is not None
-                    (kept if stays else removed).append(text)
-                self.earlier = [json.loads(text) for text in (*kept[-_BEFORE:], *removed)]
+                    # Lines of rejected steps remain: no other file records them.
+                    remains = line.step <= step or line.rejected_step is not None
+                    (kept if remains else removed).append(text)
+                self.earlier = [json.loads(text) for text in (*kept[-_UNSENT_LINES:], *removed)]
                 files.write_atomic(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
             self._file = open_nofollow(path, "ab")
 
@@ -143,5 +145,5 @@ class MetricsFile:
         return is_same_file(self._path, self._file)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the last `write` has raised it already
+        with contextlib.suppress(OSError):  # the last `write` has raised the error
             self._file.close()

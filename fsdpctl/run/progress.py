@@ -39,12 +39,12 @@ class RunProgress:
         self._total, self._log_every = total_steps, log_every
         self._live: Progress | None = None
         self._done_here = 0
-        self._numbers = ""  # of the newest step, in the bar
+        self._numbers = ""  # loss and speed of the newest step, in the bar
         self._began = time.monotonic()
-        self._first = ExitStack()  # until a step is complete
+        self._first = ExitStack()  # shows an activity until a step is complete
         self._console = LenientConsole(highlight=False, soft_wrap=True, quiet=not shows)
-        self._hides = bool(os.environ.get(QUIET))  # the bar and remarks
-        if shows and not self._hides and self._console.is_terminal:
+        self._is_quiet = bool(os.environ.get(QUIET))  # neither the bar nor remarks are shown
+        if shows and not self._is_quiet and self._console.is_terminal:
             self._live = Progress(
                 TextColumn("[bold]step"),
                 MofNCompleteColumn(),
@@ -58,7 +58,7 @@ class RunProgress:
             self._live.add_task("", total=total_steps, completed=first_step, note="")
 
     def start(self, *, compiles: bool = False) -> None:
-        """Show the bar, and until a step is complete that the first one is computed."""
+        """Show the bar, and an activity until the first step is complete."""
         compiling = "compiling, and " if compiles else ""
         self._first.enter_context(doing(f"{compiling}computing the first step"))
         if self._live is not None:
@@ -66,7 +66,7 @@ class RunProgress:
             self._live.start()
 
     def stop(self, *, is_complete: bool = True) -> None:
-        """Leave the bar of a complete run, or erase it: an error names the step."""
+        """Leave the bar of a complete run on the terminal; after an error, erase it."""
         self._first.close()
         if self._live is not None:
             DISPLAY.attach_bar(None)
@@ -78,7 +78,7 @@ class RunProgress:
             self._live.update(self._live.task_ids[0], note=text or self._numbers)
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
-        """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
+        """Show a completed step, and the written fraction of a checkpoint in progress, if any."""
         self._done_here += 1
         DISPLAY.end_startup()
         self._first.close()
@@ -91,8 +91,8 @@ class RunProgress:
             )
             self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._numbers)
         elif is_due or self._done_here == 1:
-            each = (time.monotonic() - self._began) / self._done_here
-            left = format_seconds(each * (self._total - metrics.step))
+            seconds = (time.monotonic() - self._began) / self._done_here
+            left = format_seconds(seconds * (self._total - metrics.step))
             self.say(
                 f"step {metrics.step}/{self._total}  {_figures(metrics)}  "
                 f"{_memory(metrics.memory)}{saving}  {left} left"
@@ -100,7 +100,7 @@ class RunProgress:
 
     @contextmanager
     def stream(self) -> Iterator[Callable[[str], None]]:
-        """Print a permanent text in pieces: yield a function that takes the next one."""
+        """Print a permanent text in pieces: yield a function that prints the next piece."""
         pieces: list[str] = []
 
         def write(piece: str) -> None:
@@ -115,8 +115,8 @@ class RunProgress:
             journal(self._log, "".join(pieces))
 
     def say(self, line: str, *, is_remark: bool = False) -> None:
-        """Print a permanent line; a remark, neither a result nor a warning, unless quiet."""
-        if not (is_remark and self._hides):
+        """Print a permanent line. A remark is neither a result nor a warning; `-q` hides it."""
+        if not (is_remark and self._is_quiet):
             text, console = printable(line), self._console
             text = wrapped(text, console.width) if console.is_terminal else text
             console.print(text, markup=False)
@@ -126,10 +126,12 @@ class RunProgress:
 
 def _figures(metrics: "StepMetrics") -> str:
     figures = metrics.figures
-    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.memory.total else ""
+    per_rank = ""
+    if metrics.memory.total:
+        per_rank = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)"
     return (
         f"loss {figures.loss:.3f}  {_named(metrics)}grad_norm {figures.grad_norm:.2f}  "
-        f"lr {metrics.lr:.2g}  {_speed(metrics)}{each}  {_mfu(metrics)}".rstrip()
+        f"lr {metrics.lr:.2g}  {_speed(metrics)}{per_rank}  {_mfu(metrics)}".rstrip()
     )
 
 

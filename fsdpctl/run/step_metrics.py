@@ -1,4 +1,4 @@
-"""The time and the measurements of a step, as metrics.jsonl and the terminal show them."""
+"""The time and the other measurements of a step, for metrics.jsonl and the terminal."""
 
 import math
 import resource
@@ -38,13 +38,13 @@ class StepTimes:
 
     total: float
     compute: float  # forward and backward
-    exposed_communication: float | None  # in all phases; None: included in the others
+    exposed_communication: float | None  # in all phases; None: included in the other times
     data: float
     optimizer: float  # including the gradient norm
 
 
 class StepClock:
-    """A stopwatch for phases: the host's clock, or on CUDA events, which cost the host nothing."""
+    """A stopwatch for phases: the host's clock, or CUDA events, which do not block the host."""
 
     def __init__(self, device: torch.device, take_waits: Callable[[], Seconds] | None) -> None:
         """Start a step. `take_waits()` returns the time spent waiting since its last call."""
@@ -80,7 +80,7 @@ class StepClock:
 class ModelFlops:
     """The FLOPs per token of a model, and the peak FLOP/s of the devices."""
 
-    per_token: int  # forward and backward, without recomputation; 0: there are no tokens
+    per_token: int  # forward and backward, without recomputation; 0: the model has no tokens
     peak: float | None  # FLOP/s of all ranks together; None: unknown
 
     def utilization(self, tokens_per_second: float) -> float | None:
@@ -94,30 +94,32 @@ def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -
     per_token = flops_per_token(config.model, count_active_parameters(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     gpu = None
-    if device.type == "cuda" and config.precision.param_dtype == "bfloat16":  # of its peak
+    # Peaks of GPUs are known for bfloat16 only.
+    if device.type == "cuda" and config.precision.param_dtype == "bfloat16":
         gpu = gpu_by_name(torch.cuda.get_device_name(device))
     return ModelFlops(per_token, None if gpu is None else gpu.peak * ranks)
 
 
 def _num_frozen(module: Any) -> int:
-    """Count frozen parameters that a token uses: without a gradient, each saves it 2 FLOPs.
+    """Count the frozen parameters that a token uses. Each needs 2 FLOPs less: it has no gradient.
 
     Every frozen parameter is assumed to propagate the gradient of an activation.
     """
-    looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
+    embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    embeddings -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
     counts, params = count_weights(module), dict(module.named_parameters())
-    left = (name for name, param in params.items() if id(param) not in looked_up)
-    frozen = sum(counts[name] for name in left if not params[name].requires_grad)
+    used = (name for name, param in params.items() if id(param) not in embeddings)
+    frozen = sum(counts[name] for name in used if not params[name].requires_grad)
     return frozen - idle_parameters(module.transformers_model, only_frozen=True)
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
-    """Return 6 (N - N_embedding) + 12 L h s as torchtitan: h is the total width of a layer's heads.
+    """Return 6 (N - N_embedding) + 12 L h s, as torchtitan does.
 
-    N are the `num_params` parameters that a token uses. An embedding is a lookup and does not
-    count, unless it is also the output head. Attention counts as if every token saw all
-    `seq_len`; causal masking does not halve it.
+    N is `num_params`, the number of parameters that a token uses, L the number of layers, h the
+    total width of a layer's heads, and s the `seq_len`. An embedding is a lookup and does not
+    count, unless it is also the output head. Attention counts as if every token saw all `seq_len`
+    tokens; causal masking does not halve it.
     """
     assert model.vocab_size is not None
     if not config_value(model, "tie_word_embeddings"):
@@ -130,7 +132,7 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step as it is reported."""
+    """The measurements of one optimizer step."""
 
     step: int  # steps completed, including this one
     samples: int  # samples consumed, including this step
@@ -141,9 +143,7 @@ class StepMetrics:
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
-    named_means: Mapping[str, float | None] = field(
-        default_factory=dict
-    )  # means of a script's sums
+    named_means: Mapping[str, float | None] = field(default_factory=dict)  # of a script's sums
 
     @property
     def tokens_per_second(self) -> float:
@@ -214,10 +214,10 @@ class PeakMemory:
 
 def peak_memory(device: torch.device) -> PeakMemory:
     if device.type == "cuda":
-        found = torch.cuda.memory_stats(device)
+        stats = torch.cuda.memory_stats(device)
         names = "allocated", "reserved"
-        allocated, reserved = (found.get(f"{name}_bytes.all.peak", 0) for name in names)
+        allocated, reserved = (stats.get(f"{name}_bytes.all.peak", 0) for name in names)
         total = torch.cuda.get_device_properties(device).total_memory
-        return PeakMemory(allocated, reserved, total, found.get("num_alloc_retries", 0))
+        return PeakMemory(allocated, reserved, total, stats.get("num_alloc_retries", 0))
     unit = 1 if sys.platform == "darwin" else 1024
     return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,4 +1,4 @@
-"""Construction of a training run from a resolved configuration."""
+"""Constructs the objects of a training run from a resolved configuration."""
 
 import os
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def make_model(
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
-    in host memory as configured. `module` is one with values, in place of a decoder.
+    The weights are initialized from the seed, or zeros if `empty`. If it `trains`, optimizer states
+    are in host memory as configured. A `module` with values replaces the configured decoder.
     """
     if strategy:
         config = replace(config, strategy=config.strategy.with_name(strategy))
@@ -96,38 +96,39 @@ def make_model(
 
 
 def single_rank_strategy(config: Resolved) -> str:
-    """Return the strategy of a rank by itself, which gathers parameters that rest on the host."""
+    """Return the strategy for a single rank; it gathers parameters that are in host memory."""
     return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
 
 
 def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
     """Return how fsdpctl's engine shards the model.
 
-    If it `trains`, states may be on the host. Otherwise, masters are there if parameters are.
+    If it `trains`, offloads are as configured. Otherwise, master weights are in host memory if
+    parameters are.
     """
-    given = config.strategy
-    rests = Offload.PARAMS in given.on_host
-    untrained = Offload.STATES | Offload.PARAMS if rests else Offload.NONE
+    strategy = config.strategy
+    offloads_params = Offload.PARAMS in strategy.on_host
+    untrained = Offload.STATES | Offload.PARAMS if offloads_params else Offload.NONE
     return Sharding(
-        given.name,
-        dp_shard_size=given.dp_shard_size,
+        strategy.name,
+        dp_shard_size=strategy.dp_shard_size,
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=config.precision.planned,
-        offload=given.on_host if trains else untrained,
+        offload=strategy.on_host if trains else untrained,
         share_memory=shares_memory(config),
     )
 
 
 def make_trained_model(
-    config: Resolved, device: torch.device, *, empty: bool, own: nn.Module | None = None
+    config: Resolved, device: torch.device, *, empty: bool, script_module: nn.Module | None = None
 ) -> TrainedModel:
-    """Return the model, or a script's `own`, sharded by the configured engine. Collective."""
+    """Return the model, or a script's module, sharded by the configured engine. Collective."""
     model: TrainedModel
     if config.engine.name == FSDPCTL:
-        model = ours = make_model(config, device, empty=empty, trains=True, module=own)
-        ours.mesh.measure_waits()
-        ours.overlap_param_gather = True
+        model = sharded = make_model(config, device, empty=empty, trains=True, module=script_module)
+        sharded.mesh.measure_waits()
+        sharded.overlap_param_gather = True
     else:
         from fsdpctl.torch_engines.model import build_torch_engine  # takes a second
         from fsdpctl.torch_engines.settings import TorchEngineSettings
@@ -149,7 +150,7 @@ def make_trained_model(
             plain, setup, device, None if empty else _initializer(config, plain)
         )
     module: Any = model.module
-    module.reduce_counts = model.collectives.all_reduce  # of the routers' tokens
+    module.reduce_counts = model.collectives.all_reduce  # for token counts of expert routers
     return model
 
 
@@ -157,16 +158,16 @@ def _initializer(config: Resolved, module: nn.Module) -> Callable[[str, Tensor],
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
     quantized, packing = quantized_shapes(module), quant_format_of(module)
 
-    def draw(name: str, whole: Tensor) -> None:
+    def initialize(name: str, param: Tensor) -> None:
         RANK_STATUS.at(LOADING)
-        drawn = whole
+        values = param
         if name in quantized:
-            drawn = torch.empty(quantized[name], device=whole.device)
-        initialize_parameter(name, drawn, seed=config.train.seed, config=config.model)
+            values = torch.empty(quantized[name], device=param.device)
+        initialize_parameter(name, values, seed=config.train.seed, config=config.model)
         if packing is not None and name in quantized:
-            whole.copy_(packing.quantize(drawn))
+            param.copy_(packing.quantize(values))
 
-    return draw
+    return initialize
 
 
 def make_module(config: Resolved) -> TransformersDecoder:
@@ -179,19 +180,19 @@ def make_module(config: Resolved) -> TransformersDecoder:
 
 def make_optimizer(config: Resolved, model: TrainedModel) -> Optimizer:
     """Return the optimizer over the model's shards; UsageError if no optimizer has this name."""
-    about, row = config.optimizer, get_optimizer(config.optimizer.name)
-    given = {name: getattr(about, name) for name in (*row.keys, "weight_decay")}
-    if "beta1" in given:
-        given["betas"] = given.pop("beta1"), given.pop("beta2")
-    if dtype := given.get("state_dtype"):
-        given["state_dtype"] = getattr(torch, dtype)
-    # The trainer sets the rate before every step.
-    made: Optimizer = OPTIMIZER_CLASSES[row.name](model, lr=about.lr or 0.0, **given)
-    return made
+    settings, row = config.optimizer, get_optimizer(config.optimizer.name)
+    options = {name: getattr(settings, name) for name in (*row.keys, "weight_decay")}
+    if "beta1" in options:
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
+    if dtype := options.get("state_dtype"):
+        options["state_dtype"] = getattr(torch, dtype)
+    # The trainer sets the learning rate before every step.
+    optimizer: Optimizer = OPTIMIZER_CLASSES[row.name](model, lr=settings.lr or 0.0, **options)
+    return optimizer
 
 
 def enable_context_parallel(device: torch.device, num_ranks: int, context_parallel: int) -> None:
-    """Let attention exchange with the ranks that share this one's samples. Collective."""
+    """Let attention exchange tensors with the ranks that share this rank's samples. Collective."""
     if context_parallel > 1:
         groups = context_groups(num_ranks, context_parallel)
         use_exchange(collectives_for(device, groups, "context").all_to_all)
@@ -208,9 +209,8 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
-    If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
-    `only_measures`, it only does steps, without validation and checkpoints. `task` is that of a
-    script.
+    If it `shows`, rank 0 shows the progress, writes heartbeats and uploads checkpoints. If it
+    `only_measures`, it runs steps without validation and checkpoints. A script has a `task`.
     """
     config, ranks = plan.config, ObjectExchange()
     run_dir = Path(str(config.train.run_dir))
@@ -229,7 +229,8 @@ def make_trainer(
         reports = [RunReporter(journal, None), EstimateReport(run_dir, done.step)]
         return Trainer(parts, done, context, journal, reports)
     checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_main)
-    callbacks = [  # in the order of their hooks, at the end too
+    # Hooks run in this order, at the end too: a step is checked and validated before it is saved.
+    callbacks = [
         SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
         Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
@@ -250,35 +251,37 @@ def _load(
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
     if len(set(ranks.all_gather_object(data.fingerprint))) > 1:
-        what = "data" if task is not None else f"data.path={config.data.path}"
-        raise UsageError(f"{what}: the ranks see different data; did it change?")
-    check_same_data(run_dir, data, recorded_fingerprint(run_dir))  # a restart may be days later
+        location = "data" if task is not None else f"data.path={config.data.path}"
+        problem = "data differs between ranks; expected identical files on all nodes"
+        raise UsageError(f"{location}: {problem}")
+    # A restart may come days after the check of the start.
+    check_same_data(run_dir, data, recorded_fingerprint(run_dir))
     enable_context_parallel(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     is_filled = newest is not None or config.model.is_pretrained
-    own = None if task is None else task.module
-    model = make_trained_model(config, world.device, empty=is_filled, own=own)
+    module = None if task is None else task.module
+    model = make_trained_model(config, world.device, empty=is_filled, script_module=module)
     optimizer = make_optimizer(config, model)
-    done, bases = _fill(config, model, optimizer, newest)
-    # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
+    done, bases = _load_state(config, model, optimizer, newest)
+    # A barrier: the slowest rank may load for longer than NCCL's timeout of the first collective.
     ranks.all_gather_object(None)
     RANK_STATUS.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
     trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
-    held = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)
-    made = data, model, optimizer, trained, held
-    return TrainingParts(config, run_dir, *made, world.device), done, bases
+    validated = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)
+    parts = TrainingParts(config, run_dir, data, model, optimizer, trained, validated, world.device)
+    return parts, done, bases
 
 
 def _data(config: Resolved) -> DataSet:
-    """Return the data. One rank of each node prepares it first, for the cache. Collective."""
+    """Return the data. One rank of each node first writes the cache for all. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
     ranks.all_gather_object(None)
     return data or open_data(config.data, config.train.seed)
 
 
-def _fill(
+def _load_state(
     config: Resolved, model: TrainedModel, optimizer: Optimizer, newest: Path | None
 ) -> tuple[Progress, list[BaseWeights]]:
     if newest is not None:
@@ -286,8 +289,8 @@ def _fill(
     if not config.model.is_pretrained:
         return Progress(), []
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
-    (found, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
-    folder = Path(found)
+    (path, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
+    folder = Path(path)
     weights, below = open_pretrained(config.model, folder, model.collectives)
     bases = (
         [BaseWeights(below.info, below.weights, below.named_by, is_named=False)] if below else []

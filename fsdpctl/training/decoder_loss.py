@@ -16,7 +16,7 @@ def summed_loss(
 ) -> Tensor:
     """Return the cross entropy in nats, in float32, summed over targets that are not masked.
 
-    Logits are computed for `chunk_tokens` tokens at a time; 0: for all at once.
+    Computes logits for `chunk_tokens` tokens at a time; 0: for all tokens at once.
     """
     tokens, targets = copy_to_device(batch.tokens, device), copy_to_device(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None, **documents_of(batch, device))
@@ -24,6 +24,7 @@ def summed_loss(
 
 
 def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, PackedDocuments]:
+    """Return the model's keyword argument for the documents of a batch, if it has documents."""
     if not batch.lengths:
         return {}
     are_rows = not batch.isolates_documents
@@ -38,10 +39,10 @@ def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, PackedDoc
 
 
 class SourceLosses:
-    """The losses of a step on this rank, by source."""
+    """The losses of a step on this rank, by source of a mixture."""
 
     def __init__(self, module: nn.Module, batches: Batches, device: torch.device) -> None:
-        """Begin a step. There are none without a mixture, or a head that computes losses."""
+        """Start a step; without a mixture, or a head that computes losses, nothing is recorded."""
         self._device = device
         self._head: OutputHead | None = None
         if isinstance(batches.samples, MixedSamples):
@@ -51,7 +52,7 @@ class SourceLosses:
             self._tokens = torch.zeros(self._count, dtype=torch.float64)
 
     def start_forward(self) -> None:
-        """Keep the losses of the tokens of the next forward pass."""
+        """Have the head keep the losses of the tokens of the next forward pass."""
         if self._head is not None:
             self._head.token_losses = []
 
@@ -62,15 +63,15 @@ class SourceLosses:
         assert self._head.token_losses is not None
         losses = torch.cat(self._head.token_losses).view(batch.targets.shape)
         self._head.token_losses.clear()
-        is_of = torch.zeros(self._count, len(losses), dtype=torch.bool)
-        is_of[list(batch.sources), range(len(batch.sources))] = True
-        self._tokens += is_of.double() @ (batch.targets >= 0).sum(1).double()
-        # Not a product: a loss that is not finite is that of its source only.
+        in_source = torch.zeros(self._count, len(losses), dtype=torch.bool)
+        in_source[list(batch.sources), range(len(batch.sources))] = True
+        self._tokens += in_source.double() @ (batch.targets >= 0).sum(1).double()
+        # Not a matrix product: a non-finite loss must not reach the sums of other sources.
         rows = losses.sum(1, dtype=torch.float64)
-        self._losses += torch.where(copy_to_device(is_of, self._device), rows, 0.0).sum(1)
+        self._losses += torch.where(copy_to_device(in_source, self._device), rows, 0.0).sum(1)
 
     def sums(self) -> Tensor | None:
-        """Return the losses and target tokens of each source, (2, sources) in float64."""
+        """Return the losses and target tokens of each source in float64, shape (2, sources)."""
         if self._head is None:
             return None
         self._head.token_losses = None

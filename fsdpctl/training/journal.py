@@ -1,4 +1,4 @@
-"""The record of a run: messages, metrics.jsonl, trackers, events in environment.json."""
+"""The record of a run: messages, metrics.jsonl, trackers, and events in environment.json."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,24 +13,24 @@ from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.training.trackers import Trackers
 
-_MOST_WARNINGS = 100  # of a start, in its record
+_MOST_WARNINGS = 100  # in the record of a start
 
 
 class Journal:
-    """The record of a run, for any thread. On ranks other than 0 it does nothing."""
+    """Records messages and metrics of a run; any thread may call it. Only rank 0 writes."""
 
     def __init__(
         self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool
     ) -> None:
         """Continue the record of a run, and remove entries after `step`.
 
-        With `shows`, rank 0 (`is_main`) shows the progress and writes to trackers.
+        If `shows`, rank 0 (`is_main`) shows the progress and writes to trackers.
         """
         steps, every = config.train.steps, config.train.log_every
         assert steps is not None
         self.run_dir, self._step, self._recording = run_dir, step, Lock()
         self._record: dict[str, Any] = {"warnings": []}
-        self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run took so far
+        self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run has taken
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         is_shown, log = is_main and shows, run_dir / LOG
         self.progress = RunProgress(steps, step, log_every=every, shows=is_shown, log=log)
@@ -38,7 +38,7 @@ class Journal:
         if is_shown and self._metrics is not None:
             self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.earlier)
         if is_main:
-            with suppress(UsageError):  # a file that others refuse to read
+            with suppress(UsageError):  # environment.json is corrupted
                 known = [each.longest_save_seconds for each in read_start_records(run_dir)]
                 self.seconds_to_save = max(known, default=0.0)
             self.record({"step": step})
@@ -63,12 +63,12 @@ class Journal:
         if self.trackers is not None:
             self.trackers.log_line(line)
 
-    def record(self, about: dict[str, Any]) -> None:
-        """Set values in the record of this start; a full disk fails the run where it trains."""
+    def record(self, values: dict[str, Any]) -> None:
+        """Set values in the record of this start; failures to write it are ignored."""
         if self._metrics is not None:
             with self._recording:
-                warnings = [*self._record["warnings"], *about.get("warnings", ())]
-                self._record |= about | {"warnings": warnings[-_MOST_WARNINGS:]}
+                warnings = [*self._record["warnings"], *values.get("warnings", ())]
+                self._record |= values | {"warnings": warnings[-_MOST_WARNINGS:]}
                 write_start_record(self.run_dir, self._record)
 
     def record_save(self, line: dict[str, Any], seconds: float) -> None:
@@ -79,7 +79,7 @@ class Journal:
             self.record({"longest_save_seconds": round(seconds, 6)})
 
     def warn(self, message: str, step: int | None = None) -> None:
-        """Print a warning about `step`, and record it; None: with the last completed step."""
+        """Print a warning and record it with `step`, by default the last completed step."""
         self.say(message if step is None else f"step {step}: {message}")
         self.record({"warnings": [f"step {self._step if step is None else step}: {message}"]})
 
@@ -91,7 +91,7 @@ class Journal:
             raise FsdpctlError(f"{lost}: {REMOVED_DURING_RUN}; training stopped without saving")
 
     def end(self, *, well: bool) -> None:
-        """Close the trackers; `well`: the run did not fail."""
+        """Close the trackers; `well` is False if the run failed."""
         if self.trackers is not None:
             self.trackers.close(well=well)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from fsdpctl.config.schema import LrSchedulerConfig
 
-# The rest of a decay from 1 to 0 when a share of it is done.
-_LEFT: dict[str, Callable[[float], float]] = {
+# Decay from 1 to 0, as a function of the completed fraction.
+_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "1-sqrt": lambda done: 1 - math.sqrt(done),
@@ -25,10 +25,10 @@ def warmup_steps(config: LrSchedulerConfig, total_steps: int) -> int:
 def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     """Return the factor of the peak learning rate in step `step`, counted from 0.
 
-    It rises to 1 over the warmup, from `start_lr_ratio` or from the first of equal parts. Then
+    The factor rises to 1 over the warmup, from `start_lr_ratio` or in equal increments from 0. Then
     `cosine` decays along half a cosine to `min_lr_ratio` at the last step, `wsd` stays at 1 until
     the last `decay_ratio` of the steps and decays by `decay_type`, and `constant` stays at 1.
-    Without `reaches_min`, the step after the last one would have `min_lr_ratio`.
+    Without `reaches_min`, the decay ends one step after the last one.
     """
     warmup, start = warmup_steps(config, total_steps), config.start_lr_ratio
     if step < warmup:
@@ -44,4 +44,4 @@ def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
         if step < begin:
             return 1.0
     done = (step - begin) / max(1, total_steps - config.reaches_min - begin)
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _LEFT[kind](done)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _DECAYS[kind](done)

@@ -1,9 +1,9 @@
 """Rejection of steps with a non-finite or spiking loss or gradient norm.
 
 Note: the device decides whether a step is applied, from sums that are the same on every rank and
-limits that every rank knows in advance, so nothing waits for the decision. The limits of a step
-come from the steps up to the second to last: on CUDA the host knows no more when it launches the
-step, and the decision must be the same on the CPU and after a resume.
+limits that every rank knows in advance, so no rank waits for the decision. The limits of a step
+come from the steps up to the second to last one. On CUDA, the host does not know the last step's
+values when it launches the step, and the decision must be the same on the CPU and after a resume.
 """
 
 import math
@@ -25,10 +25,10 @@ Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip"]
 
 _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
-_FLOOR = 1e-3  # of the median: constant values have no deviation
-_LAG = 1  # preceding steps that the limits of a step do not include
-# The last applied steps before those, which limits come from; and the number that a limit needs.
-WINDOW, MIN_ACCEPTED = 128, 32
+_FLOOR = 1e-3  # smallest deviation, relative to the median: constant values have none
+_LAG = 1  # number of preceding steps that the limits of a step do not include
+WINDOW = 128  # the limits come from this number of applied steps before the lag
+MIN_ACCEPTED = 32  # with fewer applied steps, there is no limit
 _MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {"stop": "rejected, training stops", "skip": "skipped"}
 
@@ -57,15 +57,15 @@ class RejectedStep:
         return f"step {self.step}: {_DONE[self.action]} ({cause})"
 
     def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
-        """Return the object for metrics.jsonl of a step after `position` samples."""
-        of_rank = [] if self.rank is None else batches.sample_indices(position, self.rank)
-        about = {
+        """Return the line for metrics.jsonl; the step follows `position` samples."""
+        rank_samples = [] if self.rank is None else batches.sample_indices(position, self.rank)
+        values = {
             "reason": self.reason, "action": self.action, "rank": self.rank,
             "loss": _json_number(self.loss), "grad_norm": _json_number(self.grad_norm),
             "threshold": self.threshold, "number": self.number,
-            "samples": batches.sample_indices(position), "rank_samples": of_rank,
+            "samples": batches.sample_indices(position), "rank_samples": rank_samples,
         }  # fmt: skip
-        return {"step": self.step, "rejected_step": about}
+        return {"step": self.step, "rejected_step": values}
 
 
 def _json_number(value: float) -> float | str:
@@ -82,7 +82,7 @@ class RejectionRule:
         self.accepted = tuple(done.accepted)
 
     def limits(self, step: int) -> SpikeLimits:
-        """Return the limits above which `step`, counted from 1, is not applied."""
+        """Return the limits for `step`, counted from 1; it is not applied if a value is higher."""
         factor = self._config.spike_factor
         known = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
         if factor is None or len(known) < MIN_ACCEPTED:
@@ -92,7 +92,7 @@ class RejectionRule:
         return SpikeLimits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
     def evaluate(self, step: int, figures: StepStats, limits: SpikeLimits) -> RejectedStep | None:
-        """Count and return a step that these limits rejected; None if it was applied."""
+        """Count a step that was not applied, and return it; None if it was applied."""
         if figures.was_applied:
             self._accept(step, figures)
             return None
@@ -101,15 +101,16 @@ class RejectionRule:
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
         is_over = self.num_rejected > self._config.max_skips
         action: Action = "stop" if is_over else cast("Action", on_nonfinite)
-        about = figures.loss, figures.grad_norm, thresholds.get(reason), action
-        return RejectedStep(step, reason, _rank_of(reason, figures), *about, self.num_rejected)
+        return RejectedStep(
+            step, reason, _rank_of(reason, figures), figures.loss, figures.grad_norm,
+            thresholds.get(reason), action, self.num_rejected,
+        )  # fmt: skip
 
     def _accept(self, step: int, figures: StepStats) -> None:
         if self._config.spike_factor is None:
             return
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
-        kept = self.accepted[-WINDOW:]
-        self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
+        self.accepted = (*self.accepted[-WINDOW:], AcceptedStep(step, figures.loss, log_norm))
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
         if self._config.on_nonfinite == "stop":
@@ -145,9 +146,10 @@ def _rank_of(reason: Reason, figures: StepStats) -> int | None:
 class GradientProbe:
     """The norm of the gradient at the output of the embedding, over the micro-batches of a step.
 
-    A non-finite value in a backward pass arrives there on the rank where it occurs; the sum over
-    ranks no longer shows the rank. It costs one read of a tensor as large as a hidden state.
-    A gradient that overflows only in a parameter's own gradient is not detected.
+    The probe shows on which rank a non-finite value occurs. The value propagates to the output of
+    the embedding on that rank, whereas gradients that are summed over ranks do not show the rank.
+    The probe reads one tensor as large as a hidden state. It does not detect an overflow that
+    occurs only in the gradient of a parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -165,6 +167,6 @@ class GradientProbe:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def take(self) -> Tensor | None:
-        """Return the norm since the last call as a scalar, or None without a gradient."""
+        """Return the norm of gradients since the last call, a scalar; None without gradients."""
         norms, self._norms = self._norms, []
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None

@@ -1,8 +1,8 @@
 """Stop, save and profile requests: by signals, by files in the run directory, by the time limit.
 
-Note: a rank only collects requests. They travel with the record of a step, or are exchanged between
-the batches of a validation and the tokens of a sample, so that all ranks act on them at the same
-point. Only rank 0 looks at files and the clock.
+Note: a rank only collects requests. Ranks exchange them with the record of a step, between the
+batches of a validation, and between the tokens of a sample, so that all ranks act on a request at
+the same point. Only rank 0 polls files and the clock.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from fsdpctl.comm.collectives import AsyncHostCopy, Collectives, any_rank_flags
 from fsdpctl.io.run_files import PROFILE, RUN_CONFIG, SAVE, STOP
 
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory
-_INTERVAL = 1.0  # seconds between looks at files: each is a request to a cluster's file system
+_INTERVAL = 1.0  # seconds between two polls of files: each is a request to a shared file system
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """The requests of one rank or of all; the fields are in the order of `flags`."""
+    """The requests of one rank or of all ranks; the fields are in the order of `flags`."""
 
     by_signal: bool = False  # stop
     by_file: bool = False  # stop
@@ -37,7 +37,7 @@ class RequestFlags:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """The form in which ranks exchange them."""
+        """The fields as booleans, which ranks exchange."""
         return astuple(self)
 
     def __or__(self, other: "RequestFlags") -> "RequestFlags":
@@ -47,17 +47,17 @@ class RequestFlags:
 class TimeLimit:
     """The time at which a run must stop so that everything is saved within its limit.
 
-    That is when less is left than twice the longest step and three times the longest save. Between
-    two looks there is one step, and on CUDA another in progress. A save that was due may have
-    begun, and the last one follows: a third of the time for saves is a margin.
-    The first step of a start, which compiles and allocates, does not count; the step in progress
+    A run stops when less time is left than twice the longest step plus three times the longest
+    save. Between two polls, one step runs, and on CUDA another one is in progress. A save that was
+    due may have begun, and the last save follows; the time of a third save is a margin.
+    The first step of a start, which compiles and allocates, does not count. The step in progress
     counts with its time so far.
     """
 
     def __init__(self, seconds: float | None, started: float, longest_save: float) -> None:
-        """Set a limit of `seconds` after `started`, in seconds since the epoch; None: no limit.
+        """Set a limit of `seconds` after `started` (seconds since the epoch); None: no limit.
 
-        `longest_save` comes from earlier starts; saves of this start may take longer.
+        `longest_save` is the seconds of the longest save in earlier starts.
         """
         self._ends = None if seconds is None else started + seconds
         self._longest_step = 0.0
@@ -92,18 +92,18 @@ class RequestCollector:
         stop_requested: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
-        """Collect the requests of a run; only rank 0 (`is_main`) looks for more than signals.
+        """Collect the requests of a run; ranks other than rank 0 (`is_main`) poll signals only.
 
-        It calls `check` before each look at files.
+        `check` is called before files are polled.
         """
         self._run_dir = run_dir
         self.limit, self._is_main = limit, is_main
         self._stop_requested, self._check = stop_requested, check
-        self._reported: set[str] = set()  # files that all ranks know of, until they are removed
+        self._reported: set[str] = set()  # files that `poll` has returned and that still exist
         self._polled_at = time.monotonic()
 
     def poll(self, seconds: float = 0.0) -> RequestFlags:
-        """Return the current requests, `seconds` into the current step; each file only once."""
+        """Return the current requests, `seconds` into the current step; return each file once."""
         by_signal = self._stop_requested()
         if not self._is_main:
             return RequestFlags(by_signal=by_signal)
@@ -116,8 +116,8 @@ class RequestCollector:
             return ()
         self._polled_at = time.monotonic()
         self._check()
-        found = [name for name in REQUESTS if (self._run_dir / name).exists()]
-        new = [name for name in found if name not in self._reported]
+        existing = [name for name in REQUESTS if (self._run_dir / name).exists()]
+        new = [name for name in existing if name not in self._reported]
         self._reported |= set(new)
         return new
 
@@ -126,13 +126,13 @@ class RequestCollector:
             self._reported.discard(name)
 
     def remove_unwanted(self, *, late: bool) -> list[str]:
-        """Remove requests to an earlier start, or `late` ones; return a message for each."""
-        found = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
-        names = [name for name in found if late or _is_older_than_start(self._run_dir, name)]
+        """Remove requests to an earlier start, or all if `late`; return a message for each."""
+        existing = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
+        names = [name for name in existing if late or _is_older_than_start(self._run_dir, name)]
         for name in names:
             _remove(self._run_dir / name)
-        why = "came after the last step" if late else "from before this start"
-        return [f"{name}: request removed ({why})" for name in names]
+        reason = "came after the last step" if late else "from before this start"
+        return [f"{name}: request removed ({reason})" for name in names]
 
 
 class RequestSync:
@@ -145,13 +145,13 @@ class RequestSync:
         device: torch.device,
         lag: int = 0,
     ) -> None:
-        """Exchange the results of `look()`; the newest `lag` exchanges are not waited for."""
+        """Exchange the results of `poll()`, without waiting for the newest `lag` exchanges."""
         self.received = RequestFlags()
         self._poll, self._ranks, self._device, self._lag = poll, ranks, device, lag
         self._pending: deque[AsyncHostCopy] = deque()
 
     def should_continue(self) -> bool:
-        """Exchange requests; return whether no rank is known to have to stop. Collective."""
+        """Exchange requests; return False if a rank has received a stop request. Collective."""
         self._pending.append(any_rank_flags(self._ranks, self._poll().flags, self._device))
         return not self._receive(self._lag).stops
 
@@ -166,7 +166,7 @@ class RequestSync:
 
 
 def take_stop_request(run_dir: Path) -> bool:
-    """Return whether a STOP file is for this start, and remove it."""
+    """Remove the file STOP; return whether it exists and is not older than this start."""
     if not (run_dir / STOP).exists() or _is_older_than_start(run_dir, STOP):
         return False
     _remove(run_dir / STOP)
@@ -174,21 +174,21 @@ def take_stop_request(run_dir: Path) -> bool:
 
 
 def stop_reason_at_start(run_dir: Path, seconds: float | None, started: float) -> str | None:
-    """Return why a start without a completed step must stop, or None. Removes STOP."""
+    """Return why a start without a completed step must stop, or None; removes the file STOP."""
     if seconds is not None and time.time() >= started + seconds:
         return f"launch.time_limit={seconds:g} exceeded"
     return f"requested by {run_dir / STOP}" if take_stop_request(run_dir) else None
 
 
 def _is_older_than_start(run_dir: Path, name: str) -> bool:
-    """Return whether the file is older than this start, which rewrote the configuration there."""
+    """Return whether a file is older than this start, which has written RUN_CONFIG."""
     with contextlib.suppress(OSError):
         return (run_dir / name).stat().st_mtime_ns < (run_dir / RUN_CONFIG).stat().st_mtime_ns
     return False
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file, and return whether it is gone: one that stays must not repeat a request."""
+    """Remove a file; return False if it remains, so that its request is not repeated."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         return True

@@ -1,4 +1,4 @@
-"""The loss of a script's micro-batch, and the sums by name that its function returns besides it."""
+"""The loss function of a script, and the named sums that it returns besides the loss."""
 
 import re
 from collections.abc import Mapping, MutableMapping
@@ -18,26 +18,28 @@ from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.models.packed_documents import copy_to_device
 from fsdpctl.run.step_metrics import RESERVED_NAMES
 
-_NAME, _MOST = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
+_NAME, _MOST_SUMS = re.compile(r"(?!val_)[A-Za-z_][A-Za-z0-9_./-]{0,63}"), 100
 
 
 def script_loss(
-    model: Any, own: ScriptBatch, device: torch.device, named: "NamedSums"
+    model: Any, batch: ScriptBatch, device: torch.device, named: "NamedSums"
 ) -> tuple[Tensor, int | Tensor]:
-    """Return the sum and the count of a script's loss function, and add its other sums to `named`.
+    """Return the sum and the count of a script's loss function; add its named sums to `named`.
 
     `model` is a ShardedModel.
     """
     dtype = model.compute_dtype
     with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-        total, count, *others = _check_result(own.data.loss(model, _to_device(own.value, device)))
+        total, count, *others = _check_result(
+            batch.data.loss(model, _to_device(batch.value, device))
+        )
     sums = check_sums(others[0]) if others else {}
-    named.add(sums if own.is_counted else dict.fromkeys(sums, 0.0))
-    return (total, count) if own.is_counted else (0 * total, 0)
+    named.add(sums if batch.is_counted else dict.fromkeys(sums, 0.0))
+    return (total, count) if batch.is_counted else (0 * total, 0)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    """Send the tensors of a batch to the device; what holds them keeps its class."""
+    """Send the tensors of a batch to the device; containers keep their class."""
     if isinstance(value, Tensor):
         is_plain = not value.is_cuda and value.layout is torch.strided
         return copy_to_device(value, device) if is_plain else value.to(device)
@@ -48,29 +50,29 @@ def _to_device(value: Any, device: torch.device) -> Any:
         each = [_to_device(each, device) for each in value]
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     if is_dataclass(value) and not isinstance(value, type):
-        made: Any = copy(value)
+        copied: Any = copy(value)
         for name in (each.name for each in fields(value) if hasattr(value, each.name)):
-            object.__setattr__(made, name, _to_device(getattr(value, name), device))
-        return made
+            object.__setattr__(copied, name, _to_device(getattr(value, name), device))
+        return copied
     if isinstance(value, list | MutableMapping):
         items = value.items() if isinstance(value, MutableMapping) else enumerate(value)
-        made = copy(value)
+        copied = copy(value)
         for key, each in items:
-            made[key] = _to_device(each, device)
-        return made
+            copied[key] = _to_device(each, device)
+        return copied
     if isinstance(value, Mapping):
         return {name: _to_device(each, device) for name, each in value.items()}
     return value
 
 
-def _check_result(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        got = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+def _check_result(result: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
         raise UsageError(f"loss: expected a tuple (sum, count) or (sum, count, dict), got {got}")
-    total, count, *others = found
+    total, count, *others = result
     if not isinstance(total, Tensor) or total.numel() != 1:
-        what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise UsageError(f"loss: expected a sum, a tensor with one element, got {what}")
+        got = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise UsageError(f"loss: expected a sum, a tensor with one element, got {got}")
     if torch.is_grad_enabled() and not total.requires_grad:
         raise UsageError("loss: the sum depends on no trained parameter; was it detached?")
     if isinstance(count, Tensor):
@@ -84,7 +86,7 @@ def _check_result(found: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
 
 
 class NamedSums:
-    """Sums of the passes on this rank, with the names of the first pass, which all ranks share."""
+    """Sums over the passes of this rank; all passes and ranks have the same names."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None  # None: no pass has run
@@ -103,7 +105,7 @@ class NamedSums:
     def take(self, ranks: Collectives, device: torch.device) -> Tensor:
         """Return the sums of this rank in the order of their names, and reset them.
 
-        Collective the first time after a pass: UsageError if the names of another rank differ.
+        The first call after a pass is collective: UsageError if the names of another rank differ.
         """
         if self.names is not None and not self._are_shared:
             for rank, names in enumerate(ranks.all_gather_object(self.names)):
@@ -111,18 +113,18 @@ class NamedSums:
                     both = f"{_listed(self.names)}, rank {rank} {_listed(names)}"
                     raise UsageError(f"loss: rank {ranks.rank} has sums named {both}")
             self._are_shared = True
-        found = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
+        sums = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
         for index, name in enumerate(self.names or ()):
-            found[index] += self._sums.pop(name)
-        return found
+            sums[index] += self._sums.pop(name)
+        return sums
 
 
-def check_sums(found: Any) -> dict[str, float | Tensor]:
-    """Return the sums that a loss function has returned, without gradients."""
-    if not isinstance(found, Mapping) or len(found) > _MOST:
-        got = len(found) if isinstance(found, Mapping) else type(found).__name__
-        raise UsageError(f"loss: expected a dict of at most {_MOST} named sums, got {got}")
-    return {_check_name(name): _to_number(name, each) for name, each in found.items()}
+def check_sums(sums: Any) -> dict[str, float | Tensor]:
+    """Return the named sums of a loss function without gradients; UsageError if invalid."""
+    if not isinstance(sums, Mapping) or len(sums) > _MOST_SUMS:
+        got = len(sums) if isinstance(sums, Mapping) else type(sums).__name__
+        raise UsageError(f"loss: expected a dict of at most {_MOST_SUMS} named sums, got {got}")
+    return {_check_name(name): _to_number(name, value) for name, value in sums.items()}
 
 
 def _check_name(name: Any) -> str:
@@ -130,7 +132,7 @@ def _check_name(name: Any) -> str:
         expected = "letters, digits and ._/- after a letter, at most 64, not val_*"
         raise UsageError(f"loss: {name!r:.80}: expected as the name of a sum {expected}")
     if name in RESERVED_NAMES:
-        raise UsageError(f"loss: {name}: metrics.jsonl has another value of this name; rename it")
+        raise UsageError(f"loss: {name}: this name is used in metrics.jsonl; rename the sum")
     return name
 
 

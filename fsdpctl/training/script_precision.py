@@ -1,11 +1,11 @@
 """Computation of a script's module in bf16.
 
 Note: the rule is that of Lightning and accelerate with FSDP. Parameters are gathered in bf16, and
-floating-point inputs of the module are cast to it. The script's loss function runs under
-torch.autocast. Buffers keep their dtype and their values: statistics and tables of positions stay
-float32, in checkpoints too. Where a module has floating-point buffers of its own, or is a
-normalization, its own parameters are cast to the dtype of these, or to float32. Under autocast
-alone, where parameters are float32, they have it too, and kernels expect that.
+floating-point inputs of the module are cast to bf16. The script's loss function runs under
+torch.autocast. Buffers keep their dtype and their values: statistics and position tables stay
+float32, in checkpoints too. If a submodule has floating-point buffers, its parameters are cast to
+the dtype of the buffers; those of a normalization without buffers are cast to float32. Kernels
+expect this combination, because parameters are float32 under autocast alone.
 """
 
 import re
@@ -29,43 +29,45 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def widen_parameters(module: nn.Module) -> None:
-    """Let normalizations, and modules with buffers, compute with parameters like their buffers."""
-    for each in module.modules():
-        buffers = (buffer for buffer in each._buffers.values() if buffer is not None)
+    """Have normalizations, and modules with buffers, cast their parameters as described above."""
+    for part in module.modules():
+        buffers = (buffer for buffer in part._buffers.values() if buffer is not None)
         dtypes = [buffer.dtype for buffer in buffers if buffer.is_floating_point()]
-        if each._parameters and (dtypes or isinstance(each, _NORMS)):
+        if part._parameters and (dtypes or isinstance(part, _NORMS)):
             dtype = dtypes[0] if dtypes else torch.float32
-            each.forward = partial(_forward_widened, each, each.forward, dtype)
+            part.forward = partial(_forward_widened, part, part.forward, dtype)
 
 
 def _forward_widened(
     module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
-    own = module._parameters
+    params = module._parameters
     wide: dict[str, Any] = {
         name: param.to(dtype) if param is not None and param.is_floating_point() else param
-        for name, param in own.items()
+        for name, param in params.items()
     }
     module._parameters = wide
     try:
         return forward(*args, **kwargs)
     finally:
-        module._parameters = own
+        module._parameters = params
 
 
 @contextmanager
 def dtype_errors_as_usage(config: Config) -> Iterator[None]:
-    """Raise a UsageError if torch refuses to compute with the dtypes of a script's module."""
+    """Convert torch's errors about dtypes in a script's module to UsageError."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if not (config.model.is_script_module and _DTYPE_ERROR.search(str(error))):
             raise
         dtype, frames = config.precision.param_dtype, traceback.extract_tb(error.__traceback__)
-        own = [each for each in frames if not each.filename.startswith(_LIBRARIES)]
-        where = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
-        what, way = str(error).strip().splitlines()[0], "set precision=fp32, or cast there"
+        frames_of_script = [x for x in frames if not x.filename.startswith(_LIBRARIES)]
+        location = ""
+        if frames_of_script:
+            location = f"{frames_of_script[-1].filename}, line {frames_of_script[-1].lineno}: "
+        problem, hint = str(error).strip().splitlines()[0], "set precision=fp32, or cast there"
         if dtype == "float32":
-            way = "call module.float() before fsdpctl.train, or cast there"
-        problem = f"{where}{one_line(what)}; {way}"
-        raise UsageError(f"precision.param_dtype={dtype}: {problem}") from error
+            hint = "call module.float() before fsdpctl.train, or cast there"
+        message = f"{location}{one_line(problem)}; {hint}"
+        raise UsageError(f"precision.param_dtype={dtype}: {message}") from error

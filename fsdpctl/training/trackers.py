@@ -1,10 +1,10 @@
 """Trackers store and show the numbers of runs; each is imported if `log.trackers` names it.
 
-Note: steps after a resume. A run that failed trains the steps after its checkpoint again, with the
-same values, since a resume is exact. A tracker continues its run and gets each value once:
-TensorBoard drops what follows the checkpoint. Others get no value that metrics.jsonl had and that
-they have stored, and those before the checkpoint that a killed start had not sent. The id of the
-run in trackers is a file of the run directory.
+Note: a failed run repeats the steps after its checkpoint, with the same values, because a resume is
+exact. Each tracker continues its run and gets each value once. TensorBoard drops the values after
+the checkpoint. Other trackers do not get a value again that metrics.jsonl contains and that they
+have stored. They also get the values before the checkpoint that a killed start had not sent. The
+run's id in trackers is stored in the run directory.
 """
 
 import os
@@ -31,7 +31,7 @@ _LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
 _FLUSH_SECONDS = 10  # a killed run may lose the values of this time
 _ID = r"[a-z0-9]{1,64}"
 _LONGEST = 300  # characters of a message
-_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # environment variable
 _BLOCK = 1 << 15  # bytes that wandb writes at a time
 _PARAMS, _METRICS, _LONGEST_PARAM = 100, 1000, 500  # limits of a request to MLflow
 
@@ -47,7 +47,7 @@ class _TensorBoard:
         self._begin = step
 
     def is_stored(self, step: int, name: str) -> bool:
-        """Return whether a value of an earlier start is stored."""
+        """Return whether the tracker has stored a value in an earlier start."""
         return step <= self._begin
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -56,7 +56,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self, *, well: bool) -> None:
-        """Store the remaining values, which may take long; `well`: the run did not fail."""
+        """Store the remaining values, which may take long; `well` is False if the run failed."""
         self._writer.close()
 
 
@@ -66,16 +66,17 @@ class _Wandb:
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import wandb
 
-        number = _tracker_id(run_dir)
-        stored = _steps_of_wandb([*run_dir.glob(f"wandb/offline-run-*-{number}/*.wandb")])
+        run_id = _tracker_id(run_dir)
+        logs = [*run_dir.glob(f"wandb/offline-run-*-{run_id}/*.wandb")]
         self._run = wandb.init(
-            id=number, resume="allow", project=_project(config, "WANDB_PROJECT"),
+            id=run_id, resume="allow", project=_project(config, "WANDB_PROJECT"),
             name=run_dir.name, dir=str(run_dir), config=to_settings(config),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
-        # Steps below it; without a server, a run does not know of earlier starts.
-        self._stored = self._run.starting_step if self._run.resumed else stored
-        self._newest = self._stored if self._run.resumed else 0
+        # Steps below this one are stored. Without a server, wandb does not know earlier starts.
+        resumed = self._run.resumed
+        self._stored = self._run.starting_step if resumed else _steps_of_wandb(logs)
+        self._newest = self._stored if resumed else 0
 
     def is_stored(self, step: int, name: str) -> bool:
         return step < self._stored
@@ -89,15 +90,15 @@ class _Wandb:
 
 
 class _Trackio:
-    """A run of Trackio, in its database on this machine or where its variables say."""
+    """A run of Trackio, in its database on this machine or as its environment variables say."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import trackio
 
         with redirect_stdout(StringIO()):
             name = f"{run_dir.name}-{_tracker_id(run_dir)}"
-            about = {"config": to_settings(config), "resume": "allow", "embed": False}
-            self._run = trackio.init(_project(config, "TRACKIO_PROJECT"), name, **about)
+            options = {"config": to_settings(config), "resume": "allow", "embed": False}
+            self._run = trackio.init(_project(config, "TRACKIO_PROJECT"), name, **options)
         self._last = getattr(self._run, "_initial_last_step", None)
 
     def is_stored(self, step: int, name: str) -> bool:
@@ -112,31 +113,36 @@ class _Trackio:
 
 
 class _Mlflow:
-    """A run of MLflow, by a tag; a thread sends its values, several steps at once."""
+    """A run of MLflow, found by a tag. A thread sends the values of several steps at once."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(), Metric
-        project, number = _project(config, "MLFLOW_EXPERIMENT_NAME"), _tracker_id(run_dir)
-        if is_usual := _RETRIES not in os.environ:  # which would hold up the start for minutes
+        project, run_id = _project(config, "MLFLOW_EXPERIMENT_NAME"), _tracker_id(run_dir)
+        # With MLflow's default number of retries, an unreachable server delays a start by minutes.
+        if is_default := _RETRIES not in os.environ:
             os.environ[_RETRIES] = "2"
-        known = self._client.get_experiment_by_name(project)
-        where = self._client.create_experiment(project) if known is None else known.experiment_id
-        found = self._client.search_runs([where], f"tags.fsdpctl = '{number}'", max_results=1)
-        if found:
-            self._run = found[0].info.run_id
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(project)
+        else:
+            experiment_id = experiment.experiment_id
+        query = f"tags.fsdpctl = '{run_id}'"
+        runs = self._client.search_runs([experiment_id], query, max_results=1)
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
         else:
-            about = {"tags": {"fsdpctl": number}, "run_name": run_dir.name}
-            self._run = self._client.create_run(where, **about).info.run_id
-            words = [Param(name, x[:_LONGEST_PARAM]) for name, x in to_settings(config).items()]
-            for start in range(0, len(words), _PARAMS):
-                self._client.log_batch(self._run, params=words[start : start + _PARAMS])
-        if is_usual:
+            options = {"tags": {"fsdpctl": run_id}, "run_name": run_dir.name}
+            self._run = self._client.create_run(experiment_id, **options).info.run_id
+            params = [Param(name, x[:_LONGEST_PARAM]) for name, x in to_settings(config).items()]
+            for start in range(0, len(params), _PARAMS):
+                self._client.log_batch(self._run, params=params[start : start + _PARAMS])
+        if is_default:
             del os.environ[_RETRIES]
-        self._steps: dict[str, set[int]] = {}  # that are stored, by name
+        self._steps: dict[str, set[int]] = {}  # stored steps by name
         self._error: Exception | None = None
         self._queue = SimpleQueue[Any]()
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
@@ -145,7 +151,8 @@ class _Mlflow:
     def is_stored(self, step: int, name: str) -> bool:
         if name not in self._steps:
             stored = self._client.get_metric_history(self._run, _mlflow_name(name))
-            self._steps[name] = {each.step for each in stored if each.step >= step}  # they increase
+            # Later calls ask for later steps only.
+            self._steps[name] = {each.step for each in stored if each.step >= step}
         return step in self._steps[name]
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -183,7 +190,7 @@ _TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
 
 
 class Trackers:
-    """The configured trackers. One that fails is dropped, and the run continues."""
+    """The configured trackers. If a tracker fails, it is dropped, and the run continues."""
 
     def __init__(
         self,
@@ -193,12 +200,13 @@ class Trackers:
         warn: Callable[[str], None],
         earlier: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Start the trackers after `step`; `warn` gets a message about each that fails.
+        """Start the trackers after `step`; `warn` gets a message if a tracker fails.
 
-        `earlier` are the last lines of metrics.jsonl, also those that this start writes again.
+        `earlier` contains the last lines of metrics.jsonl, including the lines of steps that this
+        start repeats.
         """
         self._warn = warn
-        self._written: dict[int, set[str]] = {}  # names of values by step
+        self._written: dict[int, set[str]] = {}  # names of values in `earlier`, by step
         for line in earlier:
             self._written.setdefault(line["step"], set()).update(line)
         self._trackers: dict[str, Tracker] = {}
@@ -209,30 +217,30 @@ class Trackers:
             self.log_line(line)
 
     def log_line(self, line: Mapping[str, Any]) -> None:
-        """Log the numbers of a line of metrics.jsonl."""
+        """Send the numbers of a line of metrics.jsonl to the trackers."""
         step = line["step"]
         figures = {
             name: value
             for name, value in line.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        again = self._written.get(step, set())
-        for name, each in list(self._trackers.items()):
+        repeated = self._written.get(step, set()) & figures.keys()
+        for name, tracker in list(self._trackers.items()):
             with self._dropping(name):
-                stored = {x for x in again & figures.keys() if each.is_stored(step, x)}
+                stored = {x for x in repeated if tracker.is_stored(step, x)}
                 if new := {x: value for x, value in figures.items() if x not in stored}:
-                    each.log(step, new)
+                    tracker.log(step, new)
 
     def close(self, *, well: bool) -> None:
-        """Send the remaining values for a limited time, shorter if an error is to be reported."""
+        """Send the remaining values for a limited time, which is shorter if the run failed."""
         patience = _LEAVING_SECONDS if well else _FAILING_SECONDS
         for name, each in list(self._trackers.items()):
             thread = threading.Thread(target=self._close, args=(name, each, well), daemon=True)
             thread.start()
             thread.join(patience)
             if thread.is_alive():
-                where = f"log.trackers={name}"
-                self._warn(f"{where}: not closed within {patience:g} s, values may be missing")
+                problem = f"not closed within {patience:g} s, values may be missing"
+                self._warn(f"log.trackers={name}: {problem}")
         self._trackers.clear()
 
     def _close(self, name: str, tracker: Tracker, well: bool) -> None:
@@ -264,18 +272,18 @@ def _tracker_id(run_dir: Path) -> str:
 def _steps_of_wandb(logs: Sequence[Path]) -> int:
     """Return one more than the last step in the logs of earlier starts without a server.
 
-    A killed run leaves whole blocks, whose last step may be incomplete.
+    A killed run leaves whole blocks, and the last step in them may be incomplete.
     """
-    found = [0]
+    counts = [0]
     for log in logs:
         with open(open_regular(log), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 8 * _BLOCK))
             steps = re.findall(rb"_step\x82\x01[\x01-\x14](\d+)", file.read())
-        found += [int(each) + (size % _BLOCK > 0) for each in steps]
-    return max(found)
+        counts += [int(each) + (size % _BLOCK > 0) for each in steps]
+    return max(counts)
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name without characters that MLflow rejects, such as of a source of a mixture."""
+    """Return a name without characters that MLflow rejects, such as those in names of sources."""
     return re.sub(r"[^\w./ -]", "_", name)

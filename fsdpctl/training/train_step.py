@@ -41,14 +41,14 @@ class LaunchContext:
 
     stop_requested: Callable[[], bool]  # by a signal to this rank
     started: float  # when the launch began, in seconds since the epoch
-    # Called once there is something to save, with a barrier of all ranks. Before that, a stop
-    # request ends this rank at once.
+    # Called after the first step, with a barrier of all ranks. Before that, a stop request ends
+    # this rank at once, because there is nothing to save.
     on_first_step: Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The objects of a training run, made by assemble.py."""
+    """The objects of a training run; assemble.py constructs them."""
 
     config: Config
     run_dir: Path
@@ -65,14 +65,14 @@ class TrainingParts:
 class LaunchedStep:
     """A step that the device may still be computing."""
 
-    step: int  # steps, including this one
+    step: int  # number of launched steps, including this one
     samples: int  # samples consumed, including this step
     tokens: int  # in the samples of all ranks, without padding
     record: StepRecord
-    limits: SpikeLimits  # above which the step is not applied
+    limits: SpikeLimits  # the step is not applied if a value is higher
     lr: float
     clock: StepClock
-    named_sums: tuple[str, ...]  # sums of a script's loss besides its own
+    named_sums: tuple[str, ...]  # names of the sums of a script's loss
 
 
 def launch_step(
@@ -86,9 +86,10 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch the step that follows `step` steps and `samples` samples. Collective.
 
-    Above `limits`, it is not applied. `own`, called after the backward passes, returns this rank's
-    requests and gradient norm. While a profile is recorded (`is_traced`), nothing is prefetched for
-    the next step, since torch crashes if a trace ends in between.
+    The step is not applied if its values exceed `limits`. `local_stats()` is called after the
+    backward passes and returns this rank's requests and gradient norm. While a profile is recorded
+    (`is_traced`), nothing is prefetched for the next step: torch crashes if a trace ends between a
+    prefetch and its use.
     """
     config = parts.config
     clock = StepClock(parts.device, parts.model.take_waits)
@@ -100,12 +101,12 @@ def launch_step(
         group["lr"] = lr
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
-    if config.model.is_script_module:  # all ranks have the statistics that are saved
+    if config.model.is_script_module:  # all ranks get the statistics that a checkpoint saves
         move_buffers(parts.model.module, parts.device, parts.model.collectives)
     clock.lap("optimizer")
-    model, goes_on = parts.model, step + 1 < config.train.steps
-    if goes_on and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
-        model.prefetch_forward_params()  # overlaps with what is between the steps
+    model, is_last = parts.model, step + 1 >= config.train.steps
+    if not is_last and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
+        model.prefetch_forward_params()  # overlaps with the work between two steps
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
     named = parts.named_sums.names or ()
@@ -121,20 +122,20 @@ def run_passes(
     limits: SpikeLimits = SpikeLimits(),
     local_stats: Callable[[], LocalStepStats] = LocalStepStats,
 ) -> StepRecord:
-    """Run the passes of a step, as `launch_step`; return its record with gradients. Collective."""
+    """Run the passes of a step, as in `launch_step`; return its record. Collective."""
     loss_sum, tokens, nominal, by_source = _run_micro_steps(parts, step, samples, clock)
     parts.model.sync_gradients()
     if parts.named_sums.names is not None:
         sums = parts.named_sums.take(parts.model.collectives, parts.device)
         by_source = torch.stack([sums, tokens.double().expand_as(sums)])
-    added = local_stats()
+    stats = local_stats()
     return record_step(
         parts.model,
         loss_sum=loss_sum,
         tokens=tokens,
         nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        own=LocalStepStats(added.flags, added.grad_norm, by_source),
+        own=LocalStepStats(stats.flags, stats.grad_norm, by_source),
         limits=limits,
     )
 
@@ -142,7 +143,7 @@ def run_passes(
 def finish_step(
     launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
 ) -> StepMetrics:
-    """Return the metrics of a launched step; may wait for the device."""
+    """Return the metrics of a launched step; waits for the device to complete it."""
     figures, times = launched.record.stats(), launched.clock.times()
     named = dict(zip(launched.named_sums, figures.source_losses, strict=False))
     return StepMetrics(
@@ -156,8 +157,9 @@ def _run_micro_steps(
 ) -> tuple[Tensor, Tensor, int, Tensor | None]:
     """Run forward and backward of every micro-batch.
 
-    Returns the sum of the losses of target tokens in float64, the number of these tokens, the one
-    by which losses were divided, and the losses and tokens of each source of a mixture.
+    Returns the sum of the losses of target tokens in float64, the number of target tokens, the
+    nominal number of tokens by which losses were divided, and the losses and tokens of each source
+    of a mixture.
     """
     config, plan = parts.config, parts.train_batches.plan
     rank = parts.model.collectives.rank
@@ -190,9 +192,14 @@ def _run_micro_steps(
     return loss_sum, tokens, nominal, sources.sums()
 
 
-def reseed(*place: int) -> None:
-    """Seed the generators from the position in the run: Datasets of scripts use all of them."""
-    seed = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
+def reseed(*position: int) -> None:
+    """Seed the generators of torch, Python and NumPy from the position in the run.
+
+    Datasets of scripts may use any of the three generators.
+    """
+    seed = int.from_bytes(
+        hashlib.blake2b(repr(position).encode(), digest_size=8).digest(), "little"
+    )
     torch.manual_seed(seed >> 1)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""The training loop: launch a step, report completed steps, act between steps; its callbacks."""
+"""The training loop: launches a step, reports completed steps, and acts between steps."""
 
 import gc
 import time
@@ -28,13 +28,13 @@ _STEPS_BETWEEN_GC = 50  # steps between two collections of cycles
 
 
 class Callback:
-    """Hooks of a run, complete when constructed. Each hook does nothing unless overridden.
+    """Hooks of a run. Each hook does nothing unless overridden.
 
     The loop calls the hooks of all callbacks in the order of their list. Collective means that
     all ranks call the hook at the same point, so that it may communicate.
     """
 
-    saves_state = False  # whether `save` does
+    saves_state = False  # whether `save` writes a checkpoint
 
     def begin(self, run: "Trainer") -> None:
         """Prepare for the first step of this start. Collective."""
@@ -43,7 +43,7 @@ class Callback:
         """React to a launched step, without waiting for the device. Collective."""
 
     def inspect_gradients(self, run: "Trainer") -> None:
-        """Look at the reduced gradients of a step before they are applied. Not collective."""
+        """Inspect the reduced gradients of a step before they are applied. Not collective."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `act` has work after `step`: the same on all ranks."""
@@ -53,23 +53,26 @@ class Callback:
         """Handle the metrics of a completed step; steps come in order. Not collective."""
 
     def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
-        """Do what is due or requested; return what has been requested by its end. Collective."""
+        """Do due or requested work; return `requested` with the requests received meanwhile.
+
+        Collective.
+        """
         return requested
 
     def prepare(self, run: "Trainer") -> None:
         """Prepare for the first save, after a step is complete. Collective."""
 
     def save(self, run: "Trainer", *, was_requested: bool = False) -> None:
-        """Save this step unless it is saved. Collective."""
+        """Save the state after this step, unless it is saved already. Collective."""
 
     def idle(self, run: "Trainer") -> None:
-        """Do cheap work between pieces of long work. Not collective."""
+        """Do cheap work between steps and between batches of a validation. Not collective."""
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Finish, even after a failure. Collective if `is_joint(error)`."""
 
     def finish_pending(self) -> None:
-        """After a failure, let the checkpoint in progress complete as far as possible."""
+        """After a failure, let a checkpoint in progress complete as long as it makes progress."""
 
 
 def is_joint(error: BaseException | None) -> bool:
@@ -79,9 +82,9 @@ def is_joint(error: BaseException | None) -> bool:
 
 @contextmanager
 def synchronized_gc() -> Iterator[None]:
-    """Turn off automatic garbage collection within the block, which collects at chosen steps.
+    """Turn off automatic garbage collection within the block; the loop collects at fixed steps.
 
-    An automatic collection pauses every rank at another step, and the other ranks wait for it.
+    Automatic collections pause the ranks at different steps, and all ranks wait for each of them.
     Objects that exist before the block are frozen, so that no collection visits them.
     """
     was_enabled, freezes = gc.isenabled(), not gc.get_freeze_count()
@@ -99,9 +102,9 @@ def synchronized_gc() -> Iterator[None]:
 
 
 class Trainer:
-    """The loop over the remaining steps of a run, and the state that all ranks agree on.
+    """The loop over the remaining steps of a run, with the state that is equal on all ranks.
 
-    Everything else, such as validation and checkpoints, is a callback.
+    Validation, checkpoints and reports are callbacks.
     """
 
     def __init__(
@@ -120,13 +123,13 @@ class Trainer:
         self.step = done.step  # launched optimizer steps
         self.samples = done.samples
         self.owes_validation, self.best = done.owes_validation, done.best
-        self.is_ending = False  # a stop was requested after the last step
+        self.is_ending = False  # a stop was requested during the newest step
         self.is_traced = False  # a profile is being recorded
         # On CUDA the host launches one step ahead instead of waiting for the device.
         self.lag = int(parts.device.type == "cuda")
         self._callbacks, self._context = callbacks, context
         self._queue: deque[LaunchedStep] = deque()
-        self._acted = done.step  # the step after which everything due has been done
+        self._acted = done.step  # the last step after which the callbacks have acted
         self._handles_requests = False
         self._rule = RejectionRule(config.train, done)
         self._probe = GradientProbe(parts.model.module)
@@ -140,15 +143,15 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the last step; StoppedError or NonFiniteError if the run ends before."""
+        """Train to the last step; StoppedError or NonFiniteError if the run ends earlier."""
         with synchronized_gc(), self._running(), dtype_errors_as_usage(self.parts.config):
-            self._act(RequestFlags())  # validates if an earlier start still owes it
+            self._act(RequestFlags())  # runs a validation that is pending from an earlier start
             while not self.is_over():
                 self._launch()
                 is_due = self.is_over() or any(map(self.is_due, self._callbacks))
                 requested = self._report(0 if is_due else self.lag)
                 if requested.stops or requested.save:
-                    requested |= self._report(0)  # to save the state after the newest step
+                    requested |= self._report(0)  # a save needs the newest step to be complete
                 self._act(requested)
         if self.is_ending:
             self.requests.clear(STOP)
@@ -191,7 +194,7 @@ class Trainer:
         return done.is_finished(self.total_steps, self.parts.config.train.patience)
 
     def record_validation(self, loss: float) -> bool:
-        """Note the loss of this step's validation; return whether none before was lower."""
+        """Record the validation loss of this step; return whether it is the lowest of the run."""
         done = self.progress().after_validation(loss)
         self.owes_validation, self.best = False, done.best
         return done.best is not None and done.best.step == self.step
@@ -208,7 +211,7 @@ class Trainer:
         self._each(lambda callback: callback.idle(self))
 
     def handle_requests(self) -> None:
-        """From now on a stop request saves before it ends the run. Collective, once."""
+        """From now on, a stop request saves before it ends the run. Collective, once."""
         if not self._handles_requests:
             self._handles_requests = True
             self._each(lambda callback: callback.prepare(self))
@@ -225,9 +228,13 @@ class Trainer:
             flags = self.requests.poll(time.perf_counter() - began).flags
             return LocalStepStats(flags, self._probe.take())
 
-        limits, place = self._rule.limits(self.step + 1), (self.step, self.samples)
         launched = launch_step(
-            self.parts, *place, limits=limits, local_stats=local_stats, is_traced=self.is_traced
+            self.parts,
+            self.step,
+            self.samples,
+            limits=self._rule.limits(self.step + 1),
+            local_stats=local_stats,
+            is_traced=self.is_traced,
         )
         self.step, self.samples = launched.step, launched.samples
         self._queue.append(launched)
@@ -257,7 +264,7 @@ class Trainer:
         return requested
 
     def _act(self, requested: RequestFlags) -> None:
-        """Do what is due after this step and what was requested; StoppedError if it is to stop."""
+        """Do due and requested work after this step; StoppedError if a stop was requested."""
         for each in self._callbacks:
             requested = each.act(self, requested)
         self._acted = self.step
@@ -273,10 +280,10 @@ class Trainer:
 
     def _reason(self, requested: RequestFlags) -> str:
         saved = ", saved" * any(each.saves_state for each in self._callbacks)
-        why = ""
+        cause = ""
         if requested.by_clock:
-            why = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"
+            cause = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"
         elif requested.by_file:
-            why = f"; requested by {self.parts.run_dir / STOP}"
-        owed = "; its validation is pending" if self.owes_validation else ""
-        return f"stopped at step {self.step} of {self.total_steps}{saved}{why}{owed}"
+            cause = f"; requested by {self.parts.run_dir / STOP}"
+        pending = "; its validation is pending" if self.owes_validation else ""
+        return f"stopped at step {self.step} of {self.total_steps}{saved}{cause}{pending}"

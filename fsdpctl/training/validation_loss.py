@@ -1,4 +1,4 @@
-"""The mean loss over a validation set: of all data, and of each source of a mixture."""
+"""The mean loss over a validation set, in total and by source of a mixture."""
 
 import math
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from fsdpctl.training.train_step import reseed
 
 
 class ValidationLoss(NamedTuple):
-    """A mean loss in nats per token, of all data and of each source of a mixture."""
+    """A mean loss in nats per token, in total and by source of a mixture."""
 
     mean: float
-    tokens: int  # predicted ones
+    tokens: int  # number of predicted tokens
     by_source: dict[str, float]
-    named: dict[str, float]  # other sums of a script's loss, divided by its count
+    named: dict[str, float]  # named sums of a script's loss, divided by its count
 
     def to_line(self) -> dict[str, float | None]:
-        found = {f"val_loss/{name}": loss for name, loss in self.by_source.items()}
-        found |= {f"val_{name}": each for name, each in self.named.items()}
-        return {"val_loss": finite(self.mean), **{name: finite(x) for name, x in found.items()}}
+        values = {f"val_loss/{name}": loss for name, loss in self.by_source.items()}
+        values |= {f"val_{name}": mean for name, mean in self.named.items()}
+        return {"val_loss": finite(self.mean), **{name: finite(x) for name, x in values.items()}}
 
 
 @torch.no_grad()
@@ -44,16 +44,16 @@ def validation_loss(
     *,
     at_most: int,
     chunk_tokens: int,
-    goes_on: Callable[[int], bool] = lambda number: True,
+    should_continue: Callable[[int], bool] = lambda number: True,
 ) -> ValidationLoss | None:
     """Return the mean loss in nats per token over the validation data. Collective.
 
-    Every rank runs the same number of passes, over rows that exist, and losses are added in
-    float64, so that the result does not depend on the number of ranks beyond the rounding of single
-    passes. After each global batch, `goes_on(NUMBER)` is called; if it returns False, as on all
-    ranks, this returns None.
+    Every rank runs the same number of passes, without repeating rows, and losses are added in
+    float64. So the result depends on the number of ranks only by the rounding of single passes.
+    Calls `should_continue(NUMBER)` after each global batch. If it returns False, as on all ranks,
+    the validation ends and returns None.
     """
-    sums, others, named, done = {}, list[float](), NamedSums(), 0
+    sums, named_totals, named, done = {}, list[float](), NamedSums(), 0
     for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
@@ -65,16 +65,17 @@ def validation_loss(
                 total[0] += loss
                 total[1] += count
             done += 1
-            if not goes_on(done):
+            if not should_continue(done):
                 return None
         total = torch.cat([total, named.take(collectives, device)])
-        sums[name], others = (found := collectives.all_reduce(total).tolist())[:2], found[2:]
+        reduced = collectives.all_reduce(total).tolist()
+        sums[name], named_totals = reduced[:2], reduced[2:]
     tokens = sum(count for _, count in sums.values())
-    sums[""] = [sum(each for each, _ in sums.values()), tokens]
+    sums[""] = [sum(loss for loss, _ in sums.values()), tokens]
     # A loss mask may exclude all tokens.
-    means = {name: each / count if count else math.nan for name, (each, count) in sums.items()}
-    of_loss = [each / tokens if tokens else math.nan for each in others]
-    named_means = dict(zip(named.names or (), of_loss, strict=True))
+    means = {name: loss / count if count else math.nan for name, (loss, count) in sums.items()}
+    quotients = [total / tokens if tokens else math.nan for total in named_totals]
+    named_means = dict(zip(named.names or (), quotients, strict=True))
     return ValidationLoss(means.pop(""), int(tokens), means, named_means)
 
 
@@ -93,19 +94,21 @@ def _pass_loss(
     return losses.double().sum(), count
 
 
-def describe_validation(found: ValidationLoss, data: DataSet) -> str:
-    loss = found.mean
+def describe_validation(validation: ValidationLoss, data: DataSet) -> str:
+    loss = validation.mean
     text = f"validation loss {loss:.4f}"
     if isinstance(data.val, ScriptData):
-        return ", ".join([text, *(f"{name} {each:.4g}" for name, each in found.named.items())])
+        named = (f"{name} {mean:.4g}" for name, mean in validation.named.items())
+        return ", ".join([text, *named])
     text += " nats per token"
-    if found.by_source:
-        text += f" ({', '.join(f'{name} {each:.4f}' for name, each in found.by_source.items())})"
+    if validation.by_source:
+        losses = (f"{name} {mean:.4f}" for name, mean in validation.by_source.items())
+        text += f" ({', '.join(losses)})"
     bits = None if data.val is None else bits_per_byte(loss, data.val)
     return text if bits is None else f"{text}, {bits:.3f} bits per byte"
 
 
 def bits_per_byte(loss: float, stream: Corpus) -> float | None:
-    """Return a loss in nats per token as bits per byte; None if the text's size is unknown."""
+    """Convert a loss in nats per token to bits per byte; None if the text's size is unknown."""
     size = stream.num_bytes
     return loss / math.log(2) * stream.num_tokens / size if size else None

@@ -1,4 +1,4 @@
-"""The program of every rank: `python -m fsdpctl.training.worker RUN_DIR [measure]`."""
+"""The program of each rank: `python -m fsdpctl.training.worker RUN_DIR [measure]`."""
 
 import contextlib
 import ctypes
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fsdpctl.resolve.script_module import ScriptTask
 
 MODULE = "fsdpctl.training.worker"
-MEASURE_ONLY = "measure"  # as last argument: only steps, without output
-STATUS_FILE = "FSDPCTL_PAGES"  # environment variable: the file for the status of ranks on this host
+MEASURE_ONLY = "measure"  # last argument: run only steps, without output
+STATUS_FILE = "FSDPCTL_PAGES"  # environment variable: the file with the status of this host's ranks
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,9 +44,9 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
 def exit_with_launcher() -> None:
     """Have the kernel kill this worker, and its children, when its launcher exits.
 
-    It does not save first: without its launcher a rank may be suspended or its peers missing, and
-    the last checkpoint is complete. Until the first step is completed, a stop request ends the
-    worker at once, wherever it waits or compiles.
+    The worker then exits without saving: a peer may be gone or suspended, and the last checkpoint
+    is complete. Until the first step is completed, a stop request ends the worker at once, even
+    while it waits or compiles.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -62,10 +62,10 @@ def _die_with_parent() -> None:
 
 
 def _handle_signals(wait_for_all: Callable[[], None]) -> None:
-    """From now on, let a stop signal complete the step and save.
+    """From now on, let the worker complete the step and save after a stop signal.
 
-    If a signal ended another rank before it got here, waiting for that rank fails. This rank has
-    received the same signal or will in a moment, and also ends by it.
+    If a signal ended another rank before that rank called this function, waiting for it fails. This
+    rank has received the same signal, or receives it in a moment, and also ends by it.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _request_stop)
@@ -86,14 +86,14 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
     from fsdpctl.training.requests import stop_reason_at_start
 
     while not _can_save.wait(_INTERVAL):
-        if (why := stop_reason_at_start(run_dir, seconds, started)) is not None:
-            error = StoppedError(f"stopped before there was anything to save ({why})")
+        if (reason := stop_reason_at_start(run_dir, seconds, started)) is not None:
+            error = StoppedError(f"stopped before there was anything to save ({reason})")
             report_error(error)
             _exit_now(error.exit_code)
 
 
 def _redirect_stderr(logs: Path, rank: int) -> Path:
-    """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
+    """Redirect standard error to a log file, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
     with contextlib.suppress(OSError), open_nofollow(path, "wb", folders=1) as file:
         os.dup2(file.fileno(), 2)
@@ -101,7 +101,7 @@ def _redirect_stderr(logs: Path, rank: int) -> Path:
 
 
 def report_error(error: BaseException) -> None:
-    """Write the cause for the launcher to the file that torch's agent reads."""
+    """Write the error to the file that torch's agent reads for the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -128,8 +128,8 @@ def _train(
     config = plan.config
     started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
     if int(os.environ["RANK"]) == 0:
-        about = (run_dir, config.launch.time_limit, started)
-        threading.Thread(target=_watch_start, args=about, daemon=True).start()
+        args = (run_dir, config.launch.time_limit, started)
+        threading.Thread(target=_watch_start, args=args, daemon=True).start()
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
@@ -153,7 +153,7 @@ def _run(
     from fsdpctl.training.train_step import LaunchContext
 
     context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
-    about = {"shows": not only_measures, "only_measures": only_measures}
+    options = {"shows": not only_measures, "only_measures": only_measures}
     trainer, config = None, plan.config
     try:
         with (
@@ -161,21 +161,21 @@ def _run(
             tf32_matmuls(to_tf32=config.uses_tf32),
             fusing(config.launch.device if config.train.compile else None),
         ):
-            trainer = make_trainer(plan, world, context, task=task, **about)
+            trainer = make_trainer(plan, world, context, task=task, **options)
             trainer.run()
-        for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
+        for number in STOP_SIGNALS:  # the run is complete: a late signal must not make it fail
             signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
             write_snapshot(error, Path(str(config.train.run_dir)), world.rank)
-        report_error(error)  # before anything that may have to wait
+        report_error(error)  # first, because the following calls may wait for other ranks
         if trainer is not None:
             trainer.finish_pending()
         raise
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit at once: the regular shutdown may wait for peers that wait for this rank."""
+    """Exit without Python's shutdown, which may wait for peers that wait for this rank."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -186,7 +186,8 @@ def start_status() -> None:
     """Publish this rank's status, write stacks on SIGUSR2, and answer a watchdog."""
     from fsdpctl.comm.rank_status import RANK_STATUS
 
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
+    # The handler also runs while a thread holds the interpreter lock.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     if (path := os.environ.get(STATUS_FILE)) is not None:
         RANK_STATUS.open(Path(path), int(os.environ["LOCAL_RANK"]))
     RANK_STATUS.at("starting")
@@ -207,11 +208,11 @@ def main() -> None:
 
 
 def become_rank(run_dir: Path, store: "Store", task: "ScriptTask | None" = None) -> None:
-    """Train as rank `RANK` of another launcher, in a prepared run; ranks meet in `store`.
+    """Train as rank `RANK` of another launcher, in a prepared run; ranks connect by `store`.
 
-    This process exits with the run; with the `task` of a script, only if that fails.
-    A script that is the only rank may have no launcher.
+    This process exits with the run. With the `task` of a script, it exits only if the run fails.
     """
+    # A script that is the only rank may have no launcher to exit with.
     if task is None or os.environ["WORLD_SIZE"] != "1":
         exit_with_launcher()
     _work(run_dir, store, task)
@@ -234,12 +235,12 @@ def _work(
     try:
         _train(run_dir, store, task, only_measures=only_measures)
     except FsdpctlError as error:
-        if store is not None and rank == 0:  # there is no launcher of fsdpctl to print it
+        if store is not None and rank == 0:  # no launcher of fsdpctl prints the error
             os.write(terminal, f"fsdpctl: {one_line(str(error))}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         _exit_now(error.exit_code)
-    except SignalError as error:  # of a script, before there is anything to save
+    except SignalError as error:  # raised in a script before there is anything to save
         os.write(terminal, f"fsdpctl: {error} before there was anything to save\n".encode())
         _exit_now(error.exit_code)
     except Exception as error:
@@ -253,7 +254,7 @@ def _work(
     if task is not None:
         from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 
-        RANK_STATUS.at(FINISHING)  # for its watchdog: the script may continue for long
+        RANK_STATUS.at(FINISHING)  # the watchdog must not kill a script that continues
         os.dup2(terminal, 2)
         return
     _exit_now(0)  # torch's threads may abort a process while its interpreter shuts down

@@ -32,6 +32,7 @@ from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import stores
 from fsdpctl.io.activity import Reporter
 from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
+from fsdpctl.launch import prepare_run as module
 from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import ResumeState, inspect_run_dir, prepare_run_dir
@@ -345,7 +346,7 @@ def test_a_finished_run_completes_its_upload(run, monkeypatch):
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=to_settings(config)))
     (run / RUN_CONFIG).write_text(config_to_yaml(config))
-    monkeypatch.setattr(prepare_run, "prepare", lambda *_, **__: SimpleNamespace(config=config))
+    monkeypatch.setattr(module, "prepare", lambda *_, **__: SimpleNamespace(config=config))
     said: list[str] = []
     talk = Reporter(said.append, said.append, said.append)
     assert prepare_run(compose_config(settings), [], "auto", talk) is None

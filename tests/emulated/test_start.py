@@ -24,13 +24,13 @@ def test_a_rank_that_reads_longer_than_nccl_waits_ends_nobody(
     device = torch.device("cuda", rank)
     world: Any = dist.group.WORLD
     world._get_backend(device).options._timeout = timedelta(seconds=seconds / 2)
-    fill, beats = assemble._fill, []
+    fill, beats = assemble._load_state, []
 
     def slow_on_one(*given: Any) -> Any:
         time.sleep(seconds * rank)
         return fill(*given)
 
-    monkeypatch.setattr(assemble, "_fill", slow_on_one)
+    monkeypatch.setattr(assemble, "_load_state", slow_on_one)
     monkeypatch.setattr(type(RANK_STATUS), "at", lambda self, place, step=None: beats.append(place))
     typed = words(tmp_path, 2, "launch.device=cuda", f"train.run_dir={tmp_path / 'run'}")
     trainer = made([*typed, "train.steps=2", "precision=fp32"], device=device)

@@ -151,9 +151,9 @@ def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
     def act(nodes: NodeLauncher) -> object:
         if nodes.node == 0:
             nodes.announce_next_round(0, RestartRound([0, 2], 1))
-            return nodes.place()
+            return (nodes.node_index, len(nodes.members))
         following = nodes.wait_for_next_round(0)
-        return nodes.place() if nodes.node in following.nodes else None
+        return (nodes.node_index, len(nodes.members)) if nodes.node in following.nodes else None
 
     assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
 
@@ -161,7 +161,7 @@ def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
 def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdpctl.launch.handshake._POLL_SECONDS", 0.05)
     store = HashStore()
-    _, second, third = (Handshake(store, n, 3, noun="node", patience=20) for n in range(3))
+    _, second, third = (Handshake(store, n, 3, noun="node", timeout=20) for n in range(3))
     second.withdraw("was stopped before it began")
     with pytest.raises(UsageError, match="node 1: was stopped"):
         third.accept(lambda plan: "")
@@ -170,9 +170,9 @@ def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.Mo
 def test_a_duplicate_node_rank_is_rejected() -> None:
     store = HashStore()
     for number in range(2):
-        Handshake(store, number, 2, noun="node", patience=20)
+        Handshake(store, number, 2, noun="node", timeout=20)
     with pytest.raises(UsageError, match="node 1: already in use"):
-        Handshake(store, 1, 2, noun="node", patience=20)
+        Handshake(store, 1, 2, noun="node", timeout=20)
 
 
 def test_node_0_rejects_an_endpoint_of_another_machine() -> None:

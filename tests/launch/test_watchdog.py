@@ -29,9 +29,12 @@ from tests.distributed import distributed
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
 
 
-def state(rank: int, **about: object) -> RankState:
-    given = {"state": "S", "seconds": 9.0, "step": 3, "place": "reduce blocks.1", "waits": True}
-    return RankState(rank, "host", **{**given, **about})  # type: ignore[arg-type]
+def state(rank: int, **changes: object) -> RankState:
+    fields: dict[str, object] = {
+        "process_state": "S", "seconds": 9.0, "step": 3, "phase": "reduce blocks.1",
+        "is_waiting": True,
+    }  # fmt: skip
+    return RankState(rank, "host", **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
@@ -60,28 +63,35 @@ def test_long_places_stay_on_their_page(tmp_path):
 
 
 GROUPS = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
-MUTE = {"waits": False, "answers": False}
+EXITED, STOPPED = {"process_state": ""}, {"process_state": "T"}
+BUSY, UNRESPONSIVE = {"is_waiting": False}, {"is_responsive": False}
 
 
-@pytest.mark.parametrize(("states", "found"), [
-    ([{}, {"state": "T"}, {"begun": {"world": 1}}], [1]),  # stopped
-    ([{"begun": each} for each in GROUPS], [2]),  # has started fewer collectives
-    ([{}, {"waits": False}, {}], [1]), ([{}, {}], []),  # does not wait while others do
-    ([{"begun": {"world": 4}}, MUTE, {}, {"answers": False}], [1]),
-    ([{"state": ""}, {}], [0]), ([{"state": "", "waits": False}, {"waits": False}], []),  # finished
+def started(**counts: int) -> dict[str, object]:
+    return {"started_collectives": counts}
+
+
+@pytest.mark.parametrize(("changes", "blamed"), [
+    ([{}, STOPPED, started(world=1)], [1]),
+    ([started(**each) for each in GROUPS], [2]),
+    ([{}, BUSY, {}], [1]), ([{}, {}], []),
+    ([started(world=4), {**BUSY, **UNRESPONSIVE}, {}, UNRESPONSIVE], [1]),
+    ([EXITED, {}], [0]), ([{**EXITED, **BUSY}, BUSY], []),  # finished
 ])  # fmt: skip
-def test_the_ranks_that_the_others_wait_for(states, found):
-    assert blamed_ranks([state(rank, **about) for rank, about in enumerate(states)]) == found
+def test_the_ranks_that_the_others_wait_for(
+    changes: list[dict[str, object]], blamed: list[int]
+) -> None:
+    assert blamed_ranks([state(rank, **each) for rank, each in enumerate(changes)]) == blamed
 
 
 def test_a_report_names_rank_step_place_and_collective():
     said = describe_hang(
-        [state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30
+        [state(0), state(1, is_waiting=False, pending="gloo:all_reduce of 4 in world")], 30
     )
     assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
     assert "gloo:all_reduce of 4 in world" in said
     assert said.endswith("for 9 s; rank 0 waits for it in reduce blocks.1, step 3")
-    said = describe_hang([state(0), state(1, waits=False), state(2)], 32, is_usual=False)
+    said = describe_hang([state(0), state(1, is_waiting=False), state(2)], 32, is_usual=False)
     assert "for more than 32 s before its first step" in said
     assert "; 2 ranks wait for it, rank 0 in" in said
 

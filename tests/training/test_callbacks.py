@@ -98,7 +98,7 @@ def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monke
     log = replace(Config().log, trackers="tensorboard")
     journal = journal_in(tmp_path, configured(log=log), 5)
     sent: list[Any] = []
-    monkeypatch.setattr(journal.trackers, "line", sent.append)
+    monkeypatch.setattr(journal.trackers, "log_line", sent.append)
     journal.write({"step": 6, "loss": 1.0})
     warning = "log.trackers=tensorboard: no room; the run continues without it"
     assert warning in capsys.readouterr().out

@@ -321,7 +321,7 @@ def named(sums: Any) -> tuple[Any, ...]:
     (named([]), "loss: expected a dict of at most 100 named sums, got list"),
     (named({"a": torch.ones(2)}), "loss: a: expected a number, or a tensor with one elem"),
     (named({"a": "1"}), "loss: a: expected a number, or a tensor with one element, got '1'"),
-    (named({"lr": 1}), "loss: lr: metrics.jsonl has another value of this name; rename it"),
+    (named({"lr": 1}), "loss: lr: this name is used in metrics.jsonl; rename the sum"),
     (named({"val_a": 1}), "loss: 'val_a': expected as the name of a sum letters"),
     (named({1: 1}), "loss: 1: expected as the name of a sum letters"),
     (named({f"a{n}": 1 for n in range(101)}), "loss: expected a dict of at most 100 named sums"),

@@ -199,7 +199,7 @@ def test_the_help_and_the_page_tell_the_window():
     page = " ".join(Path("docs/long-runs.md").read_text().split())
     for text in (KEYS["train.spike_factor"].meaning, page):
         assert f"last {WINDOW} applied steps" in text
-    assert f"below {MIN_ACCEPTED} steps there is no threshold" in page
+    assert f"fewer than {MIN_ACCEPTED} steps there is no threshold" in page
 
 
 @pytest.mark.slow

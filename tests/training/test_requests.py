@@ -174,13 +174,15 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(rank, world_size, t
 
         sync = RequestSync(look, model.collectives, CPU, lag)
 
-        def goes_on(number: int) -> bool:
+        def should_continue(number: int) -> bool:
             nonlocal seen
             seen = number
             return sync.should_continue()  # noqa: B023
 
         about: dict[str, Any] = {"at_most": 0, "chunk_tokens": 0}
-        loss = validation_loss(model, batches, model.collectives, CPU, **about, goes_on=goes_on)
+        loss = validation_loss(
+            model, batches, model.collectives, CPU, **about, should_continue=should_continue
+        )
         assert (loss, seen) == (None, 3 + lag)
         assert sync.complete() == RequestFlags(by_signal=True, save=True)
         assert validation_loss(model, batches, model.collectives, CPU, **about) is not None

@@ -41,7 +41,7 @@ class Heard:
         self.stored: Container[int] = ()
         self.heard: list[Any] = []
 
-    def has(self, step: int, name: str) -> bool:
+    def is_stored(self, step: int, name: str) -> bool:
         return step in self.stored
 
     def log(self, step: int, figures: Any) -> None:

@@ -77,7 +77,7 @@ def _prepare(
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
     seen = inspect_run_dir(fill_auto(config, Stage.LENGTH), "auto")
     each.plan, estimate, _ = resolve_auto_of_run(
-        estimator, seen.config, seen.stored_config, seen.stored_config_location, note
+        estimator, seen.config, seen.stored_config, seen.stored_in, note
     )
     units, config = module_units(opened.module, None), each.plan.config
     sent = sent_per_step(config, units, each.plan.batches.num_micro_batches)

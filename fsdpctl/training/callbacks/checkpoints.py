@@ -1,4 +1,4 @@
-"""Checkpoints at intervals, on request and at the end, in the background if configured."""
+"""Saves checkpoints at intervals, on request and at the end, in the background if configured."""
 
 import gc
 import time
@@ -40,10 +40,10 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
-_SILENT_WAIT_SECONDS = 2.0  # that a save may wait for the base without a line
-_REPORTED_SECONDS = 5.0  # seconds; a faster save is not worth a line
+_SILENT_WAIT_SECONDS = 2.0  # a save prints a line if it waits longer for the base model
+_REPORTED_SECONDS = 5.0  # a line is printed if a save takes longer
 _POLL_SECONDS = 0.5
-_SLOWEST_RANK_SECONDS = 1800.0  # that other ranks may take longer to write than this one
+_SLOWEST_RANK_SECONDS = 1800.0  # that other ranks may need to write after this rank is done
 _STALLED_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
 _REPORT_INTERVAL = 10.0  # seconds
 
@@ -54,15 +54,15 @@ class UploadOutcome:
 
     step: int
     seconds: float = 0.0
-    message: str = ""  # what went wrong, after its setting
+    message: str = ""  # a problem, beginning with `checkpoint.remote=URL`
     has_failed: bool = False
 
 
 class Uploads:
-    """The thread that uploads complete checkpoints, if the run has an object store.
+    """A thread that uploads complete checkpoints, if the run has an object store.
 
-    The checkpoint `busy` that it works on is not deleted. One whose turn is still to come may be,
-    so that a hanging upload cannot fill the disk.
+    The checkpoint `busy`, whose upload is in progress, is not deleted. A queued checkpoint may be
+    deleted, so that a hanging upload cannot fill the disk.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Uploads:
         report: Callable[[UploadOutcome], None],
         remote: RemoteCheckpoints | None,
     ) -> None:
-        """Prepare to upload to `remote`, if any; a thread calls `report`."""
+        """Prepare to upload to `remote`, if any; the thread calls `report` after each upload."""
         self._keep, self._run_dir, self._report, self._remote = keep, run_dir, report, remote
         self._deleting = Lock()
         self.busy: Path | None = None
         self.best = ""  # the name of the checkpoint to keep for its validation loss
-        self._latest = 0  # step that was added
+        self._latest = 0  # step of the last added checkpoint
         self._thread = ThreadPoolExecutor(1, "uploads")
         self._last: Future[None] | None = None
         self.seconds = 0.0  # of the newest upload
@@ -94,13 +94,13 @@ class Uploads:
             remove_expired(self._run_dir / CHECKPOINTS, self._keep, (busy, self.best))
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Wait for uploads, and `say` how long."""
+        """Wait for uploads, and report the waiting time to `say`."""
         began = time.monotonic()
         while self._last is not None and not wait([self._last], _REPORT_INTERVAL).done:
             say(f"waiting for {REMOTE_KEY}: {time.monotonic() - began:.0f} s so far")
 
     def check(self) -> None:
-        """Check that the newest checkpoint is in the store; CheckpointError if it isn't."""
+        """Raise CheckpointError if the upload of the newest checkpoint failed."""
         newest = self._newest
         if newest is not None and newest.has_failed:
             raise CheckpointError(f"step {newest.step}: {newest.message}; to retry, run it again")
@@ -119,24 +119,25 @@ class Uploads:
         every, began = self._keep.keep_every, time.monotonic()
         is_kept = not self._keep.keep_last or (every and step % every == 0)
         is_kept = is_kept or folder.name == self.best
-        if step < self._latest and not is_kept:  # a slow store gets the newest
+        # If the store is slow, skip checkpoints that newer ones would replace there.
+        if step < self._latest and not is_kept:
             return UploadOutcome(step)
         if not (folder / MANIFEST).exists():
-            why = f"{REMOTE_KEY}: checkpoint deleted before its turn"
-            return UploadOutcome(step, message=why, has_failed=True)
+            problem = f"{REMOTE_KEY}: checkpoint deleted before its upload"
+            return UploadOutcome(step, message=problem, has_failed=True)
         try:
             remote.upload(folder)
-        except Exception as error:  # training continues, whatever it is
-            why = f"{REMOTE_KEY}: not uploaded: {error}; the checkpoint is in {folder}"
-            return UploadOutcome(step, time.monotonic() - began, why, has_failed=True)
+        except Exception as error:  # training continues after any error of a store
+            problem = f"{REMOTE_KEY}: not uploaded: {error}; the checkpoint is in {folder}"
+            return UploadOutcome(step, time.monotonic() - began, problem, has_failed=True)
         finally:
             self.seconds = time.monotonic() - began
-        why = ""
+        problem = ""
         try:
             remote.remove_expired(self._keep, folder)
         except FsdpctlError as error:
-            why = f"{REMOTE_KEY}: uploaded, but old checkpoints remain: {error}"
-        return UploadOutcome(step, self.seconds, why)
+            problem = f"{REMOTE_KEY}: uploaded, but old checkpoints remain: {error}"
+        return UploadOutcome(step, self.seconds, problem)
 
 
 @dataclass(slots=True)
@@ -146,10 +147,10 @@ class Save:
     step: int
     num_bytes: int
     began: float
-    stall: float = 0.0  # seconds that training waited for it
-    seconds: float = 0.0  # until it was complete
+    stall: float = 0.0  # seconds that training waited
+    seconds: float = 0.0  # from the start until the checkpoint was complete
     written: int = 0  # bytes
-    note: str = ""  # a failure after it was complete, on rank 0
+    note: str = ""  # rank 0: a failure after the checkpoint was complete
     done: Future[None] = field(default_factory=Future)
 
     def advance(self, count: int) -> None:
@@ -164,10 +165,10 @@ class Save:
 
 
 class Checkpoints(Callback):
-    """The checkpoints of a run: written one at a time, by all ranks at the same steps.
+    """Writes the checkpoints of a run, one at a time, on all ranks at the same steps.
 
-    In the background, a save costs the step a copy of this rank's part into host memory. A save
-    waits until the previous one is complete.
+    In the background mode, training waits only for a copy of this rank's part to host memory. A
+    save waits until the previous one is complete.
     """
 
     saves_state = True
@@ -181,28 +182,28 @@ class Checkpoints(Callback):
         *,
         uploads: bool,
     ) -> None:
-        """Save as configured, without the weights of the base that is named; report to `journal`.
+        """Save as configured, without the weights of a named base model; report to `journal`.
 
-        A thread uses the collectives of `ranks` during training: it also reads all `bases`, before
-        the first save. `uploads`: whether this rank does, if the run has an object store.
+        A thread uses the collectives of `ranks` during training, and reads all `bases` before the
+        first save. If `uploads`, this rank uploads to the run's object store, if it has one.
         """
-        about, run_dir = config.checkpoint, journal.run_dir
-        self._every, self._last = about.every, config.train.steps
-        self._keeps_best = about.keep_best
+        settings, run_dir = config.checkpoint, journal.run_dir
+        self._every, self._last = settings.every, config.train.steps
+        self._keeps_best = settings.keep_best
         self._ranks, self._journal, self._bases = ranks, journal, bases
         self._base = next((each.info for each in bases if each.is_named), None)
-        self._reading: Save | None = None  # of the bases
+        self._reading: Save | None = None  # progress of reading the bases
         self._folder = run_dir / CHECKPOINTS
         self._settings = to_settings(config)
-        self._staging = StagingMemory() if about.mode == "async" else None
+        self._staging = StagingMemory() if settings.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._current: Save | None = None
         self._saved_step = -1
         self._lacks_links = False
-        self._is_awaited = False  # a SAVE file is there until the checkpoint is complete
+        self._is_requested = False  # the file SAVE exists until the checkpoint is complete
         remote = remote_checkpoints_of(config) if uploads else None
-        self._uploads = Uploads(about, run_dir, self._report, remote)
+        self._uploads = Uploads(settings, run_dir, self._report, remote)
 
     def _report(self, done: UploadOutcome) -> None:
         self._journal.track({"step": done.step, "upload_seconds": round(done.seconds, 6)})
@@ -211,34 +212,36 @@ class Checkpoints(Callback):
 
     @property
     def fraction_written(self) -> float | None:
-        """The fraction written of this rank's part of the checkpoint in progress, if any."""
+        """The written fraction of this rank's part of a checkpoint in progress, if any."""
         current = self._current
         if current is None:
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
     @property
-    def _moved(self) -> int:
-        """The bytes that the thread has read and written, to detect a lack of progress."""
+    def _bytes_moved(self) -> int:
+        """The bytes that the thread has read and written; without progress they do not change."""
         return sum(each.written for each in (self._reading, self._current) if each is not None)
 
     def begin(self, run: Trainer) -> None:
-        """Begin with the checkpoint that the run resumes from, if any; verify the bases."""
+        """Note the checkpoint from which the run resumes, if any; start verifying the bases."""
         if self._bases:
             self._reading = Save(run.step, 0, time.perf_counter())
             self._reading.done = self._writer.submit(self._verify, self._reading)
         self._saved_step = run.step if run.step else -1
         if self._keeps_best and run.best is not None:
             self._keep_best(run.best.step)
-        for folder in complete_checkpoints(self._folder):  # whose upload may have been interrupted
+        for folder in complete_checkpoints(self._folder):  # their uploads may have been interrupted
             self._uploads.add(folder, step_of(folder))
 
     def prepare(self, run: Trainer) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
-            about, rank = (run.parts.model, run.parts.optimizer), self._ranks.rank
-            pieces = rank_pieces(*about, rank, trained_only=self._base is not None)
-            self._staging.prepare([each.values.detach() for each in pieces])
+            parts, trained_only = run.parts, self._base is not None
+            pieces = rank_pieces(
+                parts.model, parts.optimizer, self._ranks.rank, trained_only=trained_only
+            )
+            self._staging.prepare([piece.values.detach() for piece in pieces])
 
     def is_due(self, step: int) -> bool:
         return step == self._last or (self._every > 0 and step % self._every == 0)
@@ -256,20 +259,20 @@ class Checkpoints(Callback):
         if self._saved_step != run.step:
             began, model = time.perf_counter(), run.parts.model
             self.finish(run)
-            gc.collect()  # so that cycles do not hold memory while copies of the state need it
+            gc.collect()  # reference cycles must not hold memory that the copies need
             model.check_replicas()  # each replica writes a share of the checkpoint
-            about = CheckpointMetadata(run.progress(), self._settings, self._assets, self._base)
+            metadata = CheckpointMetadata(run.progress(), self._settings, self._assets, self._base)
             rank, optimizer = self._ranks.rank, run.parts.optimizer
-            snapshot = take_snapshot(model, optimizer, rank, about, self._staging)
+            snapshot = take_snapshot(model, optimizer, rank, metadata, self._staging)
             save = self._current = Save(run.step, snapshot.num_bytes, began)
             save.done = self._writer.submit(self._write, snapshot, save)
             if self._staging is None:
-                self._wait(save)  # detects a checkpoint without progress
+                self._wait(save)  # the watchdog kills the rank if the save makes no progress
             save.stall = time.perf_counter() - began
             self._saved_step = run.step
         if self._keeps_best and run.best is not None and run.best.step == run.step:
             self._writer.submit(self._keep_best, run.step)
-        self._is_awaited |= was_requested
+        self._is_requested |= was_requested
 
     def _verify(self, reading: Save) -> None:
         for each in self._bases:
@@ -279,15 +282,15 @@ class Checkpoints(Callback):
     def _write(self, snapshot: Snapshot, save: Save) -> None:
         if self._reading is not None:
             self._reading.done.result()  # raises the error
-            about = replace(snapshot.metadata, base=self._base)
-            snapshot = Snapshot(snapshot.pieces, snapshot.steps, about)
+            metadata = replace(snapshot.metadata, base=self._base)
+            snapshot = Snapshot(snapshot.pieces, snapshot.steps, metadata)
         folder = step_folder(self._folder, save.step)
         write_checkpoint(folder, snapshot, self._ranks, save.advance)
         if self._ranks.rank == 0:
             try:
                 self._link(LATEST, folder, save.step)
                 self._uploads.remove_old()
-            except OSError as error:  # only noted: nothing is lost
+            except OSError as error:  # only a note: the checkpoint is complete
                 save.note = f"{error.filename or self._folder}: {error.strerror}"
             self._uploads.add(folder, save.step)
         save.seconds = time.perf_counter() - save.began
@@ -295,36 +298,39 @@ class Checkpoints(Callback):
     def _keep_best(self, step: int) -> None:
         folder = step_folder(self._folder, step)
         if self._ranks.rank == 0 and folder in complete_checkpoints(self._folder):
-            with suppress(OSError):  # a full disk is reported where it costs something
+            with suppress(OSError):  # if the disk is full, the next save reports it
                 self._uploads.best = folder.name
                 self._link(BEST, folder, step)
                 self._uploads.remove_old()
 
     def _link(self, name: str, folder: Path, step: int) -> None:
-        """Make a link, which nothing depends on, to a checkpoint; the first failure is printed."""
-        why = replace_link(self._folder / name, folder)
-        if why and not self._lacks_links:
+        """Set a link to a checkpoint; only the first failure is printed: links are optional."""
+        problem = replace_link(self._folder / name, folder)
+        if problem and not self._lacks_links:
             self._lacks_links = True
-            self._journal.warn(why, step)
+            self._journal.warn(problem, step)
 
     def _wait(self, save: Save) -> None:
         reading = self._reading
         if reading is not None and wait([reading.done], _SILENT_WAIT_SECONDS).not_done:
-            what = f"waiting for the checksum of base model {self._bases[-1].info.path}"
-            self._journal.remark(f"step {save.step}: {what}")
-        since, shown, moved = time.perf_counter(), 0.0, self._moved
+            base = self._bases[-1].info.path
+            remark = f"step {save.step}: waiting for the checksum of base model {base}"
+            self._journal.remark(remark)
+        since, shown, moved = time.perf_counter(), 0.0, self._bytes_moved
         with doing("waiting for the checkpoint", "%") as advance:
             while not wait([save.done], _POLL_SECONDS).done:
-                share, before, moved = self.fraction_written or 0.0, moved, self._moved
-                # A rank that has done its part may wait for others; without progress it hangs.
+                fraction, before = self.fraction_written or 0.0, moved
+                moved = self._bytes_moved
                 if moved != before:
                     since = time.perf_counter()
-                is_over = share == 1 or (reading is not None and not reading.done.done())
-                waits = is_over and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
+                # A rank that has written its part may wait for other ranks. Otherwise, without
+                # progress, the rank hangs: it sends no heartbeat, so that the watchdog notices.
+                is_done = fraction == 1 or (reading is not None and not reading.done.done())
+                waits = is_done and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
                 if waits or moved != before:
                     RANK_STATUS.at("saving")
-                advance(int(100 * share) - int(100 * shown))
-                shown = share
+                advance(int(100 * fraction) - int(100 * shown))
+                shown = fraction
 
     def finish(self, run: Trainer) -> None:
         """Wait until the checkpoint in progress is complete, and report it."""
@@ -335,7 +341,7 @@ class Checkpoints(Callback):
     def idle(self, run: Trainer) -> None:
         """Report a checkpoint that has become complete, and remove the request for it.
 
-        CheckpointError if a base has changed: no step more than necessary is lost.
+        CheckpointError if a base has changed. It is raised early, so that few steps are lost.
         """
         if self._reading is not None and self._reading.done.done():
             self._reading.done.result()
@@ -345,37 +351,37 @@ class Checkpoints(Callback):
             try:
                 saved.done.result()
             except FsdpctlError:
-                self._journal.check_in_place()  # a missing run directory is the cause
+                self._journal.check_in_place()  # a deleted run directory is the better message
                 raise
-            # A run that stops waits for the upload, too.
+            # The time limit includes the upload: a run that stops waits for it.
             run.requests.limit.add_save(saved.seconds + self._uploads.seconds)
             self._journal.record_save(saved.to_line(), saved.seconds)
             if saved.note:
                 self._journal.warn(f"saved, but {saved.note}", saved.step)
             if saved.seconds > _REPORTED_SECONDS:
                 self._journal.remark(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
-        if self._is_awaited and self._current is None:
-            self._is_awaited = False
+        if self._is_requested and self._current is None:
+            self._is_requested = False
             run.requests.clear(SAVE)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        """Wait for uploads, on ranks that end together, and check them."""
+        """Wait for uploads if all ranks end at the same step, and check them."""
         if is_joint(error):
             self._journal.check_in_place()
             RANK_STATUS.at(FINISHING)
             self._uploads.wait(self._journal.remark)
-            if error is None:  # else it is the more important one; a warning was printed
+            if error is None:  # an earlier error is more important than a failed upload
                 self._uploads.check()
 
     def finish_pending(self) -> None:
-        """After a failure, let the checkpoint in progress complete as long as it advances."""
+        """After a failure, let a checkpoint in progress complete as long as it makes progress."""
         current = self._current
         if current is None:
             return
-        moved, since = self._moved, time.perf_counter()
+        moved, since = self._bytes_moved, time.perf_counter()
         while time.perf_counter() - since < _STALLED_SECONDS:
             if wait([current.done], _POLL_SECONDS).done:
                 return
-            if self._moved != moved:
+            if self._bytes_moved != moved:
                 RANK_STATUS.at("completing a checkpoint")
-                moved, since = self._moved, time.perf_counter()
+                moved, since = self._bytes_moved, time.perf_counter()

@@ -1,4 +1,4 @@
-"""Text generation, token by token, and a sample of it at the end of a run."""
+"""Text generation, token by token, and a generated sample at the end of a run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Sampling:
     seed: int
     temperature: float = 0.8  # 0: greedy
     top_p: float = 1.0  # probability mass of the likeliest tokens to sample from
-    end_tokens: tuple[int, ...] = ()  # tokens that end the text; they are returned too
+    end_tokens: tuple[int, ...] = ()  # tokens that end the text; generation yields them too
 
 
 @torch.no_grad()
@@ -36,9 +36,9 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, one per turn. Collective for a sharded model.
 
-    `turns` is an iterable of the same length on every rank: `range(COUNT)`, or one that may end
-    sooner. The model sees the last `context` tokens. `caches`: whether to cache keys and values;
-    compiled blocks would compile for each length.
+    `turns` is an iterable of the same length on every rank, such as `range(COUNT)`; it may end
+    early. The model sees the last `context` tokens. If `caches`, keys and values are cached.
+    Compiled blocks should not use the cache: they would be compiled again for each length.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), KeyValueCache()
@@ -46,7 +46,7 @@ def generate(
         with eval_mode(model), without_cudnn_attention():
             if caches and len(tokens) <= context:
                 logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
-            else:  # the position of every token has changed, so nothing in the cache is valid
+            else:  # the window has moved: positions have changed, so the cache is not valid
                 logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
         yield tokens[-1]
@@ -58,16 +58,16 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token from 1-D logits by nucleus sampling (Holtzman et al., 2020)."""
     if not sampling.temperature:
         return int(logits.argmax())
-    odds = torch.softmax(logits / sampling.temperature, dim=-1)
+    probs = torch.softmax(logits / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
-        sorted_odds, order = odds.sort(descending=True, stable=True)
-        before = sorted_odds.cumsum(0) - sorted_odds
-        odds[order[before >= sampling.top_p]] = 0
-    return int(torch.multinomial(odds, 1, generator=generator))
+        sorted_probs, order = probs.sort(descending=True, stable=True)
+        mass_before = sorted_probs.cumsum(0) - sorted_probs
+        probs[order[mass_before >= sampling.top_p]] = 0
+    return int(torch.multinomial(probs, 1, generator=generator))
 
 
 class SampleText(Callback):
-    """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
+    """Generates `train.sample_tokens` tokens after the last step; a stop request ends it."""
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         if error is not None or not run.parts.config.train.sample_tokens:
@@ -84,7 +84,7 @@ class SampleText(Callback):
     def _sample(self, run: Trainer) -> None:
         config, data = run.parts.config, run.parts.data
         count, sync = config.train.sample_tokens, run.request_sync()
-        number, has_ended = 0, False
+        count_done, has_ended = 0, False
 
         def turns() -> Iterator[None]:
             for _ in range(count):
@@ -95,9 +95,9 @@ class SampleText(Callback):
                 yield
 
         def until_ended() -> Iterator[int]:
-            nonlocal number, has_ended
+            nonlocal count_done, has_ended
             for token in tokens:
-                number += 1
+                count_done += 1
                 has_ended |= token in data.end_tokens
                 if not has_ended:
                     yield token
@@ -119,4 +119,4 @@ class SampleText(Callback):
                 write(piece)
         run.is_ending = sync.received.stops
         if run.is_ending:
-            run.journal.say(f"sample stopped after {number} of {count} tokens (stop requested)")
+            run.journal.say(f"sample stopped after {count_done} of {count} tokens (stop requested)")

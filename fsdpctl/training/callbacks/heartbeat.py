@@ -21,15 +21,15 @@ _LONGEST_MESSAGE = 2000  # characters
 
 
 class Heartbeat(Callback):
-    """A thread of rank 0 that writes heartbeat.json until the process ends, whatever training does.
+    """A thread of rank 0 that writes heartbeat.json until the process ends, even if training hangs.
 
-    A failure to write is ignored: readers then see the age of the last heartbeat.
+    A failure to write is ignored: readers notice the age of the last heartbeat.
     """
 
     def __init__(
         self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
     ) -> None:
-        """Write the first heartbeat and start the thread, if this rank `is_on`."""
+        """Write the first heartbeat and start the thread, if `is_on`."""
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
         self._facts: dict[str, Any] = {"namespace": pid_namespace()}
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
@@ -45,13 +45,16 @@ class Heartbeat(Callback):
         if self._first is None:
             self._first = step, now
         first, began = self._first
-        each = (now - began) / (step - first) if step > first else None
-        self._facts = {**self._facts, "step": step, "seconds_per_step": each}
-        if is_first:  # readers shall see at once that the run is no longer starting
+        seconds = (now - began) / (step - first) if step > first else None
+        self._facts = {**self._facts, "step": step, "seconds_per_step": seconds}
+        if is_first:  # `fsdpctl status` shows at once that training has started
             self._write()
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
+        """Record the end.
+
+        Ranks that end at the same step synchronize first; if a rank is missing, this times out.
+        """
         if is_joint(error):
             self._ranks.all_gather_object(0)
             state, message = ENDED if error is None else STOPPED, str(error or "")
@@ -69,7 +72,7 @@ class Heartbeat(Callback):
         if self._is_on:
             with self._writing, contextlib.suppress(OSError):
                 if is_periodic and self._has_ended.is_set():
-                    return  # it waited while the last one was written
+                    return  # the last heartbeat was written while this call waited for the lock
                 host, now = socket.gethostname(), time.time()
                 record = HeartbeatRecord(host, os.getpid(), now, **self._facts)
                 files.write_atomic(self._path, json.dumps(asdict(record)) + "\n")

@@ -1,7 +1,8 @@
 """Memory of a rank: the heap of CPU ranks, and snapshots after an out-of-memory error.
 
-A snapshot is for https://pytorch.org/memory_viz. Recording allocations costs nothing. The Python
-lines that allocate are recorded only on request, because they slow down every allocation.
+https://pytorch.org/memory_viz shows a snapshot. Recording allocations costs nothing, unless the
+Python lines that allocate are recorded too, which slows down every allocation. They are recorded
+only if `log.memory_snapshot` is set.
 """
 
 import ctypes
@@ -13,20 +14,22 @@ from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.trainer import Callback, Trainer
 
 _STEPS_BETWEEN_TRIMS = 20
-_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
+_MOST_ENTRIES = 100_000  # of the history, so that a file has less than a few hundred MB
 
 
 class HeapTrim(Callback):
-    """Returns the free pages of glibc's heap to the system every few steps.
+    """Returns the free pages of glibc's heap to the system every 20 steps.
 
-    Note: why the heap grows. Tensors of a step live for different times, so that the next one finds
-    the holes that it needs only sometimes: the bytes in use stay, and the heap grows with every
-    step. Other allocators keep pages free too, and a fixed threshold for mmap costs a page fault
-    for every page of every tensor.
+    It has no effect with another C library.
+
+    Note: without this, the heap grows with every step, although the bytes in use do not. Tensors of
+    a step are freed at different times, so the tensors of the next step often do not fit into the
+    freed ranges. Other allocators keep free pages too, and a fixed threshold for mmap costs a page
+    fault for every page of every tensor.
     """
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc only
 
     def step(self, run: Trainer, done: StepMetrics) -> None:
         if self._trim is not None and done.step % _STEPS_BETWEEN_TRIMS == 0:
@@ -34,13 +37,19 @@ class HeapTrim(Callback):
 
 
 def watch_allocations(device: torch.device) -> None:
-    """Record the Python lines that allocate tensors from now on."""
+    """Record the Python lines that allocate tensors on a CUDA device.
+
+    A snapshot shows only the allocations after this call.
+    """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)
 
 
 def write_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
-    """Write a snapshot, if possible, of an out-of-memory `error`, and name its file there."""
+    """After an out-of-memory `error`, write a snapshot and add its file to the error's message.
+
+    Does nothing for other errors, or if the snapshot cannot be written.
+    """
     if not isinstance(error, torch.OutOfMemoryError):
         return
     path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"

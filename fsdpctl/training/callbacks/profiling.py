@@ -10,23 +10,22 @@ from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.train_step import TrainedModel
 from fsdpctl.training.trainer import Callback, Trainer
 
-_TRACED_STEPS = 3  # steps
-_SKIPPED_STEPS_AT_START = (
-    2  # at a start: the first creates optimizer states, the second starts the tracer
-)
+_TRACED_STEPS = 3
+# The first step creates optimizer states, and the second one starts the tracer.
+_SKIPPED_STEPS_AT_START = 2
 _SKIPPED_STEPS = 1
 
 
 class Profiling(Callback):
-    """Traces at the start of a run or on request, each in new files, one per rank.
+    """Traces three steps at the start of a run or on request, into one file per rank.
 
-    They are `profile/from-step-S-rank-N.json`, for https://ui.perfetto.dev and chrome://tracing.
+    https://ui.perfetto.dev and chrome://tracing show `profile/from-step-S-rank-N.json`.
     """
 
     def __init__(
         self, model: TrainedModel, run_dir: Path, rank: int, *, at_start: bool = False
     ) -> None:
-        """Trace into `run_dir`; with `at_start` also without a request."""
+        """Write traces into `run_dir`; if `at_start`, trace the first steps without a request."""
         self._model, self._rank, self._at_start = model, rank, at_start
         self._folder = run_dir / PROFILES
         self._profile: profile | None = None
@@ -37,13 +36,13 @@ class Profiling(Callback):
             self._start(run, _SKIPPED_STEPS_AT_START)
 
     def after_launch(self, run: Trainer) -> None:
-        """Count a step of the trace; once it is written, end it on all ranks."""
+        """Count a step of the trace; end the trace on all ranks after its file is written."""
         if self._profile is None:
             return
         self._profile.step()
         if self._is_written:
             self.end(run, None)
-            run.ranks.barrier()  # the files of the other ranks are complete too
+            run.ranks.barrier()  # PROFILE is removed after all ranks have written their files
             run.requests.clear(PROFILE)
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
@@ -52,14 +51,14 @@ class Profiling(Callback):
         return requested
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        """End a trace; of one in progress, write the part that exists."""
+        """End a trace; if it is in progress, write the traced part."""
         if self._profile is not None:
             self._profile.stop()
             self._model.name_ranges(is_on=False)
         self._profile, self._is_written, run.is_traced = None, False, False
 
     def _start(self, run: Trainer, skipped: int) -> None:
-        """Trace three steps after `skipped` ones, or all remaining steps if there are too few."""
+        """Skip `skipped` steps, then trace three; trace all remaining steps if they are fewer."""
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"from-step-{run.step}-rank-{self._rank}.json"
@@ -71,7 +70,8 @@ class Profiling(Callback):
 
         steps = run.total_steps - run.step
         first = skipped if steps >= skipped + _TRACED_STEPS else 0
-        with warnings.catch_warnings(action="ignore"):  # of a trace that begins at once
+        # torch warns of a schedule without a warm-up step.
+        with warnings.catch_warnings(action="ignore"):
             active = min(_TRACED_STEPS, steps - first)
             rule = schedule(wait=max(first - 1, 0), warmup=min(first, 1), active=active, repeat=1)
         self._profile = profile(schedule=rule, on_trace_ready=write)

@@ -1,4 +1,4 @@
-"""The reports of a run: metrics, the cost of a restart, the estimate, uncompiled functions."""
+"""The reports of a run: metrics, cost of a restart, estimated and measured values, warnings."""
 
 import logging
 import os
@@ -20,12 +20,16 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
-_STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
-RESTART = "FSDPCTL_RESTART"  # in the environment
+# Steps before the comparison: the first one compiles, and all allocate.
+_STEPS = 3
+RESTART = "FSDPCTL_RESTART"  # environment variable: the restart that started this worker
 
 
 class EstimateReport(Callback):
-    """The peak memory of a run, on GPUs next to the estimate after the first steps, as the time."""
+    """Compares step time and peak memory with the estimate, after the first steps.
+
+    CPU processes report their peak memory after the last step.
+    """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         """Compare with the estimate in `run_dir` after three steps from `first_step` on."""
@@ -36,9 +40,9 @@ class EstimateReport(Callback):
     def step(self, run: Trainer, done: StepMetrics) -> None:
         if len(self._seconds) < _STEPS:
             self._seconds.append(done.times.total)
-            if len(self._seconds) == _STEPS and (found := self.time()) is not None:
-                run.journal.remark(found[0])
-                run.journal.record(found[1])
+            if len(self._seconds) == _STEPS and (report := self.time()) is not None:
+                run.journal.remark(report[0])
+                run.journal.record(report[1])
 
     def time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
@@ -56,8 +60,9 @@ class EstimateReport(Callback):
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         if run.step == self._at and run.parts.device.type == "cuda":
             memory = peak_memory(run.parts.device)
-            own = (memory.allocated or 0, memory.reserved)
-            allocated, reserved = map(max, zip(*run.ranks.all_gather_object(own), strict=True))
+            peaks_of_rank = (memory.allocated or 0, memory.reserved)
+            gathered = run.ranks.all_gather_object(peaks_of_rank)
+            allocated, reserved = map(max, zip(*gathered, strict=True))
             peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
             run.journal.record(peaks)
             if self._estimate is not None:
@@ -72,27 +77,29 @@ class EstimateReport(Callback):
             run.journal.remark(self.memory(reserved))
 
     def memory(self, resident: int) -> str:
-        """Return a message about the memory of a CPU process, next to the estimate."""
+        """Return a message about the memory of a CPU process and its estimate."""
         text = f"memory: {format_bytes(resident)} per process, with Python and its libraries"
         if self._estimate is None:
             return text
         return f"{text}; {format_bytes(self._estimate.peak_reserved_bytes)} estimated for tensors"
 
 
-def _compared_peaks(peaks: Mapping[str, int], known: SavedEstimate) -> str:
+def _compared_peaks(peaks: Mapping[str, int], estimate: SavedEstimate) -> str:
     texts = []
     for name in ("allocated", "reserved"):
-        measured, estimated = peaks[f"peak_{name}_bytes"], getattr(known, f"peak_{name}_bytes")
-        off = "equal to the estimate"
+        measured, estimated = peaks[f"peak_{name}_bytes"], getattr(estimate, f"peak_{name}_bytes")
+        comparison = "equal to the estimate"
         if measured != estimated:
-            off = f"{format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
-        texts.append(f"{format_bytes(measured)} {name} peak, {off}")
+            comparison = (
+                f"{format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
+            )
+        texts.append(f"{format_bytes(measured)} {name} peak, {comparison}")
     return f"memory: {'; '.join(texts)}"
 
 
 def _deviation(expected: float, measured: float, digits: int = 0) -> str:
-    off = expected / measured - 1 if measured else 0.0
-    return f"{abs(off):.{digits}%} {'above' if off >= 0 else 'below'} measured"
+    excess = expected / measured - 1 if measured else 0.0
+    return f"{abs(excess):.{digits}%} {'above' if excess >= 0 else 'below'} measured"
 
 
 class RunReporter(Callback):
@@ -100,23 +107,23 @@ class RunReporter(Callback):
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints | None) -> None:
         self._journal, self._checkpoints = journal, checkpoints
-        text = os.environ.get(RESTART)  # of the restart that started this worker
+        text = os.environ.get(RESTART)
         self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
     def begin(self, run: Trainer) -> None:
         self._journal.progress.start(compiles=run.parts.config.train.compile)
 
     def step(self, run: Trainer, done: StepMetrics) -> None:
-        """Write and show the metrics; after the first step also what a restart cost."""
-        rows, line = run.parts.train_batches.samples, done.to_line()
-        if not isinstance(rows, MixedSamples):
+        """Write and show the metrics; after the first step, report the cost of a restart."""
+        samples, line = run.parts.train_batches.samples, done.to_line()
+        if not isinstance(samples, MixedSamples):
             self._journal.write(line)
         else:
-            losses = zip(rows.sources, done.figures.source_losses, strict=False)
+            losses = zip(samples.sources, done.figures.source_losses, strict=False)
             by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
-            self._journal.write(line | by_source | rows.to_line(done.samples))
+            self._journal.write(line | by_source | samples.to_line(done.samples))
             size = run.parts.config.train.global_batch_size
-            for text in rows.new_epochs(done.samples - size, done.samples):
+            for text in samples.new_epochs(done.samples - size, done.samples):
                 self._journal.remark(f"step {done.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
@@ -125,8 +132,8 @@ class RunReporter(Callback):
             self._journal.record({"restart": asdict(restart)})
             text = f"first completed step, {seconds:.1f} s after the failure"
             self._journal.say(f"step {done.step}: {text}")
-        share = None if self._checkpoints is None else self._checkpoints.fraction_written
-        self._journal.progress.step(done, share)
+        fraction = None if self._checkpoints is None else self._checkpoints.fraction_written
+        self._journal.progress.step(done, fraction)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         self._journal.progress.stop(is_complete=error is None)
@@ -136,7 +143,7 @@ class RunReporter(Callback):
 class CompilerReport(Callback, logging.Handler):
     """Warns once if torch.compile gives up on a function, which then runs uncompiled.
 
-    Dynamo only logs that, and the log of a rank is removed when the run succeeds.
+    Dynamo only writes a log message, and fsdpctl removes the log of a rank that succeeds.
     """
 
     _LOGGER = logging.getLogger("torch._dynamo.convert_frame")
@@ -149,7 +156,7 @@ class CompilerReport(Callback, logging.Handler):
         self._LOGGER.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Warn with the reason that Dynamo logs, without its advice."""
+        """Print the reason in Dynamo's log message as a warning, without Dynamo's advice."""
         journal, self._journal = self._journal, None
         if journal is not None:
             reason, *_ = record.getMessage().partition("\nTo ")

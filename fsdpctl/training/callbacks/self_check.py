@@ -1,4 +1,4 @@
-"""The check of the first step of a start: whether it was what the configuration says."""
+"""Checks that the first step of a start did what the configuration says."""
 
 import re
 import time
@@ -32,8 +32,8 @@ from fsdpctl.training.requests import RequestFlags
 from fsdpctl.training.train_step import TrainedModel, TrainingParts, run_passes
 from fsdpctl.training.trainer import Callback, Trainer
 
-_LEAK_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
-_NUM_SUMS = 1024  # changes of many weights may cancel out in one sum, but not in all of these
+_LEAK_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3}  # relative to the loss of a document
+_NUM_SUMS = 1024  # changes of many weights may cancel out in one sum, but not in all sums
 _NORM_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative
 _LENGTH = 16
 _MOST_PASSES = 2
@@ -50,11 +50,11 @@ class SelfCheck(Callback):
         """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
         self._sharding, self._mode = sharding, mode
         self._at = first_step + 1 if mode != "off" else -1
-        self._norms: dict[str, Tensor] = {}  # of the gradients, by unit
+        self._norms: dict[str, Tensor] = {}  # gradient norms by unit
         self._tokens = 0
         self._awaits_change = mode != "off"
         self._before: list[Tensor] = []  # sums of the weights before the newest step
-        self._lr = 0.0  # of the newest step, if it was applied
+        self._lr = 0.0  # of the newest step; 0 if it was not applied
 
     def inspect_gradients(self, run: Trainer) -> None:
         if self._awaits_change:
@@ -80,28 +80,28 @@ class SelfCheck(Callback):
             self._tokens = done.figures.tokens
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
-        """Check everything; SelfCheckError if something is wrong that is not only to be printed."""
+        """Run the checks and print errors; SelfCheckError if `train.self_check` is `auto`."""
         if not run.is_due(self):
             return requested
-        began, is_first, found = time.perf_counter(), run.step == self._at, list[str]()
+        began, is_first, errors = time.perf_counter(), run.step == self._at, list[str]()
         warnings = [*self._warnings(run)]
         if is_first:
             self._at = -1
             with doing("checking the first step"):
-                found = list(dict.fromkeys(self._findings(run)))
+                errors = list(dict.fromkeys(self._errors(run)))
         if is_first or warnings:
-            run.journal.record({"self_check": [*found, *warnings]})
-        for line in (*found, *warnings):
+            run.journal.record({"self_check": [*errors, *warnings]})
+        for line in (*errors, *warnings):
             run.journal.say(f"self-check: {line}")
-        if found and self._mode == "auto":
-            problem = f"{found[0]}; set train.self_check=warn to train nevertheless"
+        if errors and self._mode == "auto":
+            problem = f"{errors[0]}; set train.self_check=warn to train nevertheless"
             raise SelfCheckError(f"train.self_check: {problem}")
-        if is_first and not (found or warnings):
+        if is_first and not (errors or warnings):
             run.journal.remark(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
         return requested
 
     def _warnings(self, run: Trainer) -> Iterator[str]:
-        """Yield whether a step that should change weights has changed none. Collective."""
+        """Yield a warning if the step changed no weight although it should. Collective."""
         if not self._awaits_change or self._lr <= 0:
             return
         self._awaits_change = False
@@ -113,20 +113,21 @@ class SelfCheck(Callback):
                 "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
             )
 
-    def _findings(self, run: Trainer) -> Iterator[str]:
-        """Yield what is wrong, the same on every rank. Collective."""
+    def _errors(self, run: Trainer) -> Iterator[str]:
+        """Yield the errors of the first step, the same on every rank. Collective."""
         if not self._tokens:
             yield "no token of the step is trained on"
             return
         model, config = run.parts.model, run.parts.config
-        if config.model.is_script_module:  # of which there is no small copy
+        if config.model.is_script_module:  # a script's module has no small copy
             return
-        own = {unit for unit, norm in self._norms.items() if norm}
+        with_gradient = {unit for unit, norm in self._norms.items() if norm}
         units = {s.unit for s in model.flat_shards() if s.trainable}
-        units -= set().union(*run.ranks.all_gather_object(own))
+        units -= set().union(*run.ranks.all_gather_object(with_gradient))
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
-        if run.parts.device.type == "cuda":  # its kernels mask documents by themselves
+        # On CUDA, attention kernels mask documents, rather than a mask that fsdpctl builds.
+        if run.parts.device.type == "cuda":
             yield from _find_leaks(run)
         if isinstance(model, ShardedModel):
             norm, expected = compare_gradients(run.parts, self._sharding)
@@ -141,21 +142,21 @@ class SelfCheck(Callback):
 
 
 def _bit_sums(model: TrainedModel) -> list[Tensor]:
-    """Return sums of the bits of each trained shard: those of every `_NUM_SUMS`th element."""
+    """Return sums of the bits of each trained shard, each over every `_NUM_SUMS`th element."""
     shards = [shard for shard in model.flat_shards() if shard.trainable]
-    parts = [each for shard in shards for each in (shard.master, shard.remainder)]
-    found = []
-    for bits in (as_integers(each) for each in parts if each is not None):
+    parts = [part for shard in shards for part in (shard.master, shard.remainder)]
+    sums = []
+    for bits in (as_integers(part) for part in parts if part is not None):
         end = len(bits) // _NUM_SUMS * _NUM_SUMS
-        found += [bits[:end].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64), bits[end:].clone()]
-    return found
+        sums += [bits[:end].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64), bits[end:].clone()]
+    return sums
 
 
 @torch.no_grad()
 def _find_leaks(run: Trainer) -> Iterator[str]:
-    """Yield whether a packed document sees another one in its sequence. Collective."""
+    """Yield an error if a packed document sees another document of its sequence. Collective."""
     parts = run.parts
-    if parts.config.data.packing is False:  # a sequence has one document, and padding after it
+    if parts.config.data.packing is False:  # each sequence has one document
         return
     batches = parts.train_batches
     position = run.samples - batches.plan.global_batch_size
@@ -164,14 +165,16 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
     if not any(run.ranks.all_gather_object(row is not None)):
         return
-    targets, moved = torch.full_like(batch.targets, IGNORE_INDEX), batch.tokens.clone()
-    if row is not None:  # the loss of its last document, and its other documents with other tokens
+    # Only the last document of a row has a loss. Its loss must not change with the tokens of the
+    # documents before it.
+    targets, changed_tokens = torch.full_like(batch.targets, IGNORE_INDEX), batch.tokens.clone()
+    if row is not None:
         *before, last = batch.lengths[row]
         start, stop = batch.index_of(sum(before)), batch.index_of(sum(before) + last)
         targets[row, start:stop] = batch.tokens[row, start:stop]
-        moved[row, :start] = (moved[row, :start] + 1) % batches.vocab_size
+        changed_tokens[row, :start] = (changed_tokens[row, :start] + 1) % batches.vocab_size
     losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
-    for tokens in (batch.tokens, moved):
+    for tokens in (batch.tokens, changed_tokens):
         changed = replace(batch, tokens=tokens, targets=targets)
         with eval_mode(parts.model):
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
@@ -182,14 +185,14 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
 
 
 def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, float]:
-    """Return the gradient norm of a step of ranks, and of one process with the same samples.
+    """Return the gradient norm of a step on all ranks, and in one process with the same samples.
 
-    Both are those of a small copy of the model with random weights and tokens, sharded by
-    `sharding`, which is that of the model. Ranks share the samples as in the run. Collective.
+    Both steps use a small copy of the model with random weights and tokens. The copy on all
+    ranks is sharded by `sharding`, and ranks share samples as in the run. Collective.
     """
     config = _small_config(parts.config)
     assert isinstance(parts.model, ShardedModel)
-    shared = config.train.context_parallel
+    context_parallel = config.train.context_parallel
     module = meta_copy(config.model)
     blocks = one_of_each(config.activation_checkpointing.blocks, len(block_names(module)))
     prepare_blocks(module, config.changed({BLOCKS: blocks}))
@@ -197,8 +200,8 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     model.train(False)
     ranks, passes = model.collectives.size, min(config.accumulation.steps or 1, _MOST_PASSES)
     plan = plan_batches(
-        ranks // shared * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
-        context_parallel=shared,
+        ranks // context_parallel * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
+        context_parallel=context_parallel,
     )  # fmt: skip
     stream = _stream(config, plan.global_batch_size * config.train.seq_len)
     batches = Batches(stream.samples(config.train.seq_len), plan, 0, VOCABULARY)
@@ -209,22 +212,21 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
 
 
 def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
-    """Return those of some units whose like has no gradient in the copy, as an image encoder."""
+    """Return the units whose counterpart in the small copy gets no gradient.
+
+    An image encoder is such a unit.
+    """
     if not units:
         return set()
-    used: dict[str, bool] = {}  # of the copy's parameters, by name without the numbers of blocks
+    used: dict[str, bool] = {}  # parameters of the copy, by name without block numbers
     for name, grad in _gradients(parts).items():
-        used[_without_block_numbers(name)] = used.get(_without_block_numbers(name), False) or bool(
-            grad.any()
-        )
+        name = _without_block_numbers(name)
+        used[name] = used.get(name, False) or bool(grad.any())
 
     def is_unused(unit: str) -> bool:
-        found = [
-            each
-            for name, each in used.items()
-            if name.startswith(f"{_without_block_numbers(unit)}.")
-        ]
-        return bool(found) and not any(found)
+        prefix = f"{_without_block_numbers(unit)}."
+        are_used = [each for name, each in used.items() if name.startswith(prefix)]
+        return bool(are_used) and not any(are_used)
 
     return set(filter(is_unused, units))
 
@@ -234,9 +236,9 @@ def _without_block_numbers(name: str) -> str:
 
 
 def _small_config(config: Config) -> Config:
-    shared, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
-    # Every rank that shares a sample has a part of it, if that is possible.
-    length = min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
+    group, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
+    # If possible, every rank that shares a sample has a part of it.
+    length = min(tokens_per_rank(_LENGTH, group) * group, config.train.seq_len)
     changed = {"seq_len": length, "compile": False, "mlp_chunk_tokens": 0}
     changed["loss_chunk_tokens"] = _LENGTH // 2 if chunk else 0
     values = {f"train.{name}": value for name, value in changed.items()}
@@ -256,15 +258,15 @@ def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
     tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     summed_loss(module, batch, parts.device, config.train.loss_chunk_tokens or 0).backward()
-    found = module.named_parameters()
-    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in found}
+    params = module.named_parameters()
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in params}
 
 
 def _single_process_norm(config: Config, stream: TokenStream, device: torch.device) -> float:
     """Return the gradient norm of the mean loss over all targets.
 
-    The loss is torch's, of all logits at once: with the functions of a run, a mistake in these
-    would be on both sides.
+    The loss is torch's cross entropy over all logits. With fsdpctl's loss functions, a mistake in
+    them would be on both sides of the comparison.
     """
     module = small_copy(config.model, device)
     tokens = torch.from_numpy(stream.tokens[:].astype(np.int64)).to(device)

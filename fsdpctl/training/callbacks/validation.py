@@ -18,10 +18,10 @@ class Validation(Callback):
         assert config.train.steps is not None
         self._every, self._last = config.train.eval_every, config.train.steps
         self._has_data = has_data
-        self._is_pending = False  # an earlier start stopped before this step's validation
+        self._is_pending = False  # the last start stopped before this step's validation
 
     def begin(self, run: Trainer) -> None:
-        """Determine whether an earlier start owes a validation that no start has done since."""
+        """Determine whether the validation of the checkpoint's step is still pending."""
         if run.owes_validation:
             metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
             loss = validation_loss_at(metrics, run.step) if is_main else None
@@ -35,7 +35,7 @@ class Validation(Callback):
         return self._has_data and (every or step == self._last)
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
-        """Validate, unless a stop was requested or is requested in the meantime."""
+        """Validate; a stop request skips or ends the validation."""
         if not (self._is_pending or run.is_due(self)):
             return requested
         run.handle_requests()
@@ -52,7 +52,7 @@ class Validation(Callback):
         total, done = parts.val_batches.num_validation_batches(at_most), 0
         sync = run.request_sync(run.lag)
 
-        def goes_on(number: int) -> bool:
+        def should_continue(number: int) -> bool:
             nonlocal done
             done = number
             advance(1)
@@ -70,11 +70,11 @@ class Validation(Callback):
                 parts.device,
                 at_most=at_most,
                 chunk_tokens=train.loss_chunk_tokens or 0,
-                goes_on=goes_on,
+                should_continue=should_continue,
             )
         if loss is None:
-            how_far = f"validation stopped after {done} of {total} batches"
-            run.journal.say(f"step {run.step}: {how_far} (stop requested)")
+            progress = f"validation stopped after {done} of {total} batches"
+            run.journal.say(f"step {run.step}: {progress} (stop requested)")
         else:
             run.journal.write({"step": run.step, **loss.to_line()})
             run.journal.say(f"step {run.step}: {describe_validation(loss, parts.data)}")
@@ -83,7 +83,7 @@ class Validation(Callback):
         return sync.complete()
 
     def _record(self, run: Trainer, loss: float) -> None:
-        """Save the best checkpoint; say why the run is over if it is before its last step."""
+        """Save the best checkpoint; print the reason if the run ends before its last step."""
         if run.record_validation(loss) and run.parts.config.checkpoint.keep_best:
             run.save()
         if run.is_over() and run.step < self._last:
