@@ -1,4 +1,4 @@
-"""A conversation and its renderings: of its beginnings, and with other text in a message."""
+"""A conversation, rendered up to any message, and with other text in a message."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from fsdpctl.chats.render import Rendered, Renderer
 from fsdpctl.chats.values import Message
 from fsdpctl.io.untrusted import parse_json
 
-# No two share their first or last character. Whatever a template writes next to the content
-# therefore differs from the first or last character of at least one of two fillers.
+# Texts that replace the content of a message, to locate it in a rendering. All have different first
+# and last characters: text that a template writes next to the content can equal only one of them.
 FILLERS = (
     "Dxw first filler words 4", "kzq second filler words 9",
     "Vju third filler words 7", "bqy fourth filler words 2",
@@ -30,10 +30,8 @@ def fillers_for(message: Message) -> list[str]:
 class Conversation:
     """A chat with a template to render it."""
 
-    def __init__(
-        self, renderer: Renderer, chat: Chat, control_pattern: re.Pattern[str] | None
-    ) -> None:
-        self.renderer, self.chat, self.controls = renderer, chat, control_pattern
+    def __init__(self, renderer: Renderer, chat: Chat, controls: re.Pattern[str] | None) -> None:
+        self.renderer, self.chat, self.control_pattern = renderer, chat, controls
         self._cache: dict[tuple[int, bool], Rendered] = {}
 
     @property
@@ -44,30 +42,32 @@ class Conversation:
     def assistant_indices(self) -> list[int]:
         return [i for i, each in enumerate(self.messages) if each["role"] == ASSISTANT]
 
-    def render_prefix(self, count: int, *, add_generation_prompt: bool = False) -> Rendered:
-        key = (count, add_generation_prompt)
+    def render_prefix(self, count: int) -> Rendered:
+        """Render the first `count` messages."""
+        return self._render_prefix(count, has_prompt=False)
+
+    def prompt_for(self, index: int) -> Rendered:
+        """Render the messages before `index`, followed by the header of an assistant message."""
+        return self._render_prefix(index, has_prompt=True)
+
+    def _render_prefix(self, count: int, *, has_prompt: bool) -> Rendered:
+        key = (count, has_prompt)
         if key not in self._cache:
-            self._cache[key] = self.render(
-                self.messages[:count], add_generation_prompt=add_generation_prompt
-            )
+            self._cache[key] = self.render(self.messages[:count], has_prompt=has_prompt)
         return self._cache[key]
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
-    ) -> Rendered:
-        """Render any messages with the tools and variables of this chat."""
+    def render(self, messages: Sequence[Message], *, has_prompt: bool = False) -> Rendered:
+        """Render `messages` with the tools and variables of this chat."""
+        tools, options = self.chat.tools, self.chat.options
         return self.renderer.render(
-            messages,
-            tools=self.chat.tools,
-            options=self.chat.options,
-            add_generation_prompt=add_generation_prompt,
+            messages, tools=tools, options=options, add_generation_prompt=has_prompt
         )
 
 
 def with_filler(message: Message, filler: str) -> Message:
     """Replace the content of a message, and the names and arguments of its calls, by `filler`.
 
-    If the message has neither, its reasoning is replaced.
+    In a message without content and calls, the reasoning is replaced.
     """
     content = message["content"]
     changed = dict(message)
@@ -84,19 +84,19 @@ def with_filler(message: Message, filler: str) -> Message:
 
 def _filled_call(call: dict[str, Any], filler: str) -> dict[str, Any]:
     function = call.get("function", call)
-    given = function.get("arguments", {})
     arguments: object = {filler: filler}
     changed = {**function, "name": filler}
     if "arguments" in function:
-        changed["arguments"] = json.dumps(arguments) if isinstance(given, str) else arguments
+        is_text = isinstance(function["arguments"], str)
+        changed["arguments"] = json.dumps(arguments) if is_text else arguments
     return {**call, "function": changed} if "function" in call else changed
 
 
 def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
     """Return the chat with the arguments of all calls as objects, or as JSON text.
 
-    Data has either form, and a template supports one of them. UsageError if arguments are text that
-    isn't JSON.
+    Data has either form, and a template may support only one of the two. UsageError if arguments
+    are text that isn't JSON.
     """
     messages = [
         {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}
@@ -109,14 +109,14 @@ def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
 
 def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     function = call.get("function", call)
-    given = function.get("arguments")
-    if given is None or isinstance(given, str) == as_text:
+    arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str) == as_text:
         return call
     if as_text:
-        changed = {**function, "arguments": json.dumps(given, ensure_ascii=False)}
+        changed = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
     else:
-        where = f"arguments of {function['name']:.40}"
-        changed = {**function, "arguments": parse_json(given or "{}", dict[str, Any], where)}
+        location = f"arguments of {function['name']:.40}"
+        changed = {**function, "arguments": parse_json(arguments or "{}", dict[str, Any], location)}
     return {**call, "function": changed} if "function" in call else changed
 
 

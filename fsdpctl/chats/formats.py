@@ -1,7 +1,7 @@
-"""A row of data, in any published format, as a conversation or plain text.
+"""Parses a row of data, in any published format, into a conversation or plain text.
 
-The first row of a file determines its format; all other rows must have the same one. A key that
-changes what is trained on is followed or refused. `parse_row` returns the names of all others.
+The first row of a file determines the format of all its rows. Keys that change what is trained on
+are followed or rejected. `parse_row` returns the names of all other keys.
 """
 
 import re
@@ -42,16 +42,17 @@ _INSTRUCTION, AS_ALPACA = "instruction and output", "instruction and output, as 
 _ASKED, _ADDED, _ANSWERED = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
 )  # fmt: skip
-# What other files call them.
+# Names in other data sets for the question and the answer.
 _LIKE_ASKED = (*_ASKED, "prompt", "input", "problem", "source", "user")
 _LIKE_ANSWERED = (*_ANSWERED, "answer", "completion", "target", "solution", "assistant")
 _TEXTS = ("messages", "conversations", "prompt", "completion", "history", "text")
 # Keys of rows for other kinds of training.
 _PREFERENCE = re.compile(r"(?:chosen|rejected|(?:non_)?preferred_).*")
+# Columns that are ignored next to plain text, and rejected in other formats.
 _BESIDE_TEXT = {
     **dict.fromkeys(("label", "kto_tag"), "labeled data"),
     **dict.fromkeys(("input_ids", "labels"), "tokens of another program"),
-}  # columns that plain text does not need
+}
 _KINDS = {**_BESIDE_TEXT, **dict.fromkeys(MEDIA, "other media than text")}
 _TEXT, COLUMN = "text", "the column text"
 
@@ -59,65 +60,69 @@ _TEXT, COLUMN = "text", "the column text"
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     """A conversation to be rendered by a chat template."""
 
-    messages: list[Message]  # with `role`; content, tool_calls and others as templates take them
-    trained: list[bool]  # per message; matters for assistant messages only
+    messages: list[Message]  # as chat templates expect them, with `role` and `content`
+    trained: list[bool]  # per message; only used for assistant messages
     tools: list[Any] | None = None
     options: dict[str, Any] = {}  # additional variables of the template
     is_question: bool = False  # render a prompt for the next assistant message
 
 
 class PlainText(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
-    """Text that is trained on as it is, followed by the tokenizer's end token."""
+    """Text that is trained on without a chat template, followed by the EOS token."""
 
     text: str
     untrained: int = 0  # masked characters at the beginning
-    tokenized_apart: bool = False  # these and the others are tokenized apart
+    tokenized_apart: bool = False  # whether masked and trained characters are tokenized apart
 
 
 class ChatRow(msgspec.Struct, frozen=True, array_like=True):
-    """A conversation or text, where it was read, and its other keys."""
+    """A parsed row, with its location and the keys that are reported."""
 
     content: Chat | PlainText
-    location: str  # the location that messages begin with
+    location: str  # file and line
     keys: RowKeys
 
     def to_bytes(self) -> bytes:
-        """Encode the content. Equal contents have equal bytes, in whatever format they came."""
+        """Encode the content. Equal contents have equal bytes, whatever the format of the row."""
         return msgspec.msgpack.encode(self.content, order="deterministic")
 
 
 class _RowFields:
-    """The fields of a row, which remember those that were used."""
+    """The fields of a row, from which those that are used are taken away."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.rest = dict(fields)
         self.keys = RowKeys()
 
     def one_of(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        """Take the only field of these that is not empty; its value is empty text without any."""
-        found = [(key, value) for key in keys if not is_empty(value := self.rest.pop(key, ""))]
-        if any(value != found[0][1] for _, value in found):
-            raise UsageError(f"{found[-1][0]}: conflicts with {found[0][0]}; expected one of them")
-        self.keys.followed.update(key for key, _ in found)
-        return found[0] if found else (keys[0], "")
+        """Take the only nonempty field among `keys`; return its key and value ("": all are empty).
+
+        UsageError if two fields have different values.
+        """
+        nonempty = [(key, value) for key in keys if not is_empty(value := self.rest.pop(key, ""))]
+        if any(value != nonempty[0][1] for _, value in nonempty):
+            names = f"{nonempty[-1][0]}: conflicts with {nonempty[0][0]}"
+            raise UsageError(f"{names}; expected one of them")
+        self.keys.followed.update(key for key, _ in nonempty)
+        return nonempty[0] if nonempty else (keys[0], "")
 
     def text(self, *keys: str) -> str:
-        """Take the first text of these that is not empty, if any."""
+        """Take the first nonempty text among `keys`; return "" if all are empty."""
         key = next((key for key in keys if not is_empty(self.rest.get(key, ""))), keys[0])
         return expect_text({key: self.rest.pop(key, "")}, key)
 
 
 def is_used(key: str) -> bool:
-    """Return whether a format may use a key of rows, or refuse it."""
+    """Return whether a format may use or reject a key of rows."""
     known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *LOSS_KEYS, *_KINDS}
     return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_LOSS_KEYS.fullmatch(key))
 
 
 def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
-    """Return the format of a file's first row, of which a `text` may be null, with `data.prompt`.
+    """Return the format of a file, from the fields of its first row.
 
-    COLUMN in its place asks for the column `text`, whatever the others are. UsageError if no
-    supported format has these fields.
+    `prompt` is the setting data.prompt, or COLUMN to select the column `text`, whatever other
+    columns exist. UsageError if no supported format has these fields.
     """
     if prompt == COLUMN and _TEXT in fields:
         return COLUMN
@@ -128,9 +133,9 @@ def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
             _check_kind(fields, name)
             return AS_ALPACA if (name, prompt) == (_INSTRUCTION, ALPACA) else name
     _check_kind(fields, "")
-    known = "messages; conversations; prompt, completion; instruction, input, output; or text"
-    has = shorten_list([key[:40] for key in sorted(fields)], 8) or "none"
-    raise UsageError(f"unknown format with keys {has}; expected {known}{_renaming(fields)}")
+    expected = "messages; conversations; prompt, completion; instruction, input, output; or text"
+    names = shorten_list([key[:40] for key in sorted(fields)], 8) or "none"
+    raise UsageError(f"unknown format with keys {names}; expected {expected}{_renaming(fields)}")
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
@@ -144,7 +149,7 @@ def _renaming(fields: Mapping[str, Any]) -> str:
 
 
 def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | PlainText, RowKeys]:
-    """Return the content of a row in the format `name`, and the names of the keys besides it.
+    """Return the content of a row in the format `name`, and the keys that are reported.
 
     UsageError if the row has another format, or can't be trained on.
     """
@@ -157,20 +162,20 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | PlainText, R
     if missing := _missing(keys, fields):
         raise UsageError(f"{missing}: required, as in the file's first row")
     row = _RowFields(fields)
-    found = read(row)
+    content = read(row)
     flag = loss_flag(row.rest, "", ROW_LOSS_KEYS)
-    if isinstance(found, PlainText):
+    if isinstance(content, PlainText):
         for key in (*SYSTEM, *TOOLS, _KWARGS):
             if not is_empty(row.rest.get(key, "")):
                 way = "; to ignore it, set data=text" if name == _TEXT else ""
                 raise UsageError(f"{key}: only valid with messages{way}")
     if flag is False:
-        if isinstance(found, PlainText):
+        if isinstance(content, PlainText):
             raise UsageError("loss: only valid with messages")
-        found = msgspec.structs.replace(found, trained=[False] * len(found.trained))
+        content = msgspec.structs.replace(content, trained=[False] * len(content.trained))
     row.keys.followed.update(row.rest.keys() & set(LOSS_KEYS))
     row.keys.ignored.update(row.rest.keys() - set(LOSS_KEYS))
-    return found, row.keys
+    return content, row.keys
 
 
 def _missing(keys: tuple[tuple[str, ...], ...], fields: Mapping[str, Any]) -> str:
@@ -220,22 +225,22 @@ def _alpaca(row: _RowFields) -> PlainText:
 
     Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
     """
-    asked, added, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
+    instruction, context, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
     if not answer:
-        return PlainText("")  # passed over by the reader
+        return PlainText("")  # the reader skips empty text
     head = "Below is an instruction that describes a task"
-    more = ", paired with an input that provides further context" if added else ""
-    task = f"{head}{more}. Write a response that appropriately completes the request."
-    parts = [("Instruction", asked), *([("Input", added)] if added else [])]
+    also = ", paired with an input that provides further context" if context else ""
+    task = f"{head}{also}. Write a response that appropriately completes the request."
+    parts = [("Instruction", instruction), *([("Input", context)] if context else [])]
     sections = "".join(f"### {name}:\n{text}\n\n" for name, text in parts)
     prompt = f"{task}\n\n{sections}### Response:\n"
     return PlainText(prompt + answer, len(prompt), tokenized_apart=True)
 
 
 def _plain(row: _RowFields) -> PlainText:
-    return PlainText(row.text(_TEXT))  # empty: passed over by the reader
+    return PlainText(row.text(_TEXT))  # the reader skips empty text
 
 
 def _column(fields: Mapping[str, Any]) -> tuple[PlainText, RowKeys]:
@@ -250,16 +255,16 @@ def _messages(row: _RowFields, key: str) -> Chat:
     return _chat(as_list(row.rest.pop(key), key), row)
 
 
-# By name: the keys that a row must have, in the order of detection, and the function that reads it
-_FORMATS: dict[
-    str, tuple[tuple[tuple[str, ...], ...], Callable[[_RowFields], Chat | PlainText]]
-] = {
+_Parser = Callable[[_RowFields], Chat | PlainText]
+# In the order of detection, by name: the keys that a row must have, and the parser. A tuple of keys
+# has synonyms.
+_FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], _Parser]] = {
     "messages": ((("messages",),), lambda row: _messages(row, "messages")),
     "conversations": ((("conversations",),), lambda row: _messages(row, "conversations")),
     "prompt and completion": ((("prompt",), ("completion",)), _prompt),
     "prompt and completion, of messages": ((("prompt",), ("completion",)), _prompt_messages),
     _INSTRUCTION: ((_ASKED, _ANSWERED), _instruction),
-    AS_ALPACA: ((_ASKED, _ANSWERED), _alpaca),  # in place of the format with these keys
+    AS_ALPACA: ((_ASKED, _ANSWERED), _alpaca),  # selected by data.prompt=alpaca
     _TEXT: (((_TEXT,),), _plain),
 }
 
@@ -275,22 +280,23 @@ def _chat(messages: list[Any], row: _RowFields) -> Chat:
 
 
 def _tools(row: _RowFields) -> list[Any] | None:
-    key, found = row.one_of(TOOLS)
-    tools = [as_object(each, f"{key}: tool {n}") for n, each in enumerate(as_list(found, key), 1)]
+    key, content = row.one_of(TOOLS)
+    tools = [as_object(each, f"{key}: tool {n}") for n, each in enumerate(as_list(content, key), 1)]
     return [_wrapped(tool, f"{key}: tool {n}") for n, tool in enumerate(tools, 1)] or None
 
 
-def _wrapped(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool in the form that templates expect: its function within an object with a type.
+def _wrapped(tool: dict[str, Any], location: str) -> dict[str, Any]:
+    """Return a tool in the form that templates expect: {"type": "function", "function": …}.
 
-    Tables have the function alone, and its parameters as JSON.
+    Tables may have only the function, and its parameters as JSON text.
     """
-    function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{where}: function")
+    function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{location}: function")
     if not isinstance(function.get("parameters", {}), dict):
-        parameters = as_object(function["parameters"], f"{where}: parameters")
+        parameters = as_object(function["parameters"], f"{location}: parameters")
         function = {**function, "parameters": parameters}
     if "function" in tool:
         return {**tool, "function": function}
-    if "name" not in tool or "parameter_definitions" in tool:  # built-in; of Cohere's templates
+    # A built-in tool without a name, or a tool for templates of Cohere.
+    if "name" not in tool or "parameter_definitions" in tool:
         return function
     return {"type": "function", "function": {k: v for k, v in function.items() if k != "type"}}

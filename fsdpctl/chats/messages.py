@@ -1,4 +1,4 @@
-"""Messages of a row, in the spellings of other programs: roles, content, calls and loss flags."""
+"""Messages of a row, in the forms of other programs: roles, content, tool calls, loss flags."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ _ROLE_SYNONYMS = {
     "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
 }  # fmt: skip
 LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
-# Other keys that mean a loss. Those of rows are listed: rows have metadata such as `train_split`.
+# Other keys that seem to be loss flags. Rows also have metadata such as `train_split`, so for rows
+# such keys are listed.
 _LOSS_LIKE_KEYS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
 ROW_LOSS_KEYS = re.compile(
     r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
@@ -41,36 +42,36 @@ _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
 def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Message], list[bool]]:
-    """Return the messages with normalized names, and which of them may be trained on.
+    """Return the messages with normalized names, and for each whether it may be trained on.
 
-    Adds the paths of loss flags, and of keys that only a template may use, to `keys`. UsageError if
-    a message can't be trained on, or has a key whose meaning is not supported.
+    Adds to `keys` the paths of loss flags, and of keys that only a template may use. UsageError if
+    a message can't be trained on, or has a key that is not supported.
     """
     if not messages:
         raise UsageError("the conversation has no messages")
     checked: list[Message] = []
     trained: list[bool] = []
     for number, message in enumerate(messages, start=1):
-        where = f"message {number}"
-        kind = expect(message, dict, where).get("role", message.get("from"))
+        location = f"message {number}"
+        kind = expect(message, dict, location).get("role", message.get("from"))
         role = str(kind).lower().replace("-", "_")
-        found = _renamed(message, role, where)
-        flag = loss_flag(found, f"{where}: ")
-        if flag and found["role"] != ASSISTANT:
-            key = next(key for key in LOSS_KEYS if key in found)
-            raise UsageError(f"{where}: {key}: only valid with role {ASSISTANT}")
-        for key in found.keys() & set(LOSS_KEYS):
+        renamed = _renamed(message, role, location)
+        flag = loss_flag(renamed, f"{location}: ")
+        if flag and renamed["role"] != ASSISTANT:
+            key = next(key for key in LOSS_KEYS if key in renamed)
+            raise UsageError(f"{location}: {key}: only valid with role {ASSISTANT}")
+        for key in renamed.keys() & set(LOSS_KEYS):
             keys.followed.add(f"messages[].{key}")
-            del found[key]
-        _check_content(found, where)
-        keys.ignored.update(_ignored(found))
+            del renamed[key]
+        _check_content(renamed, location)
+        keys.ignored.update(_ignored(renamed))
         if role in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
-                raise UsageError(f"{where}: loss: conflicts with the message before, of this turn")
-            calls = [*checked[-1].get("tool_calls", []), *found["tool_calls"]]
+                raise UsageError(f"{location}: loss: conflicts with message {number - 1}")
+            calls = [*checked[-1].get("tool_calls", []), *renamed["tool_calls"]]
             checked[-1] = {**checked[-1], "tool_calls": calls}
             continue
-        checked.append(found)
+        checked.append(renamed)
         trained.append(flag is not False)
     if all(each["role"] != ASSISTANT for each in checked):
         raise UsageError("the conversation has no assistant message to train on")
@@ -78,33 +79,34 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
 
 
 def loss_flag(
-    fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LOSS_LIKE_KEYS
+    fields: Mapping[str, Any], location: str, others: re.Pattern[str] = _LOSS_LIKE_KEYS
 ) -> bool | None:
-    """Return whether a message or row asks for a loss, None if it does not say.
+    """Return the loss flag of a message or row, None without a flag.
 
-    UsageError if a flag is neither 0 nor 1, or if another key means a loss.
+    UsageError if a flag is neither 0 nor 1, or if another key, by the pattern `others`, seems to be
+    a loss flag.
     """
-    found = None
+    flag = None
     for key, value in fields.items():
         if key in LOSS_KEYS:
             if isinstance(value, str) or value not in (0, 1):
                 problem = "not supported; expected true, false, 0 or 1"
-                raise UsageError(f"{where}{key} {value!s:.20}: {problem}")
-            found = bool(value) and found is not False
+                raise UsageError(f"{location}{key} {value!s:.20}: {problem}")
+            flag = bool(value) and flag is not False
         elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
-            raise UsageError(f"{where}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
-    return found
+            raise UsageError(f"{location}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
+    return flag
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value says nothing, as in tables that have all keys in all rows."""
+    """Return whether a value is empty, as in tables that have all keys in all rows."""
     return isinstance(value, str | list | dict) and not value
 
 
 def system_message(text: str, messages: Sequence[Message], key: str) -> list[Message]:
-    """Return the message for a row's system text, or none if the messages begin with it.
+    """Return a list with the message for a row's system text; empty if `messages` begin with it.
 
-    UsageError if the messages begin with another system message.
+    UsageError if `messages` begin with another system message.
     """
     first = messages[0]
     if not text or (first["role"] == "system" and first["content"] == text):
@@ -114,97 +116,97 @@ def system_message(text: str, messages: Sequence[Message], key: str) -> list[Mes
     return [{"role": "system", "content": text}]
 
 
-def _renamed(message: Message, lower: str, where: str) -> Message:
-    """Return the message with `role`, `content` and `tool_calls`, whatever their names are."""
+def _renamed(message: Message, lower: str, location: str) -> Message:
+    """Return the message with the keys `role`, `content` and `tool_calls` in place of synonyms."""
     speaker = "role" if "role" in message else "from"
     names = speaker, "content" if "content" in message else "value"
     rest = {key: value for key, value in message.items() if key not in names}
     role, content = (message.get(name) for name in names)
-    known = _ROLE_SYNONYMS.get(lower, lower)
-    if known not in ROLES:
+    known_role = _ROLE_SYNONYMS.get(lower, lower)
+    if known_role not in ROLES:
         problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
         hint = did_you_mean(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
-        raise UsageError(f"{where}: {problem}; expected {', '.join(ROLES)}{hint}")
+        raise UsageError(f"{location}: {problem}; expected {', '.join(ROLES)}{hint}")
     if lower in _CALLS:
-        rest["tool_calls"] = _calls_of(content, f"{where}: {role}")
+        rest["tool_calls"] = _calls_of(content, f"{location}: {role}")
     elif content is not None:
         rest["content"] = content
     if not is_empty(call := rest.pop("function_call", "")):
         if not is_empty(rest.get("tool_calls", "")):
-            raise UsageError(f"{where}: function_call: conflicts with tool_calls")
-        rest["tool_calls"] = _calls_of(call, f"{where}: function_call")
-    return {"role": known, **rest}
+            raise UsageError(f"{location}: function_call: conflicts with tool_calls")
+        rest["tool_calls"] = _calls_of(call, f"{location}: function_call")
+    return {"role": known_role, **rest}
 
 
-def _calls_of(content: object, where: str) -> list[Message]:
-    """Return calls that are given as an object, as a list of objects, or as JSON."""
+def _calls_of(content: object, location: str) -> list[Message]:
+    """Return tool calls from an object, a list of objects, or JSON text."""
     is_list = isinstance(content, list) or str(content).lstrip().startswith("[")
-    found = as_list(content, where) if is_list else [content]
-    functions = [as_object(each, where) for each in found]
+    calls = as_list(content, location) if is_list else [content]
+    functions = [as_object(each, location) for each in calls]
     return [each if "function" in each else {"type": "function", "function": each}
             for each in functions]  # fmt: skip
 
 
-def _check_content(message: Message, where: str) -> None:
+def _check_content(message: Message, location: str) -> None:
     for key in message.keys() & _NO_TEXT:
         if not is_empty(message[key]):
-            raise UsageError(f"{where}: {key}: not supported; expected text only")
+            raise UsageError(f"{location}: {key}: not supported; expected text only")
     content = message.get("content", "")
     if isinstance(content, list):
-        message["content"] = [_part(x, f"{where}: part {n}") for n, x in enumerate(content, 1)]
+        message["content"] = [_part(x, f"{location}: part {n}") for n, x in enumerate(content, 1)]
         content = "".join(part["text"] for part in message["content"])
     if not isinstance(content, str):
-        raise UsageError(f"{where}: content: expected text or a list of parts")
+        raise UsageError(f"{location}: content: expected text or a list of parts")
     if "tool_calls" in message:
-        place = f"{where}: tool_calls"
-        calls = [as_object(each, place) for each in as_list(message["tool_calls"], place)]
+        key = f"{location}: tool_calls"
+        calls = [as_object(each, key) for each in as_list(message["tool_calls"], key)]
         if calls and message["role"] != ASSISTANT:
-            raise UsageError(f"{place}: only valid with role {ASSISTANT}")
-        message["tool_calls"] = [_checked_call(call, where) for call in calls]
+            raise UsageError(f"{key}: only valid with role {ASSISTANT}")
+        message["tool_calls"] = [_checked_call(call, location) for call in calls]
     for name in message.keys() & set(REASONING):
-        expect_text(message, name, f"{where}: ")
+        expect_text(message, name, f"{location}: ")
     has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
     may_be_empty = message["role"] in ("system", "developer", "tool", "function") or has_more
     if not content.strip() and not may_be_empty:
-        raise UsageError(f"{where}: content: empty; required for role {message['role']}")
+        raise UsageError(f"{location}: content: empty; required for role {message['role']}")
     message.setdefault("content", "")
 
 
-def _part(part: Any, where: str) -> Message:
+def _part(part: Any, location: str) -> Message:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise UsageError(f"{where} of type {kind!s:.40}: not supported; expected text")
-    if loss_flag(part, f"{where}: ") is False:
-        raise UsageError(f"{where}: loss of a part: not supported; expected one for the message")
+        raise UsageError(f"{location} of type {kind!s:.40}: not supported; expected text")
+    if loss_flag(part, f"{location}: ") is False:
+        raise UsageError(f"{location}: loss of a part: not supported; expected one for the message")
     return {key: value for key, value in part.items() if key not in LOSS_KEYS}
 
 
-def _checked_call(call: Message, where: str) -> Message:
+def _checked_call(call: Message, location: str) -> Message:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UsageError(f"{where}: tool_calls: the function's name is required")
-    where = f"{where}: arguments of {function['name']:.40}"
+        raise UsageError(f"{location}: tool_calls: the function's name is required")
+    location = f"{location}: arguments of {function['name']:.40}"
     arguments = function.get("arguments", {})
     for key in _LIKE_ARGUMENTS:
         if key in function and "arguments" not in function:
-            raise UsageError(f"{where}: {key}: not supported; expected arguments")
+            raise UsageError(f"{location}: {key}: not supported; expected arguments")
     if isinstance(arguments, str) and arguments.strip():
-        whole = parse_json(arguments, dict[str, Any], where)
-        msgspec.msgpack.encode(whole)  # raises UnicodeEncodeError for half of a surrogate pair
+        whole = parse_json(arguments, dict[str, Any], location)
+        msgspec.msgpack.encode(whole)  # UnicodeEncodeError: half of a surrogate pair
     elif not isinstance(arguments, str | dict):
-        raise UsageError(f"{where}: expected an object")
+        raise UsageError(f"{location}: expected an object")
     return call
 
 
 def _ignored(message: Message) -> set[str]:
-    found = {f"messages[].{key}" for key in message.keys() - _USED["message"]}
+    paths = {f"messages[].{key}" for key in message.keys() - _USED["message"]}
     if isinstance(message["content"], list):
         for part in message["content"]:
-            found |= {f"messages[].content[].{key}" for key in part.keys() - _USED["part"]}
+            paths |= {f"messages[].content[].{key}" for key in part.keys() - _USED["part"]}
     for call in message.get("tool_calls", []):
         path, function = "messages[].tool_calls[]", call
         if "function" in call:
-            found |= {f"{path}.{key}" for key in call.keys() - _USED["call"]}
+            paths |= {f"{path}.{key}" for key in call.keys() - _USED["call"]}
             path, function = f"{path}.function", call["function"]
-        found |= {f"{path}.{key}" for key in function.keys() - _USED["function"]}
-    return found
+        paths |= {f"{path}.{key}" for key in function.keys() - _USED["function"]}
+    return paths

@@ -1,7 +1,7 @@
-"""Rows near places of a file of which the rest is not read.
+"""Rows in some byte spans of a file, without reading the rest of the file.
 
-JSON Lines are read from any place on. Of Parquet, the first rows of row groups are read, and of
-Arrow, CSV and compressed files, the first rows. A JSON array is read whole.
+JSON Lines are read from any byte on. Of Parquet files, the first rows of row groups are read; of
+Arrow, CSV and compressed files, the first rows of the file. A JSON array is read whole.
 """
 
 import codecs
@@ -21,22 +21,22 @@ from fsdpctl.io.files import MAX_READ_BYTES, open_regular
 from fsdpctl.io.untrusted import MIB
 
 ByteSpan = tuple[int, int]  # bytes of a file, half-open
-_NEAR = 1 << 13  # bytes before a place that are searched for a line's start, first
+_FIRST_STEP = 1 << 13  # bytes before a span that are first searched for the start of a line
 
 
 class PartialRow(NamedTuple):
-    """A row, and the part of it that is at a place."""
+    """A row, and how much of the row is in a span."""
 
     row: ChatRow
-    size: float  # of that part, in bytes of the file
-    fraction: float = 1.0
+    size: float  # bytes of the file
+    fraction: float = 1.0  # of the row
 
 
 def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator[PartialRow]:
-    """Yield the rows at some places of a file. UsageError as `lines_of`.
+    """Yield the rows that overlap byte spans of a file. UsageError as in `read_rows`.
 
-    A place has parts of the first and the last row. Long rows count by the bytes at places, so that
-    one of them does not decide the ratio of tokens to bytes.
+    A span cuts its first and its last row. Rows are weighted by the bytes within spans, so that a
+    long row does not decide the ratio of tokens to bytes.
     """
     name, _ = read_rows(path, prompt=prompt)
     with open(open_regular(Path(path), follow_links=True), "rb") as raw:
@@ -46,50 +46,51 @@ def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator
         elif start.startswith(b"{") and not path.endswith((".csv", ".tsv")):
             for begin, end in spans:
                 raw.seek(line := _line_start(raw, begin))
-                yield from _first(path, name, raw, (begin - line, end - line), end - line)
-        else:  # less than a MiB can be less than what is decompressed at once
+                yield from _rows_from_here(path, name, raw, (begin - line, end - line), end - line)
+        else:  # at least a MiB, since decompression reads that many bytes at once
             most = sum(end - begin for begin, end in spans)
-            yield from _first(path, name, raw, (0, most), max(most, MIB))
+            yield from _rows_from_here(path, name, raw, (0, most), max(most, MIB))
 
 
-def _line_start(raw: BufferedReader, at: int) -> int:
-    size, begin = _NEAR, at
-    while begin and size < MAX_READ_BYTES:  # of a line that can be read
-        raw.seek(begin := max(0, at - size))
-        if end := raw.read(at - begin).rfind(b"\n") + 1:
+def _line_start(raw: BufferedReader, position: int) -> int:
+    size, begin = _FIRST_STEP, position
+    while begin and size < MAX_READ_BYTES:  # longer lines can't be read
+        raw.seek(begin := max(0, position - size))
+        if end := raw.read(position - begin).rfind(b"\n") + 1:
             return begin + end
         size *= 4
     return begin
 
 
-def _first(
+def _rows_from_here(
     path: str, name: str, raw: BufferedReader, span: ByteSpan, read: int
 ) -> Iterator[PartialRow]:
-    """Yield rows of a span of the text that follows.
+    """Yield the rows within `span` of the text that begins at the position of `raw`.
 
-    At least `read` bytes of the file tell how many of them the text takes.
+    At least `read` bytes are read, to know how many bytes of the file the text takes, compressed
+    or not.
     """
     begin = before = raw.tell()
-    rows, size, kept = list[tuple[ChatRow, int]](), 0, 0
+    rows, size, kept_size = list[tuple[ChatRow, int]](), 0, 0
     after = f" after byte {begin:,}" if begin else ""
     for line, content in parse_objects(path, name, read_objects(path, raw, after), Counter()):
-        now = raw.tell()  # behind a buffer, which can have several rows
+        now = raw.tell()  # the end of a buffer, which may have several rows
         if size and now != before and before - begin >= read:
             break
-        if kept < span[1]:
+        if kept_size < span[1]:
             rows.append((line, len(content)))
-            kept += len(content)
+            kept_size += len(content)
         size += len(content)
         before = now
     else:
         before = os.path.getsize(path)
-    scale, at = (before - begin) / max(1, size), 0.0
+    scale, position = (before - begin) / max(1, size), 0.0
     start, stop = (each * min(1, scale) for each in span)
     for line, length in rows:
-        bytes_here = min(at + length * scale, stop) - max(at, start)
+        bytes_here = min(position + length * scale, stop) - max(position, start)
         if bytes_here > 0:
             yield PartialRow(line, bytes_here, bytes_here / (length * scale))
-        at += length * scale
+        position += length * scale
 
 
 def _of_row_groups(
@@ -97,11 +98,11 @@ def _of_row_groups(
 ) -> Iterator[PartialRow]:
     from pyarrow.parquet import ParquetFile
 
-    about = ParquetFile(raw).metadata
-    ends = [0, *accumulate(about.row_group(n).num_rows for n in range(about.num_row_groups))]
+    metadata = ParquetFile(raw).metadata
+    ends = [0, *accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))]
     share = os.fstat(raw.fileno()).st_size / ends[-1]
-    for group, these in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
+    for group, group_spans in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
         rows = read_table(path, raw, is_parquet=True, group=group, number=ends[group])
-        some = islice(rows, math.ceil(sum(end - begin for begin, end in these) / share))
-        lines = parse_objects(path, name, some, Counter())
+        group_rows = islice(rows, math.ceil(sum(end - begin for begin, end in group_spans) / share))
+        lines = parse_objects(path, name, group_rows, Counter())
         yield from (PartialRow(line, share) for line, _ in lines)

@@ -1,7 +1,7 @@
-"""Rendering of messages by a chat template, in the environment of transformers.
+"""Rendering of messages by a chat template, in the Jinja environment of transformers.
 
-It is stricter in one respect: reading an attribute that the sandbox blocks is an error, where Jinja
-returns an undefined value.
+One thing is stricter: if a template reads an attribute that the sandbox blocks, rendering fails,
+whereas Jinja returns an undefined value.
 """
 
 import re
@@ -17,7 +17,7 @@ from jinja2.exceptions import SecurityError
 from fsdpctl.chats.values import Message
 
 Spans = list[tuple[int, int]]  # of characters, half-open
-# A template that asks whether arguments of calls are text already.
+# Templates with this test accept the arguments of calls as JSON text.
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
 
 
@@ -45,7 +45,7 @@ class Renderer:
 
         self._source, self._special_tokens = source, dict(special_tokens)
         self._strftime = datetime.strptime(today, "%Y-%m-%d").strftime
-        # Annotated as the text alone.
+        # transformers annotates the result as `str`, but it is a tuple with the spans.
         self._render: Callable[..., Any] = chat_template_utils.render_jinja_template
         self.takes_json_arguments = _TAKES_TEXT.search(source) is not None
         try:
@@ -53,9 +53,8 @@ class Renderer:
             blocks = environment.parse(source).find_all(nodes.CallBlock)
         except Exception as error:  # also SyntaxError and RecursionError
             raise RenderError(_one_line(error)) from None
-        self.has_generation_blocks = any(
-            isinstance(x.call.node, nodes.ExtensionAttribute) for x in blocks
-        )
+        calls = (block.call.node for block in blocks)
+        self.has_generation_blocks = any(isinstance(x, nodes.ExtensionAttribute) for x in calls)
         environment.unsafe_undefined = _refuse
         self._globals = environment.globals
 
@@ -67,14 +66,15 @@ class Renderer:
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Render messages, with `prompted` followed by the header of an assistant message.
+        """Render messages; with `add_generation_prompt`, the header of an answer follows.
 
-        RenderError if the template rejects the messages or fails. The message is one line.
+        RenderError, with a message of one line, if the template rejects the messages or fails.
         """
-        # The environment of a text is shared with all who render it, also for other days.
+        # transformers caches the environment of a template: other renderers, whose date may differ,
+        # share it. So the clock is set only during this call.
         clock, self._globals["strftime_now"] = self._globals["strftime_now"], self._strftime
         try:
-            (text,), (marks,) = self._render(
+            (text,), (spans,) = self._render(
                 [messages],
                 tools=tools,
                 chat_template=self._source,
@@ -86,7 +86,7 @@ class Renderer:
             raise RenderError(_one_line(error)) from None
         finally:
             self._globals["strftime_now"] = clock
-        return Rendered(text, marks)
+        return Rendered(text, spans)
 
 
 def _refuse(value: object, attribute: str) -> NoReturn:

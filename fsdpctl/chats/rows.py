@@ -1,7 +1,7 @@
-"""Rows of a file of conversations: JSON Lines, a JSON array, Parquet or Arrow, as its bytes say.
+"""Rows of a file of conversations: JSON Lines, a JSON array, Parquet or Arrow, by its first bytes.
 
-A file is read piece by piece, however long it is, and however far its compression unfolds; an array
-is in memory.
+A file is read piece by piece, so neither its size nor its compression ratio matters. Only a JSON
+array is read into memory.
 """
 
 import codecs
@@ -29,24 +29,25 @@ from fsdpctl.io.packages import import_package
 from fsdpctl.io.untrusted import MIB, parse_json
 
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
-_ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # or a frame to skip, as of pzstd
+# The magic number of Zstandard, or of a skippable frame, which pzstd writes.
+_ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
-LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # such as `line 3`, and the object there
+LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # a position such as `line 3`, and an object
 
 
 def read_rows(
     path: str, counts: Counter[str] | None = None, prompt: str = TEMPLATE
 ) -> tuple[str, Iterator[tuple[ChatRow, bytes]]]:
-    """Return the format of a file, and its rows, each with its content as bytes.
+    """Return the format of a file, and an iterator over its rows, each with its content as bytes.
 
-    Rows without text are passed over, and counted as `empty`. `prompt` is `data.prompt`, or COLUMN
-    to read the column `text` alone. UsageError, also during iteration, if the file has no rows, or
-    a row can't be trained on. The message names the file and the line, row or element.
+    Rows without text are skipped, and counted as `empty` in `counts`. `prompt` is the setting
+    data.prompt, or COLUMN to read only the column `text`. UsageError, also during iteration, if the
+    file has no rows, or if a row can't be trained on. The message names the file and the row.
     """
-    found = _objects(path)
-    first = next(found, None)
+    objects = _objects(path)
+    first = next(objects, None)
     if first is None:
         raise UsageError(f"{path}: empty; expected at least one row")
     try:
@@ -54,46 +55,43 @@ def read_rows(
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {clipped(error)}") from None
     counts = Counter() if counts is None else counts
-    return name, parse_objects(path, name, chain([first], found), counts)
+    return name, parse_objects(path, name, chain([first], objects), counts)
 
 
 def first_row(path: str) -> dict[str, Any]:
-    """Return the first row of a file, empty if it has none or can't be read."""
+    """Return the first row of a file, empty if the file has no rows or can't be read."""
     with suppress(UsageError, OSError):
         return next((row for _, row in _objects(path)), {})
     return {}
 
 
 def check_unambiguous(path: str) -> None:
-    """Check that the first row of a file is either a text or a conversation, not both.
-
-    UsageError if it may be either.
-    """
+    """Raise a UsageError if the first row of a file may be either a text or a conversation."""
     fields, name = first_row(path), TEXT
-    with suppress(UsageError):  # which the reader reports
+    with suppress(UsageError):  # the reader reports an unknown format
         name = detect_format(fields)
     if name != TEXT and not is_empty(fields.get(TEXT) or ""):
-        what = f"has text and {name.removesuffix(', of messages')}"
-        raise UsageError(f"{path}: its first row {what}; set data=text or data=chat")
+        kinds = f"has text and {name.removesuffix(', of messages')}"
+        raise UsageError(f"{path}: its first row {kinds}; set data=text or data=chat")
 
 
 def parse_objects(
-    path: str, name: str, found: LocatedObjects, counts: Counter[str]
+    path: str, name: str, objects: LocatedObjects, counts: Counter[str]
 ) -> Iterator[tuple[ChatRow, bytes]]:
-    """Yield the rows of a file of the format `name` among its objects, as `lines_of`."""
-    for place, fields in found:
-        where = f"{path}, {place}"
+    """Yield objects of a file as rows of the format `name`, as `read_rows` does."""
+    for position, fields in objects:
+        location = f"{path}, {position}"
         try:
             content, keys = parse_row(name, fields)
             if isinstance(content, PlainText) and not content.text:
                 counts["empty"] += 1
                 continue
-            line = ChatRow(content, where, keys)
+            line = ChatRow(content, location, keys)
             as_bytes = line.to_bytes()
         except UsageError as error:
-            raise UsageError(f"{where}: {clipped(error)}") from None
+            raise UsageError(f"{location}: {clipped(error)}") from None
         except UnicodeEncodeError:
-            raise UsageError(f"{where}: contains half of a surrogate pair") from None
+            raise UsageError(f"{location}: contains half of a surrogate pair") from None
         yield line, as_bytes
 
 
@@ -103,7 +101,7 @@ def _objects(path: str) -> LocatedObjects:
 
 
 def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObjects:
-    """Yield the objects of a file from its position on, which the text `after` tells."""
+    """Yield the objects of a file from the position of `raw` on; `after` describes the position."""
     start = raw.peek(8)[:8]
     if start.startswith(_TABLES):
         yield from read_table(path, raw, is_parquet=start.startswith(b"PAR1"))
@@ -121,20 +119,20 @@ def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObje
     if start.startswith(_WIDE):
         raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
     is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    for place, content in _elements(read) if is_array else _text_lines(read):
-        yield place, _object(content, f"{path}, {place}")
+    for position, content in _elements(read) if is_array else _text_lines(read):
+        yield position, _object(content, f"{path}, {position}")
 
 
 class _Reader:
-    """A file, compressed or not, whose errors name the place in it."""
+    """A file, compressed or not, whose errors name the current line."""
 
     def __init__(self, path: str, file: Any, after: str = "") -> None:
-        self.path, self.place, self.after, self._file = path, "line 1", after, file
+        self.path, self.position, self.after, self._file = path, "line 1", after, file
 
     def call(self, method: str, size: int) -> bytes:
         try:
             return bytes(getattr(self._file, method)(size))
-        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: of pyarrow
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: by pyarrow
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
     def check(self, content: bytes, way_on: str) -> None:
@@ -142,12 +140,12 @@ class _Reader:
             raise self.error(f"larger than the limit of {MAX_READ_BYTES >> 20:,} MiB; {way_on}")
 
     def error(self, problem: str) -> UsageError:
-        return UsageError(f"{self.path}, {self.place}: {problem}")
+        return UsageError(f"{self.path}, {self.position}: {problem}")
 
 
 def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
     for number in count(1):
-        read.place = f"line {number}{read.after}"
+        read.position = f"line {number}{read.after}"
         line = read.call("readline", MAX_READ_BYTES + 1)
         if not line:
             return
@@ -156,33 +154,35 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            yield read.place, line.decode("utf-8").rstrip("\r\n")  # errors at the end name no line
+            # Without the line break, since JSON errors at the end would name the next line.
+            yield read.position, line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             hint = f"; {_EXPECTED}" if number == 1 else ""
             raise read.error(f"not UTF-8: {error.reason} at byte {error.start + 1}{hint}") from None
 
 
 def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
-    read.place = "array"
-    pieces = iter(lambda: read.call("read", MIB), b"")  # at once, all memory would be allocated
+    read.position = "array"
+    # In pieces: one read of the limit would allocate all that memory.
+    pieces = iter(lambda: read.call("read", MIB), b"")
     content = b"".join(islice(pieces, MAX_READ_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
     read.check(content, "convert it to JSON Lines")
     try:
-        found = msgspec.json.decode(content, type=list[msgspec.Raw])
-        for number, element in enumerate(found, start=1):
+        elements = msgspec.json.decode(content, type=list[msgspec.Raw])
+        for number, element in enumerate(elements, start=1):
             yield f"element {number}", bytes(element).decode()
     except (ValueError, RecursionError) as error:
         raise read.error(f"not JSON: {error}") from None
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _object(text: str, location: str) -> dict[str, Any]:
     try:
         return parse_json(text, dict[str, Any], "")
     except UsageError as error:
         is_object = text.strip() != "{" and text.lstrip().startswith("{")
         hint = "" if is_object else f"; {_EXPECTED}"
         problem = clipped(_JSON_LINE.sub("", str(error).removeprefix(": ")))
-        raise UsageError(f"{where}: {problem}{hint}") from None
+        raise UsageError(f"{location}: {problem}{hint}") from None
 
 
 _BATCH = 64  # rows that are read at a time
@@ -191,10 +191,10 @@ _BATCH = 64  # rows that are read at a time
 def read_table(
     path: str, raw: IO[bytes], *, is_parquet: bool, group: int | None = None, number: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table, or of a row group, with their numbers after `number`.
+    """Yield the rows of a table, or of one row group; the first row has the number `number` + 1.
 
-    Unused columns have the value True in all rows, so that their names can be reported. UsageError
-    if the file is damaged.
+    Columns that no format uses are not read: their value is True in all rows, so that notes can
+    name them. UsageError if the file is damaged.
     """
     arrow = import_package("pyarrow", path)
     try:
@@ -213,7 +213,7 @@ def read_table(
 
 
 def read_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table as text, as `objects_of_table` does; its first line has names."""
+    """Yield the rows of a CSV or TSV file, whose first line has the names of columns."""
     csv.field_size_limit(MAX_READ_BYTES)
     text = codecs.iterdecode(raw, "utf-8-sig")
     rows = csv.reader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
@@ -221,8 +221,8 @@ def read_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
         names = next(rows, [])
         for number, row in enumerate(filter(None, rows), start=1):
             if not len(row) == len(names) == len(set(names)):
-                what = f"{len(row)} values for the columns {', '.join(names):.100}"
-                raise UsageError(f"{path}, row {number}: {what}")
+                problem = f"{len(row)} values for the columns {', '.join(names):.100}"
+                raise UsageError(f"{path}, row {number}: {problem}")
             yield f"row {number}", dict(zip(names, row, strict=True))
     except (csv.Error, ValueError) as error:
         raise UsageError(f"{path}, line {rows.line_num + 1}: cannot be read: {error}") from None
@@ -231,7 +231,8 @@ def read_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any]]:
     from pyarrow.parquet import ParquetFile
 
-    file = ParquetFile(raw, buffer_size=MIB, pre_buffer=False)  # else row groups are read whole
+    # With pre_buffer, whole row groups would be read into memory.
+    file = ParquetFile(raw, buffer_size=MIB, pre_buffer=False)
     names, groups = file.schema_arrow.names, None if group is None else [group]
     return names, file.iter_batches(_BATCH, groups, [name for name in names if is_used(name)])
 

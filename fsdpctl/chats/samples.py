@@ -1,4 +1,4 @@
-"""A conversation as the samples that it is trained by: texts, and which characters are trained."""
+"""Renders a conversation to the samples that it is trained on, and locates the trained text."""
 
 import json
 import re
@@ -21,11 +21,11 @@ class ChatSample(msgspec.Struct, array_like=True):
 
     text: str
     spans: Spans
-    is_marked: bool = False  # by the template: the spans are exact, whatever tokens they cut
+    is_marked: bool = False  # whether the template's generation blocks define the spans
 
 
 class ChatSamples(msgspec.Struct, array_like=True):
-    """The samples of a conversation, and counts of what is worth a note."""
+    """The samples of a conversation, and counts of events for notes."""
 
     samples: list[ChatSample]
     counts: dict[str, int]
@@ -33,7 +33,7 @@ class ChatSamples(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class LossPolicy:
-    """Which parts of a conversation are trained on; fields as the keys of the section `data`."""
+    """Which parts of a conversation are trained on. The fields are settings of `data`."""
 
     train_on: str
     rewritten_turns: str
@@ -41,7 +41,7 @@ class LossPolicy:
 
 @dataclass(slots=True)
 class _Work:
-    talk: Conversation
+    dialog: Conversation
     policy: LossPolicy
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -49,27 +49,27 @@ class _Work:
 def samples_of(
     renderer: Renderer, chat: Chat, policy: LossPolicy, controls: re.Pattern[str] | None
 ) -> ChatSamples:
-    """Return the samples of a chat, in the first of its spellings that the template supports.
+    """Return the samples of a chat, in the first of its forms that the template supports.
 
-    Arguments of calls are tried as objects and as JSON text, content in parts as it is and as one
-    text. RenderError if the template rejects the conversation. TurnError if the boundaries of an
-    assistant message aren't certain.
+    Arguments of calls are tried as objects and as JSON text, and content in parts is also tried as
+    one text. RenderError if the template rejects the conversation. TurnError if the boundaries of
+    an assistant message aren't certain.
     """
     errors: list[RenderError] = []
-    for spelled in _spellings(chat, renderer.takes_json_arguments):
-        talk = Conversation(renderer, spelled, controls)
+    for form in _forms(chat, renderer.takes_json_arguments):
+        dialog = Conversation(renderer, form, controls)
         try:
-            whole = talk.render_prefix(len(spelled.messages)).text
+            whole = dialog.render_prefix(len(form.messages)).text
         except RenderError as error:
             errors.append(error)
             continue
-        if any(str(each["content"]) in whole for each in _of_parts(spelled)):
+        if any(str(each["content"]) in whole for each in _of_parts(form)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
-        if any(_is_written_by_python(each, whole) for each in _arguments(spelled)):
+        if any(_is_written_by_python(each, whole) for each in _arguments(form)):
             errors.append(RenderError("the template writes arguments as Python does"))
             continue
-        return _make_samples(talk, policy)
+        return _make_samples(dialog, policy)
     raise errors[0]
 
 
@@ -80,16 +80,16 @@ def _arguments(chat: Chat) -> Iterator[object]:
 
 
 def _is_written_by_python(arguments: object, text: str) -> bool:
-    """Return whether a rendering has an object as Python writes it, which is not JSON."""
+    """Return whether a rendering has the `str` of a dict, which is not JSON."""
     if not isinstance(arguments, dict) or not arguments:
         return False
     return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
 
 
-def _spellings(chat: Chat, takes_text: bool) -> Iterator[Chat]:
-    """Yield the chat and its other spellings.
+def _forms(chat: Chat, takes_text: bool) -> Iterator[Chat]:
+    """Yield a chat in all forms of its arguments and content.
 
-    A template that `takes_text` writes JSON text as it is in the data.
+    If a template accepts arguments as text, JSON text of the data stays unchanged.
     """
     if takes_text and any(isinstance(each, str) for each in _arguments(chat)):
         yield chat
@@ -109,84 +109,85 @@ def _of_parts(chat: Chat) -> list[Message]:
     return [each for each in chat.messages if isinstance(each["content"], list)]
 
 
-def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
-    work = _Work(talk, policy)
-    whole = talk.render_prefix(len(talk.messages))
+def _make_samples(dialog: Conversation, policy: LossPolicy) -> ChatSamples:
+    work = _Work(dialog, policy)
+    whole = dialog.render_prefix(len(dialog.messages))
     _count_texts(work, whole.text)
-    kept = [index for index in talk.assistant_indices if talk.chat.trained[index]]
-    work.counts["answers"] = len(talk.assistant_indices)
+    trained = [index for index in dialog.assistant_indices if dialog.chat.trained[index]]
+    work.counts["answers"] = len(dialog.assistant_indices)
     if policy.train_on == "all":
         return ChatSamples([_all_but(work, whole.text)], work.counts)
     if policy.train_on == "last":
-        kept = [index for index in kept if index == talk.assistant_indices[-1]]
-    if not kept:
+        trained = [index for index in trained if index == dialog.assistant_indices[-1]]
+    if not trained:
         return ChatSamples([ChatSample(whole.text, [])], work.counts)
-    return ChatSamples(_of_answers(work, kept), work.counts)
+    return ChatSamples(_of_answers(work, trained), work.counts)
 
 
-def _of_answers(work: _Work, kept: list[int]) -> list[ChatSample]:
-    talk = work.talk
-    whole = talk.render_prefix(len(talk.messages))
-    answers = [find_turn(talk, index, index + 1) for index in kept]
-    if all(_is_unchanged(talk, each, whole.text) for each in answers):
-        if talk.renderer.has_generation_blocks and kept == talk.assistant_indices:
+def _of_answers(work: _Work, trained: list[int]) -> list[ChatSample]:
+    dialog = work.dialog
+    whole = dialog.render_prefix(len(dialog.messages))
+    answers = [find_turn(dialog, index, index + 1) for index in trained]
+    if all(_is_unchanged(dialog, each, whole.text) for each in answers):
+        if dialog.renderer.has_generation_blocks and trained == dialog.assistant_indices:
             return [ChatSample(whole.text, whole.generation_spans, is_marked=True)]
-        return [_sample(talk, len(talk.messages), answers)]
+        return [_sample(dialog, len(dialog.messages), answers)]
     work.counts["rewritten_chats"] += 1
     if work.policy.rewritten_turns == "keep":
-        return [_as_rewritten(talk, kept)]
-    return _split(talk, answers)
+        return [_as_rewritten(dialog, trained)]
+    return _split(dialog, answers)
 
 
-def _split(talk: Conversation, answers: list[Turn]) -> list[ChatSample]:
-    """Return the fewest samples that contain each message as it is when it is the last one."""
-    samples, rest = [], answers
-    while rest:
-        last = rest[-1]
-        text = talk.render_prefix(last.index + 1).text
-        held = [each for each in rest if each is last or _is_unchanged(talk, each, text)]
-        samples.append(_sample(talk, last.index + 1, held))
-        rest = [each for each in rest if each not in held]
+def _split(dialog: Conversation, answers: list[Turn]) -> list[ChatSample]:
+    """Return the fewest samples in which each answer has the text that it has as last message."""
+    samples, remaining = [], answers
+    while remaining:
+        last = remaining[-1]
+        text = dialog.render_prefix(last.index + 1).text
+        same = [each for each in remaining if each is last or _is_unchanged(dialog, each, text)]
+        samples.append(_sample(dialog, last.index + 1, same))
+        remaining = [each for each in remaining if each not in same]
     return samples[::-1]
 
 
-def _is_unchanged(talk: Conversation, answer: Turn, text: str) -> bool:
-    return text.startswith(talk.render_prefix(answer.index + 1).text[: answer.end_of_turn])
+def _is_unchanged(dialog: Conversation, answer: Turn, text: str) -> bool:
+    return text.startswith(dialog.render_prefix(answer.index + 1).text[: answer.end_of_turn])
 
 
-def _sample(talk: Conversation, count: int, answers: list[Turn]) -> ChatSample:
-    """Return the first `count` messages, trained on `answers`, which they contain unchanged."""
-    rendered = talk.render_prefix(count)
-    marked = talk.renderer.has_generation_blocks
+def _sample(dialog: Conversation, count: int, answers: list[Turn]) -> ChatSample:
+    """Return a sample of the first `count` messages, trained on `answers`, which are unchanged."""
+    rendered = dialog.render_prefix(count)
+    marked = dialog.renderer.has_generation_blocks
     spans: Spans = []
     for answer in answers:
-        # A block after the content may mark the end of the conversation, which has moved by now.
+        # A block after the content may have marked the end of the shorter conversation.
         within = rendered.generation_spans if marked and answer.index < count - 1 else answer.spans
         spans += (each for each in answer.spans if each in within)
     return ChatSample(rendered.text, spans, marked)
 
 
-def _as_rewritten(talk: Conversation, kept: list[int]) -> ChatSample:
-    """Return all messages, trained on assistant messages as they are written there."""
-    count = len(talk.messages)
-    spans = [span for index in kept for span in find_turn(talk, index, count).spans]
-    return ChatSample(talk.render_prefix(count).text, spans, talk.renderer.has_generation_blocks)
+def _as_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample:
+    """Return a sample of all messages, whose spans are the answers `indices`, even if rewritten."""
+    count = len(dialog.messages)
+    spans = [span for index in indices for span in find_turn(dialog, index, count).spans]
+    text = dialog.render_prefix(count).text
+    return ChatSample(text, spans, dialog.renderer.has_generation_blocks)
 
 
 def _all_but(work: _Work, whole: str) -> ChatSample:
-    """Return all messages, trained on everything but the assistant messages masked by the data."""
-    talk = work.talk
-    off = [index for index in talk.assistant_indices if not talk.chat.trained[index]]
-    spans, done = [], 0
-    for start, stop in _as_rewritten(talk, off).spans if off else []:
-        spans.append((done, start))
-        done = stop
-    return ChatSample(whole, [*spans, (done, len(whole))])
+    """Return a sample of all messages, trained on everything but answers that the data masks."""
+    dialog = work.dialog
+    masked = [index for index in dialog.assistant_indices if not dialog.chat.trained[index]]
+    spans, position = [], 0
+    for start, stop in _as_rewritten(dialog, masked).spans if masked else []:
+        spans.append((position, start))
+        position = stop
+    return ChatSample(whole, [*spans, (position, len(whole))])
 
 
 def _count_texts(work: _Work, whole: str) -> None:
-    controls = work.talk.controls
-    for message in work.talk.messages:
+    controls = work.dialog.control_pattern
+    for message in work.dialog.messages:
         text = text_of(message)
         if controls is not None and controls.search(text):
             work.counts["control_tokens"] += 1

@@ -1,10 +1,11 @@
 """Processes that run chat templates, which are untrusted programs.
 
-A process reads a batch of chats from a file, in MessagePack, and writes a line of JSON about each
-to another one. The kernel limits its memory, computing time and output, and ends it beyond them.
+A process reads a batch of chats in MessagePack from one file, and writes a line of JSON per chat to
+another file. The kernel limits the memory, CPU time and output of the process, and kills it beyond
+these limits.
 
-Note: why not `concurrent.futures.ProcessPoolExecutor`. It unpickles results: a template that
-escapes its sandbox could then run code in the process that trains.
+Note: `concurrent.futures.ProcessPoolExecutor` would unpickle results, so a template that escapes
+its sandbox could run code in the process that trains.
 """
 
 import math
@@ -36,12 +37,9 @@ from fsdpctl.io.resources import num_cores
 from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB
 
-MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = (
-    10.0,
-    2 << 30,
-)  # per chat; most need less than a hundredth
-_BATCH = 2 * MIB  # bytes of chats, which take several times as long as starting a process
-_MANY = 100  # messages
+MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = 10.0, 2 << 30  # most chats need less than 1%
+_BATCH_BYTES = 2 * MIB  # of chats, whose rendering takes much longer than starting a process
+_MESSAGES_PER_BUDGET = 100
 
 
 class TemplateSetup(msgspec.Struct, array_like=True):
@@ -54,28 +52,28 @@ class TemplateSetup(msgspec.Struct, array_like=True):
     date: str
     train_on: str
     rewritten_turns: str
-    max_seconds: float  # of computing, for a chat of a few messages
+    max_seconds: float  # CPU time for a chat of up to 100 messages
     max_bytes: int  # of memory, and of output
 
     def seconds_for(self, chat: Chat) -> float:
-        """Return the computing time for a chat: each message needs some renderings of all."""
-        return self.max_seconds * (1 + len(chat.messages) // _MANY)
+        """Return the CPU seconds for a chat: each message needs some renderings of the whole."""
+        return self.max_seconds * (1 + len(chat.messages) // _MESSAGES_PER_BUDGET)
 
 
-# Of the template, then of each chat up to the first error; text: the error, empty of a template
-# that can be compiled.
+# The first reply is about the template: an error, or "" if it can be compiled. Then follows a reply
+# about each chat, up to the first error.
 _REPLIES = msgspec.json.Decoder(ChatSamples | str)
 
 
 def render_chats(
-    setup: TemplateSetup, where: str, chats: Iterable[tuple[Chat, str]]
+    setup: TemplateSetup, location: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
-    """Yield the samples of each chat, in order; `where` is the location of the template.
+    """Yield the samples of each chat, in order; `location` is the template's.
 
     UsageError if the template can't be compiled, rejects a chat or exceeds a limit. The message
     begins with a location.
     """
-    encoded = ((msgspec.msgpack.encode(x), place, setup.seconds_for(x)) for x, place in chats)
+    encoded = ((msgspec.msgpack.encode(x), name, setup.seconds_for(x)) for x, name in chats)
     running = deque[_Batch]()
 
     def results(left: int) -> Iterator[ChatSamples]:
@@ -84,14 +82,15 @@ def render_chats(
             running.popleft().close()
 
     try:
-        for batch in batched_by_size(encoded, lambda chat: len(chat[0]), _BATCH):
+        for batch in batched_by_size(encoded, lambda chat: len(chat[0]), _BATCH_BYTES):
             yield from results(min(8, num_cores()) - 1)
-            with TemporaryFile() as given:
-                given.write(msgspec.msgpack.encode((setup, [msgspec.Raw(x[0]) for x in batch])))
-                given.seek(0)
-                made = TemporaryFile()  # noqa: SIM115  # closed with the batch
-                places = [(where, setup.max_seconds), *(each[1:] for each in batch)]
-                running.append(_Batch(_start(given, made), made, places))
+            with TemporaryFile() as input_file:
+                content = [msgspec.Raw(encoded_chat) for encoded_chat, *_ in batch]
+                input_file.write(msgspec.msgpack.encode((setup, content)))
+                input_file.seek(0)
+                output_file = TemporaryFile()  # noqa: SIM115  # closed with the batch
+                places = [(location, setup.max_seconds), *(each[1:] for each in batch)]
+                running.append(_Batch(_start(input_file, output_file), output_file, places))
         yield from results(0)
     finally:
         for each in running:
@@ -100,27 +99,27 @@ def render_chats(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A process, its output, and the locations of the template and the chats, with seconds."""
+    """A process, its output, and the locations and CPU seconds of the template and each chat."""
 
     process: subprocess.Popen[bytes]
     replies_file: IO[bytes]
     locations: list[tuple[str, float]]
 
     def result(self) -> list[ChatSamples]:
-        """Wait for the samples of the chats; raises as `rendered`."""
+        """Wait for the samples of the chats. UsageError as in `render_chats`."""
         code, replies = self.process.wait(), list[ChatSamples | str]()
         self.replies_file.seek(0)
         content = self.replies_file.read()
         with suppress(msgspec.MsgspecError):
             replies = _REPLIES.decode_lines(content[: content.rfind(b"\n") + 1])
-        for reply, (place, _) in zip(replies, self.locations, strict=False):
+        for reply, (location, _) in zip(replies, self.locations, strict=False):
             if isinstance(reply, str) and reply:
-                raise UsageError(f"{place}: {reply}")
+                raise UsageError(f"{location}: {reply}")
         if len(replies) < len(self.locations):
-            place, seconds = self.locations[len(replies)]
+            location, seconds = self.locations[len(replies)]
             is_late = code == -signal.SIGXCPU
             did = f"computes for longer than {seconds:g} s" if is_late else "ended its process"
-            raise UsageError(f"{place}: the template {did}")
+            raise UsageError(f"{location}: the template {did}")
         return [each for each in replies if not isinstance(each, str)]
 
     def close(self) -> None:
@@ -129,28 +128,28 @@ class _Batch:
         self.replies_file.close()
 
 
-def _start(given: IO[bytes], made: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process that imports this package, and nothing from the current directory."""
+def _start(input_file: IO[bytes], output_file: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a process that imports this package, but nothing from the working directory."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "fsdpctl.chats.template_processes"],
-        stdin=given,
-        stdout=made,
+        stdin=input_file,
+        stdout=output_file,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(Path(fsdpctl.__file__).parent.parent)},
     )
 
 
-def main(given: IO[bytes], made: IO[bytes]) -> None:
-    """Write a line about the template, and about each chat up to the first error."""
+def main(input_file: IO[bytes], output_file: IO[bytes]) -> None:
+    """Write a line about the template and about each chat, up to the first error."""
     kinds = tuple[TemplateSetup, list[Chat]]
-    setup, chats = msgspec.msgpack.decode(given.read(), type=kinds, ext_hook=from_extension)
+    setup, chats = msgspec.msgpack.decode(input_file.read(), type=kinds, ext_hook=from_extension)
     _limit(resource.RLIMIT_AS, setup.max_bytes)
     _limit(resource.RLIMIT_FSIZE, setup.max_bytes)
     _limit(resource.RLIMIT_NOFILE, 16)
     _limit(resource.RLIMIT_CORE, 0)
     for reply in _replies(setup, chats):
-        made.write(msgspec.json.encode(reply) + b"\n")
-        made.flush()  # the kernel may end the process at the next one
+        output_file.write(msgspec.json.encode(reply) + b"\n")
+        output_file.flush()  # the kernel may kill the process while it renders the next chat
 
 
 def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | str]:
@@ -188,8 +187,8 @@ def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
 
 
 def _limit(kind: int, most: float) -> None:
-    """Lower a limit of this process; beyond that of time, the kernel ends it."""
-    with suppress(OSError, ValueError):  # a system without it, or with a lower one
+    """Lower a resource limit of this process."""
+    with suppress(OSError, ValueError):  # the system lacks this limit, or has a lower one
         resource.setrlimit(kind, (math.ceil(most), resource.getrlimit(kind)[1]))
 
 

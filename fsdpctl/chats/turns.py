@@ -1,9 +1,10 @@
-"""The position of an assistant message in a rendering.
+"""Locates an assistant message in a rendering.
 
-Templates with `generation` blocks mark it. For other templates, the conversation is rendered again
-with other text in the message (after axolotl's turn locator): the difference is the content. The
-trained span starts at the end of the prompt that a model is served with, and stops after the next
-control token and those that always follow it. If that isn't certain, the conversation is rejected.
+Templates with `generation` blocks mark the message. For other templates, the conversation is
+rendered again with other text in the message (after axolotl's turn locator): the difference is the
+content. The trained span starts where the prompt of inference ends, and stops after the next
+control token and those that always follow it. If the span isn't certain, the conversation is
+rejected.
 """
 
 import re
@@ -16,11 +17,11 @@ from fsdpctl.chats.messages import ASSISTANT
 from fsdpctl.chats.render import RenderError, Spans
 from fsdpctl.chats.values import Message
 
-_THOUGHT = "</think>"  # templates may move or drop the reasoning before it
+_THOUGHT = "</think>"  # templates may move or drop the reasoning before this token
 
 
 class TurnError(Exception):
-    """The boundaries of an assistant message can't be found; the text is for the user."""
+    """The boundaries of an assistant message can't be found; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +30,33 @@ class Turn:
 
     index: int
     spans: Spans
-    end_of_turn: int  # a longer rendering that agrees up to here contains the message unchanged
+    # A longer rendering that is equal up to here contains the message unchanged.
+    end_of_turn: int
 
 
-def find_turn(talk: Conversation, index: int, count: int) -> Turn:
+def find_turn(dialog: Conversation, index: int, count: int) -> Turn:
     """Locate message `index` in the rendering of the first `count` messages.
 
     TurnError if its boundaries aren't certain. RenderError if the template rejects the messages.
     """
-    if talk.renderer.has_generation_blocks:
-        return _marked(talk, index, count)
-    whole = talk.render_prefix(count).text
-    low, high = _content(talk, index, count)
-    start, is_prompted = _start(talk, index, count, low)
-    _check_header(talk, index, start, whole[start:low], is_prompted=is_prompted)
-    end = _end(talk, index, count, high)
+    if dialog.renderer.has_generation_blocks:
+        return _marked(dialog, index, count)
+    whole = dialog.render_prefix(count).text
+    low, high = _content(dialog, index, count)
+    start, is_prompted = _start(dialog, index, count, low)
+    _check_header(dialog, index, start, whole[start:low], is_prompted=is_prompted)
+    end = _end(dialog, index, count, high)
     return Turn(index, [(start, end)], end)
 
 
-def _end(talk: Conversation, index: int, count: int, content: int) -> int:
-    """Return where the control tokens after the content end that end the message.
+def _end(dialog: Conversation, index: int, count: int, content: int) -> int:
+    """Return the end of the control tokens that end the message; its content ends at `content`.
 
-    Tokens that directly follow the first one belong to the message if they do so both where the
-    conversation ends with it and where it does not: Phi-4-mini ends only conversations with two.
+    Further control tokens directly after the first belong to the message only if they follow it
+    both at the end and in the middle of a conversation: Phi-4-mini writes a second token only at
+    the end of the conversation.
     """
-    whole, controls = talk.render_prefix(count).text, talk.controls
+    whole, controls = dialog.render_prefix(count).text, dialog.control_pattern
     first = controls.search(whole, content) if controls else None
     if controls is None or first is None:
         raise TurnError(
@@ -61,67 +64,64 @@ def _end(talk: Conversation, index: int, count: int, content: int) -> int:
             f"which is followed by {whole[content : content + 40]!r}"
         )
     end, following = first.end(), re.compile(rf"\s*(?:{controls.pattern})")
-    while more := following.match(whole, end):
+    while match := following.match(whole, end):
         if count == index + 1:
-            belongs = _is_in_next_prompt(talk, index, whole[: more.end()], end)
+            belongs = _is_in_next_prompt(dialog, index, whole[: match.end()], end)
         else:
-            own = talk.render_prefix(index + 1).text.rstrip()
-            belongs = own.endswith(whole[first.start() : more.end()])
+            shorter = dialog.render_prefix(index + 1).text.rstrip()
+            belongs = shorter.endswith(whole[first.start() : match.end()])
         if not belongs:
             break
-        end = more.end()
+        end = match.end()
     return end
 
 
-def _is_in_next_prompt(talk: Conversation, index: int, text: str, end: int) -> bool:
-    """Return whether `text` begins the next prompt too, or the prompt differs before `end`."""
-    later = next((each for each in talk.assistant_indices if each > index), index + 1)
+def _is_in_next_prompt(dialog: Conversation, index: int, text: str, end: int) -> bool:
+    """Return whether the next prompt begins with `text`, or differs from it before `end`."""
+    later = next((each for each in dialog.assistant_indices if each > index), index + 1)
     try:
-        prompt = talk.render_prefix(later, add_generation_prompt=True).text
+        prompt = dialog.prompt_for(later).text
     except RenderError:
         return True
     return prompt.startswith(text) or not prompt.startswith(text[:end])
 
 
-def _content(talk: Conversation, index: int, count: int) -> tuple[int, int]:
-    whole = talk.render_prefix(count).text
-    found = _differing(talk, index, talk.messages[:count], whole)
-    if found is None:
-        raise TurnError(f"message {index + 1}: the template does not write it")
-    low, high = found
-    inside = talk.controls.findall(whole, low, high) if talk.controls else []
-    if foreign := first_absent(inside, str(talk.messages[index])):
+def _content(dialog: Conversation, index: int, count: int) -> tuple[int, int]:
+    whole = dialog.render_prefix(count).text
+    span = _differing(dialog, index, dialog.messages[:count], whole)
+    if span is None:
+        raise TurnError(f"message {index + 1}: the chat template drops this message")
+    low, high = span
+    inside = dialog.control_pattern.findall(whole, low, high) if dialog.control_pattern else []
+    if foreign := first_absent(inside, str(dialog.messages[index])):
         problem = f"boundaries not found: the span that changes with its text contains {foreign}"
         raise TurnError(f"message {index + 1}: {problem}")
     return low, high
 
 
 def first_absent(words: Sequence[str], text: Container[str]) -> str | None:
-    """Return the first word that a text lacks, after one search for each different word."""
+    """Return the first of `words` that is not in `text`, or None; equal words are searched once."""
     return next((each for each in dict.fromkeys(words) if each not in text), None)
 
 
 def _differing(
-    talk: Conversation, index: int, messages: list[Message], whole: str
+    dialog: Conversation, index: int, messages: list[Message], whole: str
 ) -> tuple[int, int] | None:
     low, high = len(whole), 0
     for filler in fillers_for(messages[index]):
-        other = talk.render(_with_message(messages, index, filler)).text
+        other = dialog.render(_with_message(messages, index, filler)).text
         start, stop = _difference(whole, other) or (low, high)
         low, high = min(low, start), max(high, stop)
     return (low, high) if low <= high else None
 
 
-def _start(talk: Conversation, index: int, count: int, content: int) -> tuple[int, bool]:
-    """Return where the message's prompt ends, and whether the rendering begins with all of it."""
-    whole, prompt = (
-        talk.render_prefix(count).text,
-        talk.render_prefix(index, add_generation_prompt=True).text,
-    )
+def _start(dialog: Conversation, index: int, count: int, content: int) -> tuple[int, bool]:
+    """Return where the message's prompt ends, and whether the rendering begins with the prompt."""
+    whole, prompt = dialog.render_prefix(count).text, dialog.prompt_for(index).text
     if whole.startswith(prompt):
         return len(prompt), True
-    # Earlier messages are rendered differently, so only the text after the previous one counts.
-    before = _ends_of_message_before(talk, index, count)
+    # The prompt renders earlier messages differently: compare the text after the previous message.
+    before = _ends_of_message_before(dialog, index, count)
     if before is None:
         return min(common_prefix(whole, prompt), content), False
     in_prompt, in_whole = before
@@ -131,16 +131,16 @@ def _start(talk: Conversation, index: int, count: int, content: int) -> tuple[in
     return start if same == len(header) else min(start, content), False
 
 
-def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple[int, int] | None:
-    """Return where the previous message's content ends, in the prompt and in the rendering."""
-    if index == 0 or talk.messages[index - 1]["role"] == ASSISTANT:
+def _ends_of_message_before(dialog: Conversation, index: int, count: int) -> tuple[int, int] | None:
+    """Return where the content of the previous message ends, in the prompt and the rendering."""
+    if index == 0 or dialog.messages[index - 1]["role"] == ASSISTANT:
         return None
     ends = []
-    for messages, prompted in ((talk.messages[:index], True), (talk.messages[:count], False)):
-        whole = talk.render(messages, add_generation_prompt=prompted).text
+    for messages, prompted in ((dialog.messages[:index], True), (dialog.messages[:count], False)):
+        whole = dialog.render(messages, has_prompt=prompted).text
         filler = fillers_for(messages[index - 1])[0]
         changed = _with_message(messages, index - 1, filler)
-        span = _difference(whole, talk.render(changed, add_generation_prompt=prompted).text)
+        span = _difference(whole, dialog.render(changed, has_prompt=prompted).text)
         if span is None:
             return None
         ends.append(span[1])
@@ -160,24 +160,22 @@ def _difference(whole: str, other: str) -> tuple[int, int] | None:
 
 
 def _check_header(
-    talk: Conversation, index: int, start: int, ahead: str, *, is_prompted: bool
+    dialog: Conversation, index: int, start: int, ahead: str, *, is_prompted: bool
 ) -> None:
-    """Check that a message doesn't begin with the header of assistant messages.
+    """Check that a trained span doesn't begin with the header of assistant messages.
 
-    `ahead` is the text between `start` and the content: whitespace, reasoning, or the opening of a
-    call. A template that supports add_generation_prompt determines itself where a message begins.
+    `ahead` is the text between `start` and the content. It may be whitespace, reasoning, or the
+    opening of a tool call. If the template supports add_generation_prompt, the prompt already
+    contains the header.
     """
     if not ahead.strip():
         return
     if is_prompted:
-        has_prompt = (
-            talk.render_prefix(index).text
-            != talk.render_prefix(index, add_generation_prompt=True).text
-        )
-        if has_prompt or not _ahead_of_plain(talk, index, start).strip():
+        has_prompt = dialog.render_prefix(index).text != dialog.prompt_for(index).text
+        if has_prompt or not _ahead_of_plain(dialog, index, start).strip():
             return
         why = "the template ignores add_generation_prompt"
-    elif talk.controls is None or talk.controls.search(ahead) is None:
+    elif dialog.control_pattern is None or dialog.control_pattern.search(ahead) is None:
         return
     else:
         why = "the rendering does not begin with the prompt"
@@ -185,11 +183,11 @@ def _check_header(
     raise TurnError(f"message {index + 1}: {problem}")
 
 
-def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
-    messages = [*talk.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
-    whole = talk.render(messages).text
-    found = _differing(talk, index, messages, whole)
-    return whole[start : found[0]] if found else whole[start:]
+def _ahead_of_plain(dialog: Conversation, index: int, start: int) -> str:
+    messages = [*dialog.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
+    whole = dialog.render(messages).text
+    span = _differing(dialog, index, messages, whole)
+    return whole[start : span[0]] if span else whole[start:]
 
 
 def common_prefix(one: str, other: str) -> int:
@@ -197,25 +195,25 @@ def common_prefix(one: str, other: str) -> int:
     return bisect_left(counts, True, key=lambda same: one[: same + 1] != other[: same + 1])
 
 
-def _marked(talk: Conversation, index: int, count: int) -> Turn:
-    """Return the generation blocks of a message; as the last one, they must enclose its content."""
-    rendered = talk.render_prefix(count)
-    later = next((each for each in talk.assistant_indices if index < each < count), None)
-    stop = len(rendered.generation_spans) if later is None else _marks_before(talk, later)
-    own = rendered.generation_spans[_marks_before(talk, index) : stop]
-    body = text_of(talk.messages[index]).rpartition(_THOUGHT)[2].strip()
-    texts = [rendered.text[start:stop] for start, stop in own]
-    is_out = not "".join(texts).strip() or (body in rendered.text and body not in "".join(texts))
-    if is_out and count == index + 1:
+def _marked(dialog: Conversation, index: int, count: int) -> Turn:
+    """Return the generation blocks of a message, which must enclose its content if it is last."""
+    rendered = dialog.render_prefix(count)
+    later = next((each for each in dialog.assistant_indices if index < each < count), None)
+    stop = len(rendered.generation_spans) if later is None else _marks_before(dialog, later)
+    blocks = rendered.generation_spans[_marks_before(dialog, index) : stop]
+    body = text_of(dialog.messages[index]).rpartition(_THOUGHT)[2].strip()
+    texts = [rendered.text[start:stop] for start, stop in blocks]
+    marked = "".join(texts)
+    is_misplaced = not marked.strip() or (body in rendered.text and body not in marked)
+    if is_misplaced and count == index + 1:
         raise TurnError(
             f"message {index + 1}: the template's generation blocks do not enclose it; blocks "
             "within a macro or a set block are misplaced"
         )
-    holding = [span for span, text in zip(own, texts, strict=True) if body and body in text]
-    return Turn(index, own, (holding or own)[0 if holding else -1][1] if own else 0)
+    enclosing = [span for span, text in zip(blocks, texts, strict=True) if body and body in text]
+    last = enclosing[0] if enclosing else blocks[-1] if blocks else (0, 0)
+    return Turn(index, blocks, last[1])
 
 
-def _marks_before(talk: Conversation, index: int) -> int:
-    return (
-        len(talk.render_prefix(index, add_generation_prompt=True).generation_spans) if index else 0
-    )
+def _marks_before(dialog: Conversation, index: int) -> int:
+    return len(dialog.prompt_for(index).generation_spans) if index else 0

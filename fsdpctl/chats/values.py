@@ -1,4 +1,4 @@
-"""Values of a row: JSON types that every process can hold, without nulls, decoded from text."""
+"""Values of a row: JSON types without nulls, which MessagePack can send to other processes."""
 
 import math
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ Message = dict[str, Any]
 _TYPES: dict[type, str] = {
     str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean", type(None): "null"
 }  # fmt: skip
-_MOST_KEYS = 12  # that are named
-_INTEGER = 1  # the code of an integer above 64 bits, which MessagePack lacks
+_MAX_NAMED_KEYS = 12
+_INTEGER = 1  # the extension code for integers above 64 bits, which MessagePack lacks
 
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """The names of a row's keys that are reported, such as `source` and `messages[].name`."""
+    """The keys of a row that notes report, such as `source` and `messages[].name`."""
 
-    followed: set[str] = field(default_factory=set)  # they change what is trained on
-    ignored: set[str] = field(default_factory=set)  # fsdpctl does not use them
+    followed: set[str] = field(default_factory=set)  # change what is trained on
+    ignored: set[str] = field(default_factory=set)  # not used by fsdpctl
 
 
 def without_nulls(value: Any, key: str = "row") -> Any:
-    """Return a value without its null fields, at any depth. `key` is its name in messages.
+    """Return a value without null fields at any depth. `key` names the value in messages.
 
     Parquet and similar tables fill missing fields with null. UsageError if the value has a type or
     a number that JSON doesn't have.
@@ -75,25 +75,25 @@ def as_list(value: object, key: str) -> list[Any]:
     """Return a list, decoded from JSON if it is text, as in some tables."""
     if isinstance(value, str):
         value = without_nulls(parse_json(value, list[Any], key), key) if value.strip() else []
-    found: list[Any] = expect(value, list, key)
-    return found
+    content: list[Any] = expect(value, list, key)
+    return content
 
 
 def as_object(value: object, key: str) -> dict[str, Any]:
     """Return an object, decoded from JSON if it is text."""
     if isinstance(value, str):
         value = without_nulls(parse_json(value, dict[str, Any], key), key)
-    found: dict[str, Any] = expect(value, dict, key)
-    return found
+    content: dict[str, Any] = expect(value, dict, key)
+    return content
 
 
 def with_counts(counts: Mapping[str, int]) -> str:
-    """List keys with the number of their rows, most frequent first."""
+    """List keys with the number of rows that have them, most frequent first."""
     names = [
         f"{clipped(key)} ({with_count(count, 'row')})"
         for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     ]
-    return shorten_list(names, _MOST_KEYS)
+    return shorten_list(names, _MAX_NAMED_KEYS)
 
 
 def with_count(count: int, noun: str) -> str:

@@ -16,42 +16,43 @@ from fsdpctl.io.texts import printable
 
 _TRAINED = "bold green"
 _OPEN, _CLOSE = "⟦", "⟧"  # rare in conversations
-_MOST_SHOWN = 2000  # tokens of a sample
-_BAR = 40  # columns
+_MAX_TOKENS = 2000  # shown of a sample
+_BAR_WIDTH = 40  # columns of the longest bar
 
 
 def preview(
     chats: DocumentSet, tokenizer: FileTokenizer, *, count: int = 2, color: bool = True
 ) -> list[Text]:
     """Return the first `count` samples as text, with trained tokens in color or in brackets."""
-    shown = range(min(count, len(chats)))
-    return [_sample_text(chats, tokenizer, number, color=color) for number in shown]
+    numbers = range(min(count, len(chats)))
+    return [_sample_text(chats, tokenizer, number, color=color) for number in numbers]
 
 
 def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, color: bool) -> Text:
     tokens, trained = chats[number]
     text = Text()
     done = ""
-    shown = [int(each) for each in tokens[:_MOST_SHOWN]]
-    edges = [0, *(np.flatnonzero(np.diff(trained[:_MOST_SHOWN])) + 1).tolist(), len(shown)]
+    ids = [int(each) for each in tokens[:_MAX_TOKENS]]
+    edges = [0, *(np.flatnonzero(np.diff(trained[:_MAX_TOKENS])) + 1).tolist(), len(ids)]
     for start, stop in zip(edges, edges[1:], strict=False):
-        done, piece = _piece(tokenizer, shown, done, (start, stop))
+        done, piece = _piece(tokenizer, ids, done, (start, stop))
         piece = printable(piece)
         if trained[start]:
             text.append(piece if color else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
         else:
             text.append(piece)
-    if len(tokens) > len(shown):
-        text.append(f" … {len(tokens) - len(shown):,} more tokens")
+    if len(tokens) > len(ids):
+        text.append(f" … {len(tokens) - len(ids):,} more tokens")
     return text
 
 
 def _piece(
     tokenizer: FileTokenizer, tokens: Sequence[int], done: str, span: tuple[int, int]
 ) -> tuple[str, str]:
-    """Return the text up to the end of the span, and the part of it that belongs to the span.
+    """Return the text up to the end of `span`, and the part of the text that is in `span`.
 
-    The part is taken from the whole text, because spaces depend on the tokens before.
+    The part is cut from the whole text, because tokenizers write spaces depending on the tokens
+    before. `done` is the text before `span`.
     """
     start, stop = span
     whole = tokenizer.decode(tokens[:stop], skip_special_tokens=False)
@@ -64,12 +65,12 @@ def histogram(chats: Sequence[DocumentSet]) -> list[str]:
     """Return the distribution of sample lengths: a line with a bar for each power of two."""
     lengths = np.concatenate([each.lengths for each in chats])
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-    used = np.flatnonzero(bins)
-    if not len(used):
+    powers = np.flatnonzero(bins)
+    if not len(powers):
         return []
     lines = []
-    for power in range(int(used[0]), int(used[-1]) + 1):
-        bar = "█" * round(_BAR * bins[power] / bins.max())
+    for power in range(int(powers[0]), int(powers[-1]) + 1):
+        bar = "█" * round(_BAR_WIDTH * bins[power] / bins.max())
         lines.append(f"up to {1 << power:>8,} tokens {bins[power]:>9,} {bar}".rstrip())
     return lines
 
@@ -81,7 +82,7 @@ def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: 
     """
     template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], is_question=True)
-    setup, where = template_setup_of(template, tokenizer, today), template.source
-    (made,) = render_chats(setup, where, [(chat, where)])
-    (sample,) = made.samples
+    setup, location = template_setup_of(template, tokenizer, today), template.source
+    (rendered,) = render_chats(setup, location, [(chat, location)])
+    (sample,) = rendered.samples
     return tokenizer.encode_prompt(sample.text, add_special_tokens=False)

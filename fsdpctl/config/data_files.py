@@ -1,7 +1,6 @@
-"""Which files of a path are data, of which kind and split: decided once for all that read them.
+"""The files of a path that are data, with their kinds and splits. docs/data.md has the rules.
 
-Note: names of splits are those of the `datasets` library, with its separators. docs/data.md has the
-rules.
+Splits have the names and separators of the library `datasets`.
 """
 
 import glob
@@ -22,8 +21,8 @@ from fsdpctl.io.files import check_inside, nearest_path_hint
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
 _ABOUT_DATA, _EMPTY, _OTHER = "about data", "empty", "of another format"
-TOKENIZE = "tokenize"  # in place of an option of `data`
-# The kinds that an option reads, in the order of preference; None: the files select the option.
+TOKENIZE = "tokenize"  # the command's input, which has no option of `data`
+# The kinds that each option reads, in order of preference; None: the files select the option.
 _READS = {
     None: (CHAT, TOKENS, TEXT), TOKENIZE: (TEXT, CHAT), TEXT: (TEXT, CHAT), CHAT: (CHAT,),
     TOKENS: (TOKENS,),
@@ -36,24 +35,25 @@ _NOTHING = {
 }
 _ROWS = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
 _TABLES = {".csv", ".tsv"}
-_PROSE = {"", ".txt", ".text", ".tokens", ".raw", *_TABLES}  # a README is not part of it
-_MAY_HAVE_ROWS = ("", ".json", ".txt")  # as their first bytes tell
+# Suffixes of texts of which a README in the same directory is not a part.
+_PROSE = {"", ".txt", ".text", ".tokens", ".raw", *_TABLES}
+_MAY_HAVE_ROWS = ("", ".json", ".txt")  # the first bytes decide
 _KEYS = (
     "messages", "conversations", "prompt", "completion", "instruction", "query", "question",
     "output", "response", "history", "text",
 )  # fmt: skip
-_PARTS = attrgetter("parts")  # comparing paths is slower
-_FIRST_BYTES = 1 << 16  # of a file, that tell whether it has rows
-# Caches of a `map` of `datasets`, and what it writes about data.
+_PARTS = attrgetter("parts")  # a sort key, faster than comparing paths
+_FIRST_BYTES = 1 << 16  # searched for the first row of a file
+# Files that `datasets` writes: caches of `map`, and descriptions of data.
 _CACHES = re.compile(r"cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_(?:infos?|dict)|state)\.json")
-# Texts about data, which are not data next to rows or tokens.
+# Texts about data, which are left out next to rows or tokens.
 _ABOUT = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|citation|code_of_conduct)(?:[-_. ].*)?"
     r"|(?:(?:.*[-_ ])?card|datasheet|authors|changelog|changes|contributing|requirements|manifest"
     r"|checksums?|md5sums?|sha\d+sums?|thumbs|desktop)(?:\.\w+)?"
     r"|.+\.(?:ya?ml|lock|crc|md5|sha\d+)|_success"
 )
-# Suffixes of files of other formats than text, whatever their bytes, and the next step.
+# By suffixes of formats that are never read as text: the problem and the next step.
 _NO_TEXT = {
     "pdf": "a PDF; convert it, for example with pdftotext",
     "docx doc odt epub": "a document; convert it with pandoc",
@@ -77,13 +77,13 @@ _CONFIG = re.compile(r"^[\s-]*config_name:\s*(\S.*?)\s*$", re.MULTILINE)
 class DataFiles:
     """The files of a path that are data."""
 
-    option: str  # of `data`, for their kind; data=text reads texts in rows, too
-    train: tuple[Path, ...]  # at data.val_path: those to validate on
+    option: str  # of `data`; data=text also reads rows
+    train: tuple[Path, ...]  # the validation files, if the path is data.val_path
     validation: tuple[Path, ...] = ()
-    unused: tuple[tuple[str, str], ...] = ()  # the split, or empty text, and the name of each
+    unused: tuple[tuple[str, str], ...] = ()  # the split ("": none) and the name of each file
 
     def summary(self, *, validates: bool, skipped: int = 0) -> str:
-        """Describe how many files are used, without those that were `skipped`, and all others."""
+        """Return how many files are used, without `skipped` files, and which are left out."""
         used = len(self.train) + len(self.validation) * validates - skipped
         total = len(self.train) + len(self.validation) + len(self.unused)
         counts = Counter(split for split, _ in self.unused if split)
@@ -97,27 +97,27 @@ class DataFiles:
 
 
 def local_data_files(path: str, key: str = "data.path", option: str | None = None) -> DataFiles:
-    """Return the files of a local path that are data: a file, those of a directory, or of a glob.
+    """Return the data files of a local path, which is a file, a directory or a glob.
 
-    At data.val_path, these are the files to validate on. `option` is that of `data`, TOKENIZE, or
-    None if the files select it. UsageError if there are none, or if their names leave open which
-    ones are meant.
+    If `key` is data.val_path, these are the validation files. `option` is the option of `data`,
+    TOKENIZE, or None if the files select the option. UsageError if no data is found, or if the
+    names of the files are ambiguous.
     """
-    place, where, files = Path(path), f"{key}={path}", _listed(path, key)
-    if not place.is_file():
-        is_folder = place.is_dir()
-        root = place if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
-        return select_files(files, root, where, option, is_folder=is_folder)
-    kind = kind if (kind := option_of_file(place)) in _READS[option] else _READS[option][0]
-    suffix = place.suffix.lower()
+    target, location, files = Path(path), f"{key}={path}", _listed(path, key)
+    if not target.is_file():
+        is_folder = target.is_dir()
+        root = target if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
+        return select_files(files, root, location, option, is_folder=is_folder)
+    kind = kind if (kind := option_of_file(target)) in _READS[option] else _READS[option][0]
+    suffix = target.suffix.lower()
     if kind == TEXT and suffix in _OTHER_FORMATS and (suffix, option) != (".json", TEXT):
         way = ", or set data=text" * (suffix == ".json" and option is None)
-        raise UsageError(f"{where}: {_OTHER_FORMATS[suffix]}{way}")
-    return DataFiles(kind, (place,))
+        raise UsageError(f"{location}: {_OTHER_FORMATS[suffix]}{way}")
+    return DataFiles(kind, (target,))
 
 
 def option_of_path(path: str) -> str:
-    """Return the option of `data` for a path: by its files, or by its name if it doesn't exist.
+    """Return the option of `data` for a path, by its files, or by its name if it isn't found.
 
     UsageError if a directory has files of several options.
     """
@@ -138,7 +138,7 @@ def option_of_file(file: Path) -> str:
 
 
 def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
-    """Return the first bytes of a file, none of one whose reader will report why."""
+    """Return the first bytes of a file; empty if unreadable: its reader reports the error."""
     try:
         with file.open("rb") as content:
             return content.read(most)
@@ -155,7 +155,8 @@ def _begins_with_rows(file: Path) -> bool:
     line = text.partition("\n")[0].rstrip()
     try:
         first, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):  # longer than this, or damaged, which the reader reports
+    # The row exceeds the first bytes, or is damaged, which the reader reports.
+    except (ValueError, RecursionError):
         is_line = is_array or line.endswith("}") or len(line) == len(text)
         return is_line and re.match(r'\{\s*"', text) is not None
     if is_array or not isinstance(first, dict) or end > len(line):
@@ -165,16 +166,16 @@ def _begins_with_rows(file: Path) -> bool:
 
 def _listed(path: str, key: str) -> list[Path]:
     """Return a file, all files below a directory, or the files of a glob, sorted."""
-    place = Path(path)
+    target = Path(path)
     if not path:
         raise UsageError(f"{key}: empty; expected a file, a directory or a glob")
     try:
-        if place.is_file():
-            return [place]
-        if place.is_dir():
-            found = sorted(_files_below(place), key=_PARTS)
-            check_inside(found, place, f"{key}={path}")
-            return found
+        if target.is_file():
+            return [target]
+        if target.is_dir():
+            files_below = sorted(_files_below(target), key=_PARTS)
+            check_inside(files_below, target, f"{key}={path}")
+            return files_below
         matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_PARTS)
         files = [each for each in matches if each.is_file()]
     except OSError as error:
@@ -182,7 +183,7 @@ def _listed(path: str, key: str) -> list[Path]:
     except RecursionError:
         raise UsageError(f"{key}={path}: directories are nested too deeply for **") from None
     if not files:
-        if place.exists():
+        if target.exists():
             raise UsageError(f"{key}={path}: not a regular file; expected a file or a directory")
         hint = nearest_path_hint(path) or "; expected a file, a directory or a glob"
         raise UsageError(f"{key}={path}: not found{hint}")
@@ -190,7 +191,7 @@ def _listed(path: str, key: str) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files, except hidden ones and those of runs, which may change while read."""
+    """Yield all files, except hidden files, and run directories, which may change meanwhile."""
     folders = [folder]
     while folders:
         entries = [each for each in folders.pop().iterdir() if not each.name.startswith(".")]
@@ -204,41 +205,41 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def select_files(
-    files: Sequence[Path], root: Path, where: str, option: str | None, *, is_folder: bool
+    files: Sequence[Path], root: Path, location: str, option: str | None, *, is_folder: bool
 ) -> DataFiles:
-    """Return those of some files below `root` that are data, as `data_files` does.
+    """Select the data files among `files` below `root`, as `local_data_files`.
 
-    `is_folder`: they are all that a directory has, and none of them was named.
+    `is_folder`: `files` are all files of a directory, rather than named by the user.
     """
     kinds = defaultdict[str, list[Path]](list)
     for file in files:
         kinds[_role_of(file)].append(file)
-    kind = _kind_in(kinds, where, option)
+    kind = _kind_in(kinds, location, option)
     suffixes = {each.suffix.lower() for each in kinds[kind]} or {".md"}
-    about = set(kinds[_ABOUT_DATA] if kind == TEXT and not suffixes <= _TABLES else ())
-    data = about | set(kinds[kind])
+    about_data = set(kinds[_ABOUT_DATA] if kind == TEXT and not suffixes <= _TABLES else ())
+    data = about_data | set(kinds[kind])
     splits = {each: _splits_of(each.relative_to(root).parts) for each in files if each in data}
     is_code = not suffixes <= _PROSE
-    named = [found for each, found in splits.items() if is_code or each not in about]
+    named = [splits[each] for each in splits if is_code or each not in about_data]
     if kind == TEXT and not ({TRAIN} in named and all(len(each) == 1 for each in named)):
         splits = {each: set() for each in splits}
     groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
-    for file, found in splits.items():
-        if len(found) > 1:
-            raise UsageError(
-                f"{where}: {file.name}: named after several splits, {' and '.join(sorted(found))}; "
-                "name the files to read, or rename it"
-            )
-        groups["".join(found)].append(file)
+    for file, file_splits in splits.items():
+        if len(file_splits) > 1:
+            problem = f"name matches several splits, {' and '.join(sorted(file_splits))}"
+            way = "name the files to read, or rename it"
+            raise UsageError(f"{location}: {file.name}: {problem}; {way}")
+        groups["".join(file_splits)].append(file)
     if is_folder and kind != TEXT:
-        _check_is_one_set(groups, root, where)
-    train, validation = _parts_of(groups, where, is_folder=is_folder)
+        _check_is_one_set(groups, root, location)
+    train, validation = _parts_of(groups, location, is_folder=is_folder)
     used, empty = {*train, *validation}, set(kinds[_EMPTY])
-    described = TOKEN_NEIGHBORS if kind == TOKENS else ()  # by files that are part of the data
+    # Files that describe token files are not reported as left out.
+    neighbors = TOKEN_NEIGHBORS if kind == TOKENS else ()
     left_out = tuple(
         ("".join(splits.get(each, ())), f"{each.name}{' (empty)' * (each in empty)}")
         for each in files
-        if each not in used and each.suffix not in described
+        if each not in used and each.suffix not in neighbors
     )
     return DataFiles(kind, tuple(train), tuple(validation), left_out)
 
@@ -249,11 +250,11 @@ def _role_of(file: Path) -> str:
     if kind == TEXT and not is_other and _ABOUT.fullmatch(name):
         return _ABOUT_DATA
     if kind != TOKENS and file.is_file() and not file.stat().st_size:
-        return _EMPTY  # its reader compares a token file with the number that a header promises
+        return _EMPTY  # an empty token file is reported by its reader, which knows the header
     return _OTHER if is_other or _CACHES.fullmatch(name) else kind
 
 
-def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> str:
+def _kind_in(kinds: dict[str, list[Path]], location: str, option: str | None) -> str:
     present = [kind for kind in _READS[option] if kinds[kind]]
     are_many = len([kind for kind in kinds if kinds[kind]]) > 1
     if TEXT in present and are_many and all(b"\0" in _start(each) for each in kinds[TEXT]):
@@ -268,7 +269,7 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
             what = "all" if len(present) == 2 else "text and rows"
             way += f"to read {what}, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
         problem = f"has files of several kinds, {counts}; {way}name the files of one kind"
-        raise UsageError(f"{where}: {problem}")
+        raise UsageError(f"{location}: {problem}")
     if present or (kinds[_ABOUT_DATA] and not are_many and TEXT in _READS[option]):
         return (*present, TEXT)[0]
     got = [f"{x.name}{' (empty)' * (role == _EMPTY)}" for role in kinds for x in kinds[role]]
@@ -276,22 +277,24 @@ def _kind_in(kinds: dict[str, list[Path]], where: str, option: str | None) -> st
         f"; {x.name}: {why}" for x in kinds[_OTHER] if (why := _OTHER_FORMATS.get(x.suffix.lower()))
     ]
     more = f", got {shorten_list(got)}" * bool(got) + "".join(steps[:1])
-    raise UsageError(f"{where}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
+    raise UsageError(f"{location}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
 
 
 def _all_of(*kinds: list[Path]) -> str:
-    """Return a setting that names files as a mixture, by globs where these select no other file."""
-    words = dict[str, None]()
+    """Return a setting that names files as a mixture, with globs that select no other file."""
+    patterns = dict[str, None]()
     kind_by_file = {file: {*kind} for kind in kinds for file in kind}
     for file in sorted(kind_by_file, key=_PARTS):
         pattern = f"{glob.escape(str(file.parent))}/*{file.suffix}"
-        found = {*map(Path, glob.glob(pattern))} if file.suffix else set()
-        words[pattern if len(found) > 1 and found <= kind_by_file[file] else str(file)] = None
-    names = Counter(DataSource(each).name for each in words)
-    named = [
-        f"{'' if names[DataSource(x).name] == 1 else f'part{n}='}{x}" for n, x in enumerate(words)
+        matches = {*map(Path, glob.glob(pattern))} if file.suffix else set()
+        is_exact = len(matches) > 1 and matches <= kind_by_file[file]
+        patterns[pattern if is_exact else str(file)] = None
+    names = Counter(DataSource(each).name for each in patterns)
+    sources = [
+        f"{'' if names[DataSource(x).name] == 1 else f'part{n}='}{x}"
+        for n, x in enumerate(patterns)
     ]
-    return f"'data.path={','.join(named)}'"
+    return f"'data.path={','.join(sources)}'"
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:
@@ -300,36 +303,36 @@ def _splits_of(parts: Sequence[str]) -> set[str]:
 
 
 def _parts_of(
-    groups: dict[str, list[Path]], where: str, *, is_folder: bool
+    groups: dict[str, list[Path]], location: str, *, is_folder: bool
 ) -> tuple[list[Path], list[Path]]:
     named = [each for each in groups.values() if each]
     if len(named) == 1 and not is_folder:
         return named[0], []
-    if where.startswith("data.val_path"):
-        found = groups[VALIDATION] or (named[-1] if not groups[TRAIN] else [])
+    if location.startswith("data.val_path"):
+        train = groups[VALIDATION] or (named[-1] if not groups[TRAIN] else [])
         verb, rest = "validate", list[Path]()
     else:
-        found, rest = groups[TRAIN] or groups[""], groups[VALIDATION]
+        train, rest = groups[TRAIN] or groups[""], groups[VALIDATION]
         verb = "train"
-    if not found:
+    if not train:
         names = shorten_list([each.name for group in named for each in group])
-        raise UsageError(f"{where}: no files to {verb} on, but {names}; name those to read")
-    return found, rest
+        raise UsageError(f"{location}: no files to {verb} on, but {names}; name those to read")
+    return train, rest
 
 
-def _check_is_one_set(groups: dict[str, list[Path]], root: Path, where: str) -> None:
+def _check_is_one_set(groups: dict[str, list[Path]], root: Path, location: str) -> None:
     is_dict, card = (root / "dataset_dict.json").is_file(), root / "README.md"
-    found = set[str]()
+    data_sets = set[str]()
     for file in groups[TRAIN] or (groups[""] if is_dict else []):
         *folders, name = file.relative_to(root).parts
-        at = next((n for n, each in enumerate(folders) if _splits_of([each])), None)
-        shard = _SHARD.fullmatch(name) if at is None and not is_dict else None
-        above = folders if at is None else folders[: at + is_dict]
-        found.add("/".join([*above, shard[1]] if shard else above))
+        split_index = next((n for n, each in enumerate(folders) if _splits_of([each])), None)
+        shard = _SHARD.fullmatch(name) if split_index is None and not is_dict else None
+        parents = folders if split_index is None else folders[: split_index + is_dict]
+        data_sets.add("/".join([*parents, shard[1]] if shard else parents))
     start = _start(card).decode("utf-8", "replace") if card.is_file() else ""
     configs = {*_CONFIG.findall(start.split("---")[1])} if start.startswith("---") else set()
-    found |= configs if len(configs) > 1 else set()
-    if len(found) > 1:
-        names = sorted(each or "." for each in found)
+    data_sets |= configs if len(configs) > 1 else set()
+    if len(data_sets) > 1:
+        names = sorted(each or "." for each in data_sets)
         way = "name the directory or the files of one of them"
-        raise UsageError(f"{where}: several sets to train on, {shorten_list(names)}; {way}")
+        raise UsageError(f"{location}: several sets to train on, {shorten_list(names)}; {way}")

@@ -22,7 +22,7 @@ class ChatTemplate:
 
     text: str
     tool_text: str  # for conversations with tools; usually the same
-    source: str  # for messages
+    source: str  # the location that messages begin with
     special_tokens: dict[str, str]
 
     @property
@@ -44,22 +44,22 @@ def control_pattern(tokenizer: FileTokenizer) -> str:
 
 
 def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
-    """Return the template in `file` (`data.template`), else that of the tokenizer.
+    """Return the template in `file` (the setting `data.template`), else the tokenizer's template.
 
-    A template named `tool_use` is for conversations with tools, as in transformers. UsageError if
-    there is no template.
+    As in transformers, the template named `tool_use` renders conversations with tools. UsageError
+    if there is no template.
     """
     tokens = {name: str(text) for name, text in tokenizer.hf.special_tokens_map.items()}
     if file is not None:
         text = read_text_file(Path(file), follow_links=True)
         return ChatTemplate(text, text, file, tokens)
-    folder, (found, source) = tokenizer.name, _found(tokenizer)
-    if not found:
+    folder, (template, source) = tokenizer.name, _template_and_source(tokenizer)
+    if not template:
         raise UsageError(
             f"{folder}: the tokenizer has no chat template; expected {TEMPLATE_FILE}, or "
             f"chat_template in {TOKENIZER_CONFIG}; or set data.template=FILE"
         )
-    named = found if isinstance(found, dict) else {_DEFAULT: found}
+    named = template if isinstance(template, dict) else {_DEFAULT: template}
     texts = {name: text for name, text in named.items() if isinstance(text, str)}
     if len(texts) < len(named):
         raise UsageError(f"{source}: expected text or a list of named texts")
@@ -71,14 +71,16 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     return ChatTemplate(texts[_DEFAULT], texts.get(_TOOLS, texts[_DEFAULT]), source, tokens)
 
 
-def _found(tokenizer: FileTokenizer) -> tuple[Any, str]:
+def _template_and_source(tokenizer: FileTokenizer) -> tuple[Any, str]:
     files, folder = tokenizer.files(), Path(tokenizer.name)
-    found = tokenizer.hf.chat_template
-    if not found and TEMPLATE_JSON in files:  # where processors of transformers find it
-        where = str(folder / TEMPLATE_JSON)
-        return parse_json(files[TEMPLATE_JSON], dict[str, Any], where).get("chat_template"), where
+    template = tokenizer.hf.chat_template
+    # Processors of transformers store the template in this file.
+    if not template and TEMPLATE_JSON in files:
+        location = str(folder / TEMPLATE_JSON)
+        content = parse_json(files[TEMPLATE_JSON], dict[str, Any], location)
+        return content.get("chat_template"), location
     if TEMPLATE_FILE in files:
-        return found, str(folder / TEMPLATE_FILE)
+        return template, str(folder / TEMPLATE_FILE)
     if any(name.startswith(TEMPLATES) for name in files):
-        return found, str(folder / TEMPLATES)
-    return found, f"{folder / TOKENIZER_CONFIG}: chat_template"
+        return template, str(folder / TEMPLATES)
+    return template, f"{folder / TOKENIZER_CONFIG}: chat_template"

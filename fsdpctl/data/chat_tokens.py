@@ -22,31 +22,32 @@ from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 from fsdpctl.io.texts import batched_by_size
 
 SPLITS = ("train", "val")
-_FAR = np.iinfo(np.int64).max  # behind all characters
-_BATCH = 1 << 20  # characters that are tokenized together: a token and its place take 150 bytes
+_FAR = np.iinfo(np.int64).max  # a position after all characters
+# Characters that are tokenized together: a token with its span takes 150 bytes in the library.
+_BATCH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
     """The files of a data set and how to render them."""
 
-    key: str  # that names them
+    key: str  # the setting that messages name
     train: Sequence[Path]
     validation: Sequence[Path]
-    val_fraction: float  # of `train`, if there are no files of validation
+    val_fraction: float  # held out of `train` if there are no validation files
     prompt: str  # `data.prompt`
     setup: Callable[[], tuple[TemplateSetup, str]]  # the template and its location
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChats:
-    """The arrays of a data set by name (`train.tokens`, …), and what is worth a note about them."""
+    """The arrays of a data set by name (`train.tokens`, …), and facts about it for notes."""
 
     arrays: dict[str, NDArray[Any]]
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
-    keys: list[dict[str, dict[str, int]]]  # per file, the rows with each key, as `Keys`
+    keys: list[dict[str, dict[str, int]]]  # per file, how many rows have each key of `RowKeys`
 
 
 @dataclass(slots=True)
@@ -73,9 +74,9 @@ class ChatTokenizer:
         self._advance: Advance = lambda count: None
 
     def build(self) -> TokenizedChats:
-        """Read all files.
+        """Read, render and tokenize all files.
 
-        UsageError if a line can't be trained on, or if no sample is left to train on.
+        UsageError if a row can't be trained on, or if no sample is left to train on.
         """
         with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [self._add(each) for each in self._plan.train]
@@ -95,26 +96,29 @@ class ChatTokenizer:
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
         return TokenizedChats(arrays, dict(self._counts), formats, ends, keys)
 
-    def _add(self, file: Path, part: str | None = None) -> str:
-        """Add a file's samples to `part`, or as each line's hash decides; return its format."""
+    def _add(self, file: Path, split: str | None = None) -> str:
+        """Add a file's samples to `split`, or to the split that each row's hash selects.
+
+        Returns the format of the file.
+        """
         name, lines = read_rows(str(file), self._counts, self._plan.prompt)
-        for tokens, trained, destination in self.samples(self._placed(lines, part)):
-            self._take(tokens, trained, destination)
+        for tokens, trained, destination in self.samples(self._with_splits(lines, split)):
+            self._store(tokens, trained, destination)
         return name
 
     def samples(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
-        """Yield the tokens of rows of one kind, whether each is trained on, and the row's label."""
+        """Yield the tokens of rows of one kind, their loss mask, and the row's label."""
         if (first := next(rows, None)) is None:
             return
         rows = chain([first], rows)
         if isinstance(first[0].content, PlainText):
-            texts = ((line.content, to) for line, to in rows if isinstance(line.content, PlainText))
+            texts = ((x.content, label) for x, label in rows if isinstance(x.content, PlainText))
             yield from self._encoder.texts(texts)
         else:
             yield from self._encoder.samples(self._rendered(rows))
 
-    def _placed(
-        self, lines: Iterator[tuple[ChatRow, bytes]], part: str | None
+    def _with_splits(
+        self, lines: Iterator[tuple[ChatRow, bytes]], given_split: str | None
     ) -> Iterator[tuple[ChatRow, str]]:
         self._keys.append({"followed": Counter(), "ignored": Counter()})
         fraction = 0.0 if self._plan.validation else self._plan.val_fraction
@@ -123,9 +127,9 @@ class ChatTokenizer:
             for name, counts in self._keys[-1].items():
                 for key in getattr(line.keys, name):
                     counts[key[:80]] += 1
-            to = part or ("val" if is_held_out(content, fraction) else "train")
-            self._counts["val_chats" if to == "val" else "chats"] += 1
-            yield line, to
+            split = given_split or ("val" if is_held_out(content, fraction) else "train")
+            self._counts["val_chats" if split == "val" else "chats"] += 1
+            yield line, split
 
     def _rendered(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[ChatSample, Any]]:
         parts = deque[Any]()
@@ -136,16 +140,17 @@ class ChatTokenizer:
                 parts.append(part)
                 yield line.content, line.location
 
-        for made in render_chats(*self._plan.setup(), chats()):
+        for rendered_chat in render_chats(*self._plan.setup(), chats()):
             part = parts.popleft()
-            self._counts.update(made.counts)
-            self._counts["marked"] += any(each.is_marked for each in made.samples)
-            self._counts["found"] += any(not each.is_marked for each in made.samples)
-            for sample in made.samples:
+            self._counts.update(rendered_chat.counts)
+            self._counts["marked"] += any(each.is_marked for each in rendered_chat.samples)
+            self._counts["found"] += any(not each.is_marked for each in rendered_chat.samples)
+            for sample in rendered_chat.samples:
                 yield sample, part
 
-    def _take(self, tokens: Tokens, trained: Mask, part: str) -> None:
-        if not trained[1:].any():  # the first token of a sample is never a target
+    def _store(self, tokens: Tokens, trained: Mask, part: str) -> None:
+        # The first token of a sample is never a target.
+        if not trained[1:].any():
             self._counts["without_loss"] += 1
             return
         self._ends.update(self._encoder.ends(tokens, trained))
@@ -164,26 +169,26 @@ class ChatEncoder:
     def samples(
         self, samples: Iterable[tuple[ChatSample, Any]]
     ) -> Iterator[tuple[Tokens, Mask, Any]]:
-        """Yield the tokens of each sample, whether each token is trained on, and the label."""
+        """Yield the tokens of each sample, their loss mask, and the label."""
         for batch in batched_by_size(samples, _size, _BATCH):
             encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
             for (sample, label), each in zip(batch, encoded, strict=True):
                 yield each.tokens, self._flags(sample, each), label
 
     def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
-        """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
+        """Yield the tokens of each text with its boundary tokens, their mask, and the label."""
         for batch in batched_by_size(texts, _size, _BATCH):
             cut = [text.text for text, _ in batch if _is_cut(text)]
             pairs = ((x.text, x.untrained) for x, _ in batch if not _is_cut(x))
-            parts = [part for text, at in pairs for part in (text[:at], text[at:])]
+            parts = [part for text, start in pairs for part in (text[:start], text[start:])]
             encoded = iter(self._tokenizer.encode_texts(cut) if cut else ())
             tokens = iter(self._tokenizer.encode_plain(parts))
             for text, label in batch:
                 if _is_cut(text):
                     inner, trained = (each := next(encoded)).tokens, each.stops > text.untrained
                 else:
-                    masked, others = next(tokens), next(tokens)
-                    inner = np.concatenate([masked, others])
+                    masked, rest = next(tokens), next(tokens)
+                    inner = np.concatenate([masked, rest])
                     trained = np.arange(len(inner)) >= len(masked)
                 before, after = self._tokenizer.boundary_tokens(inner)
                 flags = [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
@@ -193,9 +198,10 @@ class ChatEncoder:
     def _flags(self, sample: ChatSample, encoded: EncodedText) -> Mask:
         """Return True for each token that has a character in a span, even if a span's edge cuts it.
 
-        This is the behavior of transformers, except for a last character of several tokens, of
-        which transformers marks the first. A control token that contains the whitespace after it
-        isn't trained on for that, unless the template marks the whitespace.
+        This is the behavior of transformers, with one exception: if several tokens share the last
+        character, transformers marks only the first token. A control token whose text includes the
+        whitespace after it is not trained on because of that whitespace, unless the template marks
+        the whitespace.
         """
         spans = np.array([*sample.spans, (_FAR, _FAR)], dtype=np.int64)
         nearest = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]

@@ -21,7 +21,7 @@ Corpus = Content | Mixture
 
 
 def contents_of(corpus: Corpus) -> tuple[Content, ...]:
-    """Return the contents of the sources of a mixture, or that of one source."""
+    """Return the content of each source: several of a mixture, otherwise one."""
     return tuple(x.content for x in corpus.sources) if isinstance(corpus, Mixture) else (corpus,)
 
 
@@ -34,24 +34,24 @@ class DataSet:
     tokenizer: Tokenizer
     vocab_size: int  # 0: unknown
     description: str
-    token_files: tuple[TokenFile, ...] = ()  # that the data is read from
+    token_files: tuple[TokenFile, ...] = ()
     notes: tuple[str, ...] = ()  # lines about the data
-    format_notes: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
-    date: str | None = None  # that chats were rendered with, if the template writes it
-    template: str | None = None  # of chats, if it isn't that of the tokenizer
-    end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
-    prompt: tuple[int, ...] = ()  # to generate a sample from
-    files: tuple[Path, ...] = ()  # of text or rows that the data is read from
-    has_val_files: bool = False  # whether `val` has files of its own, and is not held out
+    format_notes: tuple[str, ...] = ()  # the notes that explain how rows of chats were read
+    date: str | None = None  # rendered into chats, if the template writes the date
+    template: str | None = None  # the chat template, unless it is the tokenizer's
+    end_tokens: tuple[int, ...] = ()  # tokens that end trained assistant messages, by frequency
+    prompt: tuple[int, ...] = ()  # tokens to generate a text from
+    files: tuple[Path, ...] = ()  # text or rows, not token files
+    has_val_files: bool = False  # whether `val` was read from files, rather than held out
 
     @property
     def has_text(self) -> bool:
-        """Whether the tokenizer of its tokens is known."""
+        """Whether `tokenizer` can decode the tokens."""
         return self.tokenizer.vocab_size == self.vocab_size
 
     @property
     def relative_error(self) -> float | None:
-        """The standard error of the tokens to train on, of one; None if they are counted."""
+        """The relative standard error of `train.num_tokens`; None if the tokens were counted."""
         parts = [each for each in contents_of(self.train) if isinstance(each, EstimatedData)]
         total = math.hypot(*(x.relative_error * x.num_tokens for x in parts))
         return total / self.train.num_tokens if parts else None
@@ -61,27 +61,27 @@ class DataSet:
         return self.train.fingerprint + (self.val.fingerprint if self.val else "")
 
 
-def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> DataSet:
-    """Return the data of several sources; without shares, each has that of its tokens.
+def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -> DataSet:
+    """Return the mixture of several sources. A source without a share gets its share of tokens.
 
-    UsageError if two have one name, or are of other tokenizers.
+    UsageError if two sources have the same name or different tokenizers.
     """
-    first, names = found[0], [each.name for each in sources]
+    first, names = data_sets[0], [each.name for each in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
-    for source, other in zip(sources, found, strict=True):
+    for source, other in zip(sources, data_sets, strict=True):
         check_same_tokenizer(sources[0].path, first, source.path, other)
-    total = sum(each.train.num_tokens for each in found)
-    pairs = zip(sources, found, strict=True)
+    total = sum(each.train.num_tokens for each in data_sets)
+    pairs = zip(sources, data_sets, strict=True)
     shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
     if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
-        way = "give it a larger one, or join it with another source"
-        raise UsageError(f"{key}: {least}: its share is less than one of {PERIOD:,} samples; {way}")
+        way = "give it a larger share, or join it with another source"
+        raise UsageError(f"{key}: {least}: the share is below 1 of {PERIOD:,} samples; {way}")
 
     def part(name: str) -> tuple[MixedSource, ...]:
-        streams = [getattr(each, name) for each in found]
-        about = zip(sources, shares, streams, strict=True)
-        return tuple(MixedSource(s.name, share, each) for s, share, each in about if each)
+        streams = [getattr(each, name) for each in data_sets]
+        triples = zip(sources, shares, streams, strict=True)
+        return tuple(MixedSource(s.name, share, each) for s, share, each in triples if each)
 
     val = part("val")
     return DataSet(
@@ -91,39 +91,39 @@ def mix(sources: Sequence[DataSource], found: Sequence[DataSet], key: str) -> Da
         first.vocab_size,
         ", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
         prompt=first.prompt,
-        files=tuple(file for each in found for file in each.files),
-        token_files=tuple(file for each in found for file in each.token_files),
-        notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, found)),
-        format_notes=tuple(note for each in found for note in each.format_notes),
-        date=next((each.date for each in found if each.date), None),
-        template=next((each.template for each in found if each.template), None),
-        end_tokens=tuple(dict.fromkeys(end for each in found for end in each.end_tokens)),
-        has_val_files=any(each.has_val_files for each in found),
+        files=tuple(file for each in data_sets for file in each.files),
+        token_files=tuple(file for each in data_sets for file in each.token_files),
+        notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, data_sets)),
+        format_notes=tuple(note for each in data_sets for note in each.format_notes),
+        date=next((each.date for each in data_sets if each.date), None),
+        template=next((each.template for each in data_sets if each.template), None),
+        end_tokens=tuple(dict.fromkeys(end for each in data_sets for end in each.end_tokens)),
+        has_val_files=any(each.has_val_files for each in data_sets),
     )
 
 
 def _on_weights(weights: Sequence[float]) -> Iterator[str]:
-    """Yield a line about shares that look like parts of one, but are not: numbers of any sum do."""
+    """Yield a note if shares look like fractions but don't add up to 1; any numbers are valid."""
     total = sum(weights)
     if 0 < max(weights) < 1 and not math.isclose(total, 1, abs_tol=1e-2):
-        given = ", ".join(f"{each:g}" for each in weights)
-        yield f"shares {given} add up to {total:g} and are scaled to a sum of 1"
+        shares = ", ".join(f"{each:g}" for each in weights)
+        yield f"shares {shares} add up to {total:g} and are scaled to a sum of 1"
 
 
-def _notes(names: Sequence[str], found: Sequence[DataSet]) -> tuple[str, ...]:
-    said = Counter(note for each in found for note in each.notes)
-    about = list(zip(names, found, strict=True))
+def _notes(names: Sequence[str], data_sets: Sequence[DataSet]) -> tuple[str, ...]:
+    counts = Counter(note for each in data_sets for note in each.notes)
+    pairs = list(zip(names, data_sets, strict=True))
     lines = (
-        note if said[note] == len(found) else f"{name}: {note}"
-        for name, each in about
+        note if counts[note] == len(data_sets) else f"{name}: {note}"
+        for name, each in pairs
         for note in each.notes
     )
-    return (*(f"{name}: {each.description}" for name, each in about), *dict.fromkeys(lines))
+    return (*(f"{name}: {each.description}" for name, each in pairs), *dict.fromkeys(lines))
 
 
 def check_same_tokenizer(path: str, one: DataSet, other_path: str, other: DataSet) -> None:
-    alike = other.tokenizer.checksum == one.tokenizer.checksum
-    if not alike or other.vocab_size != one.vocab_size:
+    same_tokenizer = other.tokenizer.checksum == one.tokenizer.checksum
+    if not same_tokenizer or other.vocab_size != one.vocab_size:
         raise UsageError(
             f"{other_path}: tokens of {other.tokenizer.name}, {other.vocab_size:,} different ones, "
             f"unlike those of {path}: of {one.tokenizer.name}, {one.vocab_size:,}"

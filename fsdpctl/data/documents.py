@@ -1,6 +1,6 @@
-"""Documents of files, read piece by piece, and which of them are held out for validation.
+"""Documents of text files or rows, read piece by piece, and the validation documents among them.
 
-A document is a text, or the column `text` of a row.
+A document is a text file, or the column `text` of a row.
 """
 
 import hashlib
@@ -25,26 +25,24 @@ from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import MIB
 
-_FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
+_FILES_FOR_WHOLE_HOLDOUT = 50  # of fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 PIECE_BYTES = 16 * MIB  # bytes of a text file that are tokenized at a time
-_COMPRESSION_RATIO = 4  # times its size, that a compressed file is assumed to become
+_COMPRESSION_RATIO = 4  # assumed, to show progress in bytes of a compressed file
 _COMPRESSED = (".gz", ".zst", ".parquet")
 
 
 @dataclass(slots=True)
 class SkippedInput:
-    """The parts of the input that do not become documents."""
+    """Input that was skipped."""
 
     files: list[str] = field(default_factory=list)  # files that aren't text
-    empty_documents: int = 0  # documents
-    ignored_columns: Counter[str] = field(
-        default_factory=Counter
-    )  # columns, with the number of rows
+    empty_documents: int = 0
+    ignored_columns: Counter[str] = field(default_factory=Counter)  # with numbers of rows
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line on empty documents and one on columns, if there are any."""
-        empty = f"{with_count(self.empty_documents, 'document')} without text, passed over"
+        """Return a line about empty documents and a line about ignored columns, if any."""
+        empty = f"{with_count(self.empty_documents, 'document')} without text, skipped"
         columns = f"columns ignored: {with_counts(self.ignored_columns)}"
         return (empty,) * bool(self.empty_documents) + (columns,) * bool(self.ignored_columns)
 
@@ -56,18 +54,17 @@ def documents(
     max_bytes: int | None = None,
     advance: Advance = lambda count: None,
 ) -> Iterator[TextPiece]:
-    """Yield the documents of `found.train`; texts of more than `most` bytes in pieces.
+    """Yield the documents of `files.train`; texts of more than `max_bytes` in pieces.
 
-    UsageError if a row has no text, or if the only file isn't text. The message names `key`.
+    `advance` receives the bytes of the files as they are read. UsageError, which names the setting
+    `key`, if a row has no text, or if the only file isn't text.
     """
     for file in files.train:
         left = file.stat().st_size
         unfolds = _COMPRESSION_RATIO if file.name.lower().endswith(_COMPRESSED) else 1
         location = f"{key}={file}" if len(files.train) == 1 else ""
-        has_rows = files.option == CHAT
-        for piece in (
-            _rows(file, skipped) if has_rows else _texts(file, location, skipped, max_bytes)
-        ):
+        pieces = _texts(file, location, skipped, max_bytes)
+        for piece in _rows(file, skipped) if files.option == CHAT else pieces:
             done = min(left, piece.size // unfolds)
             left -= done
             advance(done)
@@ -76,7 +73,7 @@ def documents(
 
 
 def read_text(files: DataFiles, key: str, path: str) -> tuple[list[bytes], SkippedInput]:
-    """Read the documents of files whole, and what was passed over.
+    """Read all documents of files; return them with the input that was skipped.
 
     UsageError as for `documents`, or if there is no text.
     """
@@ -97,7 +94,8 @@ def standard_library() -> list[bytes]:
     """Return the source files of Python's standard library, without its tests."""
     root, files = Path(sysconfig.get_paths()["stdlib"]), list[Path]()
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # not entered
+        # os.walk enters only the directories that are left in this list.
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda file: file.parts)
     texts = [text for file in files if (text := file.read_bytes()) and not text_problem(text)]
@@ -109,33 +107,33 @@ def standard_library() -> list[bytes]:
 def is_held_out(content: bytes, fraction: float) -> bool:
     """Return whether a document is in the `fraction` that is held out for validation.
 
-    A hash of its content decides, so more data moves no document from one part to the other.
+    A hash of the content decides, so adding data moves no document between the two parts.
     """
     return xxhash.xxh3_64_intdigest(content, seed=1) < int(fraction * (1 << 64))
 
 
 def hold_out(texts: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Split texts into those to train on and those to validate on.
+    """Split texts into texts to train on and texts to validate on.
 
-    Of many, some are held out whole, in the order of their hashes, so that their sizes add up to
-    the fraction. Of few, the end of each is held out.
+    Of at least 50 texts, whole texts are held out in the order of their hashes, until their sizes
+    add up to the fraction. Of fewer texts, the end of each is held out.
     """
     if not fraction:
         return [*texts], []
     if len(texts) < _FILES_FOR_WHOLE_HOLDOUT:
         parts = [_split_document(each, fraction) for each in texts]
         return [a for a, _ in parts if a], [b for _, b in parts if b]
-    held, left = set[int](), fraction * sum(map(len, texts))
+    held_out, left = set[int](), fraction * sum(map(len, texts))
     for index in sorted(range(len(texts)), key=lambda each: hashlib.sha256(texts[each]).digest()):
         if len(texts[index]) <= left:
-            held.add(index)
+            held_out.add(index)
             left -= len(texts[index])
-    kept = [each for index, each in enumerate(texts) if index not in held]
-    return kept, [each for index, each in enumerate(texts) if index in held]
+    train = [each for index, each in enumerate(texts) if index not in held_out]
+    return train, [each for index, each in enumerate(texts) if index in held_out]
 
 
 def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
-    """Split off the end, at a line break if one is near, never within a character."""
+    """Split off the end of a document, at a line break if possible, never within a character."""
     cut = len(document) - int(len(document) * fraction)
     line = document.find(b"\n", cut, cut + 4096)
     if 0 <= line < len(document) - 1:
@@ -160,14 +158,13 @@ def _rows(file: Path, skipped: SkippedInput) -> Iterator[TextPiece]:
 def _texts(
     file: Path, location: str, skipped: SkippedInput, max_bytes: int | None
 ) -> Iterator[TextPiece]:
-    """Yield the text of a file; a long one in pieces, with the text around each.
+    """Yield the text of a file; a long text in pieces, each with the text around it.
 
-    `where` names the only file in messages; of several, those that aren't text are skipped.
+    `location` names the only file in messages. It is empty if there are several files: then a file
+    that isn't text is skipped.
     """
-    with (
-        os_errors_as(location or file),
-        open(open_regular(file, follow_links=True), "rb") as content,
-    ):
+    errors = os_errors_as(location or file)
+    with errors, open(open_regular(file, follow_links=True), "rb") as content:
         before, now = "", None
         for part in _chunks(content, max_bytes):
             if problem := text_problem(part):
@@ -209,31 +206,34 @@ def _next_step(problem: str) -> str:
 
 
 def _chunks(content: IO[bytes], max_bytes: int | None) -> Iterator[bytes]:
-    """Yield the bytes of a file in parts of about `most` that end after a line, or a word."""
+    """Yield the bytes of a file in chunks of about `max_bytes` that end after a line or a word."""
     rest = b""
     while True:
-        part = rest + content.read(-1 if max_bytes is None else max_bytes)
-        if max_bytes is None or len(part) < max_bytes:
-            yield part
+        chunk = rest + content.read(-1 if max_bytes is None else max_bytes)
+        if max_bytes is None or len(chunk) < max_bytes:
+            yield chunk
             return
-        at = _text_start(part) or last_char_start(part)
-        rest = part[at:]
-        yield part[:at]
+        cut = _text_start(chunk) or last_char_start(chunk)
+        rest = chunk[cut:]
+        yield chunk[:cut]
 
 
 def _text_start(part: bytes) -> int:
-    """Return where the last line, else word, begins: not in blanks, which tokenizers may join."""
+    """Return the start of the last line, or else word; 0 if the second half has neither.
+
+    It is never within whitespace, which tokenizers may join to one token.
+    """
     for mark in (b"\n", b" "):
-        at = len(part) - 1
-        while (at := part.rfind(mark, len(part) // 2, at)) >= 0:
-            if not part[at + 1 : at + 2].isspace():
-                return at + 1
+        start = len(part) - 1
+        while (start := part.rfind(mark, len(part) // 2, start)) >= 0:
+            if not part[start + 1 : start + 2].isspace():
+                return start + 1
     return 0
 
 
 def last_char_start(part: bytes) -> int:
-    """Return the position of the last character, of which bytes may be missing."""
-    at = len(part) - 1
-    while at > len(part) - 4 and part[at] & 0xC0 == 0x80:
-        at -= 1
-    return at
+    """Return the position of the last character, which may be incomplete."""
+    start = len(part) - 1
+    while start > len(part) - 4 and part[start] & 0xC0 == 0x80:
+        start -= 1
+    return start

@@ -1,4 +1,4 @@
-"""Data of an estimate of which a sample is read: its size in multiples of the sample."""
+"""Data whose size is extrapolated from excerpts that were read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from fsdpctl.data.streams import TokenStream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EstimatedData:
-    """Data whose tokens are estimated. It can be counted, but not trained on."""
+    """Data with an estimated number of tokens. It can be counted, but not trained on."""
 
     excerpt: TokenStream | DocumentSet
     num_tokens: int
-    scale: float = 1.0  # the bytes of the data / those read of the sample
-    fractions: Sequence[float] | None = None  # read of each document of the sample; None: all
-    relative_error: float = 0.0  # the standard error of the tokens, of one
+    scale: float = 1.0  # bytes of the data / bytes of the excerpt
+    fractions: Sequence[float] | None = None  # of each document that is in the excerpt; None: all
+    relative_error: float = 0.0  # standard error / `num_tokens`
     num_bytes = None
 
     @property
@@ -29,7 +29,7 @@ class EstimatedData:
         if isinstance(self.excerpt, TokenStream):
             return EstimatedSamples(seq_len, (self.num_tokens - 1) // seq_len)
         rows, shares = self.excerpt.samples(seq_len), self.excerpt.packing.shares_sequences
-        # Of packed rows, the last ones of a sample are shorter than those of all data.
+        # The last sequences of an excerpt are packed less densely than the sequences of all data.
         most = max(rows.num_tokens / seq_len, len(rows) - shares)
         lengths = np.minimum(self.excerpt.lengths, seq_len if shares else 1)
         part = 1 if self.fractions is None else np.dot(lengths, self.fractions) / lengths.sum()

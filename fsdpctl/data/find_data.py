@@ -1,7 +1,7 @@
-"""The files of data: at a path, or by its name on the Hugging Face Hub.
+"""The files of a data set: at a local path, or by a name on the Hugging Face Hub.
 
-Note: not by the library `datasets`. It opens what a card names, on this machine and on any host,
-stores a second copy, and asks the Hub at each start.
+Note: fsdpctl does not use the library `datasets`, because it opens any path and URL that a card
+names, stores a second copy of the data, and sends requests to the Hub at each start.
 """
 
 import re
@@ -22,11 +22,11 @@ from fsdpctl.io.untrusted import parse_yaml
 HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
 _VALIDATION = ("validation", "valid", "val", "dev")
 _CSV = (".csv", ".tsv")
-_USUAL = ("train", *_VALIDATION)  # splits that need not be named
+_USUAL = ("train", *_VALIDATION)  # splits that users need not name
 _SPLITS = (*_USUAL, "training", "test", "testing", "eval", "evaluation")
-# Keys of a configuration that change no rows.
+# Keys of a configuration in a card that don't change the rows.
 _PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
-# Files that a pattern does not select unless it ends with their name.
+# Files about data: a pattern selects them only if it ends with their name.
 _DESCRIPTIONS = (
     _CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip",
     "dataset_dict.json",
@@ -47,7 +47,11 @@ def check_tokenizer_paths(config: DataConfig) -> None:
 def find_data(
     path: str, key: str = "data.path", option: str | None = None, *, fetches: bool = True
 ) -> DataFiles:
-    """Return the files of `data_files`, or of a data set on the Hugging Face Hub."""
+    """Return the files of `path`, which is a local path or hf://NAME of a data set on the Hub.
+
+    `fetches`: download files that are missing in the Hub's cache. UsageError if the files are not
+    found or can't be downloaded.
+    """
     if path.startswith(HUB):
         return _hub_files(path, key, option, may_fetch=fetches and not is_offline())
     if is_remote(path, f"{key}={path}"):
@@ -64,86 +68,89 @@ def is_cached(path: str, key: str = "data.path") -> bool:
 def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> DataFiles:
     """Return the files of `hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]`, fetched if need be.
 
-    Its card names the files of a configuration and a split. If it does not, both are words in the
-    names of files and directories; without them, `select_files` decides. UsageError if there are
-    none, or if they cannot be fetched.
+    The card of the data set names the files of a configuration and a split. If the card does not,
+    CONFIG and SPLIT are words in the names of files and directories; without CONFIG and SPLIT,
+    `select_files` selects the files. UsageError if no file is found, or if one can't be fetched.
     """
-    match, where = _NAME.fullmatch(path), f"{key}={path}"
+    match, location = _NAME.fullmatch(path), f"{key}={path}"
     if match is None:
-        raise UsageError(f"{where}: expected hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]")
-    name, revision, *words = match.groups()
-    repository = Repository(name, revision, "dataset", where)
+        raise UsageError(f"{location}: expected hf://ORG/NAME[@REVISION][:CONFIG][/SPLIT]")
+    name, revision, *config_split = match.groups()
+    repository = Repository(name, revision, "dataset", location)
     if may_fetch and not repository.names():
         with repository.locked():
             repository.fetch(lambda names: [each for each in names if each == _CARD])
     if (snapshot := repository.snapshot()) is None:
         raise repository.missing_error(_CARD)
-    found = _selected(repository, snapshot, words, option)
-    names = [each.relative_to(snapshot).as_posix() for each in (*found.train, *found.validation)]
-    missing = next(
-        (each for each in names if not (snapshot / each).is_file()), _missing_shard(names)
-    )
+    files = _selected(repository, snapshot, config_split, option)
+    names = [each.relative_to(snapshot).as_posix() for each in (*files.train, *files.validation)]
+    absent = (each for each in names if not (snapshot / each).is_file())
+    missing = next(absent, _missing_shard(names))
     if not missing:
-        return found
+        return files
     if not may_fetch:
         raise repository.missing_error(missing)
     with repository.locked():
         repository.fetch(lambda _: names)
-    return _selected(repository, snapshot, words, option)  # by their content
+    # Now that the files are here, their content tells more than their names.
+    return _selected(repository, snapshot, config_split, option)
 
 
 def _selected(
-    repository: Repository, snapshot: Path, words: Sequence[str | None], option: str | None
+    repository: Repository,
+    snapshot: Path,
+    config_split: Sequence[str | None],
+    option: str | None,
 ) -> DataFiles:
     here = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
     names = everything = sorted(repository.names() or here)
-    where, (config, split) = repository.location, words
-    check_inside([snapshot / each for each in names], snapshot, where)
-    if patterns := _patterns(snapshot / _CARD, config, where):
+    location, (config, split) = repository.location, config_split
+    check_inside([snapshot / each for each in names], snapshot, location)
+    if patterns := _patterns(snapshot / _CARD, config, location):
         splits = {
             each: {p: [snapshot / name for name in names if _matches(name, p)] for p in found}
             for each, found in patterns.items()
         }
-        return _files_of_splits(splits, split, where, option)
+        return _files_of_splits(splits, split, location, option)
     names = [each for each in names if _kind(each) and (not config or _has_word(each, config))]
     if split == "train" and not any(_has_word(each, word) for each in names for word in _SPLITS):
-        split = None  # files without the name of a split are to train on
+        split = None  # files that are not named after a split are training files
     files = [snapshot / each for each in names if not split or _has_word(each, split)]
     if not files:
         has = f"; it has {', '.join(everything)[:100]}" if everything else ""
-        raise UsageError(f"{where}: no such files of JSON, Parquet, Arrow, CSV or text{has}")
+        raise UsageError(f"{location}: no such files of JSON, Parquet, Arrow, CSV or text{has}")
     are_csv = all(each.suffix in _CSV for each in files)
     option = TEXT if are_csv else option
-    found = select_files(files, snapshot, where, option, is_folder=words == [None, None])
-    about = found.train, found.validation, found.unused
-    return DataFiles(CHAT if are_csv else found.option, *about)
+    found = select_files(files, snapshot, location, option, is_folder=config_split == [None, None])
+    parts = found.train, found.validation, found.unused
+    return DataFiles(CHAT if are_csv else found.option, *parts)
 
 
 def _files_of_splits(
-    splits: dict[str, dict[str, list[Path]]], split: str | None, where: str, option: str | None
+    splits: dict[str, dict[str, list[Path]]], split: str | None, location: str, option: str | None
 ) -> DataFiles:
-    held = next((each for each in _VALIDATION if each in splits), None)
+    val_split = next((each for each in _VALIDATION if each in splits), None)
     chosen = split or ("train" if "train" in splits else next(iter(splits)))
-    if where.startswith("data.val_path") and split is None:
-        chosen = held or chosen
+    if location.startswith("data.val_path") and split is None:
+        chosen = val_split or chosen
     if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
-        raise UsageError(f"{where}: name a split after a /, of {', '.join(splits)}")
-    held = None if split or held == chosen else held
-    for each in (chosen, *([held] if held else [])):
+        raise UsageError(f"{location}: name a split after a /, of {', '.join(splits)}")
+    val_split = None if split or val_split == chosen else val_split
+    for each in (chosen, *([val_split] if val_split else [])):
         if lacks := next((x for x, files in splits[each].items() if not files), None):
-            raise UsageError(f"{where}: {lacks} in the card of the data set matches no file")
-    found = {each: [*chain(*files.values())] for each, files in splits.items()}
-    train, validation = found[chosen], found[held] if held else []
+            raise UsageError(f"{location}: {lacks} in the card of the data set matches no file")
+    files_of = {each: [*chain(*files.values())] for each, files in splits.items()}
+    train, validation = files_of[chosen], files_of[val_split] if val_split else []
     kinds = {_kind(each.name): each for each in (*train, *validation)}
     if None in kinds or (len(kinds) > 1):
         way = "expected files of one kind, JSON Lines, Parquet, Arrow, CSV or text"
-        raise UsageError(f"{where}: {kinds.get(None, train[0]).name}: not supported; {way}")
+        raise UsageError(f"{location}: {kinds.get(None, train[0]).name}: not supported; {way}")
     (kind,) = kinds
     if option == CHAT and kind != CHAT:
-        raise UsageError(f"{where}: text without conversations; set data=text")
+        raise UsageError(f"{location}: text without conversations; set data=text")
     used = {*train, *validation}
-    rest = ((each, file.name) for each in found for file in found[each] if file not in used)
-    return DataFiles(str(kind), tuple(train), tuple(validation), tuple(rest))
+    unused = ((each, file.name) for each in files_of for file in files_of[each] if file not in used)
+    return DataFiles(str(kind), tuple(train), tuple(validation), tuple(unused))
 
 
 def _kind(name: str) -> str | None:
@@ -152,70 +159,71 @@ def _kind(name: str) -> str | None:
     return TEXT if name.endswith(".txt") else CHAT if option_of_file(Path(name)) == CHAT else None
 
 
-def _patterns(card: Path, config: str | None, where: str) -> dict[str, list[str]]:
+def _patterns(card: Path, config: str | None, location: str) -> dict[str, list[str]]:
     text = read_regular(card).decode("utf-8", "replace") if card.is_file() else ""
     try:
-        about = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None
+        content = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None
     except UsageError as error:
         if "data_files" not in text and "data_dir" not in text:
             return {}
-        raise UsageError(f"{where}: the card of the data set cannot be read: {error}") from None
-    listed = about.get("configs") if isinstance(about, dict) else None
-    known = {
+        raise UsageError(f"{location}: the card of the data set cannot be read: {error}") from None
+    listed = content.get("configs") if isinstance(content, dict) else None
+    configs = {
         str(each.get("config_name", _DEFAULT)): each
         for each in (listed if isinstance(listed, list) else ())
         if isinstance(each, dict)
     }
-    usual = [name for name, each in known.items() if each.get("default") == "true"]
-    usual += [_DEFAULT] if _DEFAULT in known else [*known] if len(known) == 1 else []
-    if known and (config or (usual or [""])[0]) not in known:
-        raise UsageError(f"{where}: name a configuration after a :, of {', '.join(known)[:200]}")
-    chosen = known.get(config or (usual or [""])[0], {})
+    defaults = [name for name, each in configs.items() if each.get("default") == "true"]
+    defaults += [_DEFAULT] if _DEFAULT in configs else [*configs] if len(configs) == 1 else []
+    if configs and (config or (defaults or [""])[0]) not in configs:
+        names = ", ".join(configs)[:200]
+        raise UsageError(f"{location}: name a configuration after a :, of {names}")
+    chosen = configs.get(config or (defaults or [""])[0], {})
     files, folder = chosen.get("data_files"), chosen.get("data_dir")
     if folder and not files:
-        raise UsageError(f"{where}: data_dir of the data set's card, without files: not supported")
+        raise UsageError(f"{location}: data_dir without data_files in the card: not supported")
     if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
-        raise UsageError(f"{where}: {other} of the data set's card: not supported")
+        raise UsageError(f"{location}: {other} of the data set's card: not supported")
     rows = files if isinstance(files, list) else [files] if files else []
     if all(isinstance(each, str) for each in rows):
         rows = [{"split": "train", "path": rows}] * bool(rows)
-    above, found = f"{str(folder).strip('/')}/" if folder else "", dict[str, list[str]]()
+    prefix, patterns_of = f"{str(folder).strip('/')}/" if folder else "", dict[str, list[str]]()
     for row in rows:
         paths = row.get("path") if isinstance(row, dict) else None
         paths = [paths] if isinstance(paths, str) else paths
         if not isinstance(paths, list) or "split" not in row:
-            raise UsageError(f"{where}: data_files in the data set's card: expected split and path")
-        patterns = [f"{above}{str(each).removeprefix('./')}" for each in paths]
+            raise UsageError(f"{location}: data_files in the card: expected split and path")
+        patterns = [f"{prefix}{str(each).removeprefix('./')}" for each in paths]
         if wrong := next((x for x in patterns if re.search(r"[^/]\*\*|\*\*[^/]", x)), None):
             problem = f"{wrong} in the data set's card: expected /**/ for directories"
-            raise UsageError(f"{where}: {problem}")
-        found.setdefault(str(row["split"]), []).extend(patterns)
-    return found
+            raise UsageError(f"{location}: {problem}")
+        patterns_of.setdefault(str(row["split"]), []).extend(patterns)
+    return patterns_of
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a file is one of those that `datasets` finds by a pattern, of fsspec.
+    """Return whether the library `datasets` would find a file by a pattern of fsspec.
 
-    ** is any directories. Hidden names, directories such as __pycache__ and descriptions of data
-    are left out unless the pattern has a part for them.
+    ** stands for any directories. Hidden files, directories such as __pycache__ and files about
+    data match only if the pattern has a part for them.
     """
-    parts, wanted = name.split("/"), pattern.split("/")
-    ends = {0}  # numbers of parts that the pattern so far may match
-    for number, part in enumerate(wanted, start=1):
+    parts, pattern_parts = name.split("/"), pattern.split("/")
+    ends = {0}  # how many parts of the name the pattern so far can match
+    for number, part in enumerate(pattern_parts, start=1):
         if part == "**" and ends:
-            ends = {*range(min(ends) + (number == len(wanted)), len(parts) + 1)}
+            ends = {*range(min(ends) + (number == len(pattern_parts)), len(parts) + 1)}
         else:
             ends = {n + 1 for n in ends if n < len(parts) and fnmatchcase(parts[n], part)}
-    described = parts[-1] in _DESCRIPTIONS and parts[-1] != wanted[-1]
-    both = parts, wanted
+    described = parts[-1] in _DESCRIPTIONS and parts[-1] != pattern_parts[-1]
+    both = parts, pattern_parts
     counts = [(sum(x[:1] == "." for x in y), sum(x[:2] == "__" for x in y[:-1])) for y in both]
     return len(parts) in ends and not described and counts[0] == counts[1]
 
 
 def _missing_shard(names: list[str]) -> str | None:
-    """Return a file that is not there of those numbered as NAME-00007-of-00100."""
-    found = filter(None, (re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", each) for each in names))
-    numbered = (f"{x[1]}{number:05d}{x[2]}" for x in found for number in range(int(x[3])))
+    """Return the first missing file of a series NAME-00007-of-00100."""
+    matches = filter(None, (re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", each) for each in names))
+    numbered = (f"{x[1]}{number:05d}{x[2]}" for x in matches for number in range(int(x[3])))
     return next((each for each in numbered if each not in names), None)
 
 

@@ -1,8 +1,7 @@
 """Samples of several sources in given shares, as a function of the position alone.
 
-Note: a period of PERIOD positions has a fixed number of samples of each source, at fixed places, so
-every window of that length has the same shares, and the samples of a source before any position
-follow from division.
+Note: the sources of PERIOD successive positions are fixed and repeat. So every PERIOD positions
+have the same shares, and a division tells how many samples of a source come before a position.
 """
 
 from bisect import bisect_right
@@ -26,36 +25,38 @@ SourceCounts = NDArray[np.int64]
 
 
 def _source_per_position(shares: Sequence[float]) -> NDArray[np.intp]:
-    """Return the source of each place, evenly spread; each source has its share, rounded.
+    """Return the source of each position of a period, (PERIOD,), by rounded shares.
 
-    The k-th of K samples of a source is at a random place in the k-th of K equal parts.
+    Sources are spread evenly: the k-th of K samples of a source is at a random position in the
+    k-th of K equal parts of the period.
     """
-    due = PERIOD * np.array(shares) / sum(shares)
-    counts = np.maximum(np.floor(due).astype(np.int64), (due > 0).astype(np.int64))
+    targets = PERIOD * np.array(shares) / sum(shares)
+    counts = np.maximum(np.floor(targets).astype(np.int64), (targets > 0).astype(np.int64))
     while (missing := PERIOD - int(counts.sum())) != 0:
         step = 1 if missing > 0 else -1
-        counts[int(np.argmax(np.where(counts + step > 0, step * (due - counts), -np.inf)))] += step
+        lack = np.where(counts + step > 0, step * (targets - counts), -np.inf)
+        counts[int(np.argmax(lack))] += step
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(each) for each in counts])
     bits = splitmix64((sources * PERIOD + numbers).astype(np.uint64), 1)
-    places = (numbers + bits.astype(np.float64) / 2.0**64) / counts[sources]
-    found: NDArray[np.intp] = sources[np.argsort(places, kind="stable")]
-    return found
+    offsets = (numbers + bits.astype(np.float64) / 2.0**64) / counts[sources]
+    order: NDArray[np.intp] = sources[np.argsort(offsets, kind="stable")]
+    return order
 
 
 class ShareSchedule:
-    """Which source each position of a run is from."""
+    """Maps each position of a run to a source."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._sources = _source_per_position(shares)  # (PERIOD,): the source of each position
+        self._sources = _source_per_position(shares)
         table = self._sources[:, None] == np.arange(len(shares))
-        # (PERIOD + 1, sources): samples of each source before a place of the period
+        # (PERIOD + 1, sources): how many samples of each source precede a position of the period
         self._sums = np.concatenate([np.zeros((1, len(shares)), np.int64), table.cumsum(0)])
 
     def counts(self, position: int) -> SourceCounts:
-        periods, place = divmod(position, PERIOD)
-        found: SourceCounts = periods * self._sums[PERIOD] + self._sums[place]
-        return found
+        periods, offset = divmod(position, PERIOD)
+        counts: SourceCounts = periods * self._sums[PERIOD] + self._sums[offset]
+        return counts
 
     def sources(self, position: int, length: int) -> NDArray[np.intp]:
         found: NDArray[np.intp] = self._sources[np.arange(position, position + length) % PERIOD]
@@ -76,16 +77,16 @@ class Mixture:
     """Sources whose samples are mixed by share."""
 
     sources: tuple[MixedSource, ...]
-    purpose: str = ""  # that errors name
+    purpose: str = ""  # names the data in errors
 
     @property
     def fingerprint(self) -> str:
-        about = (f"{each.content.fingerprint} {each.share!r}" for each in self.sources)
-        return xxhash.xxh3_64_hexdigest("\n".join(about).encode())
+        lines = (f"{each.content.fingerprint} {each.share!r}" for each in self.sources)
+        return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all sources, each once."""
+        """The number of tokens of all sources together."""
         return sum(each.content.num_tokens for each in self.sources)
 
     @property
@@ -98,17 +99,18 @@ class Mixture:
 
 
 class MixedSamples(Samples):
-    """The samples of a mixture. Their numbers go through the sources, one after the other."""
+    """The samples of a mixture, numbered source by source."""
 
     def __init__(self, mixture: Mixture, seq_len: int) -> None:
-        """Split the streams into samples of `seq_len` tokens; UsageError if a source has none."""
+        """Split each source into samples of `seq_len` tokens; UsageError if a source has none."""
         self.seq_len, self.sources = seq_len, mixture.sources
         self.per_source: list[Samples] = [each.content.samples(seq_len) for each in mixture.sources]
-        for part, rows in zip(mixture.sources, self.per_source, strict=True):
-            if not len(rows):
-                raise UsageError(f"data.path: {part.name}{mixture.purpose}: {rows.empty_message}")
+        for source, samples in zip(mixture.sources, self.per_source, strict=True):
+            if not len(samples):
+                location = f"data.path: {source.name}{mixture.purpose}"
+                raise UsageError(f"{location}: {samples.empty_message}")
         self._starts = np.cumsum([0, *map(len, self.per_source)], dtype=np.int64)
-        self.origin = ", ".join(rows.origin for rows in self.per_source)
+        self.origin = ", ".join(samples.origin for samples in self.per_source)
         self.isolates_documents = self.per_source[0].isolates_documents
         self.is_remote = any(each.is_remote for each in self.per_source)
 
@@ -124,52 +126,54 @@ class MixedSamples(Samples):
         return int(self._starts[-1])
 
     def __getitem__(self, number: int) -> Sample:
-        rows, place = self._locate(number)
-        return rows[place]
+        samples, index = self._locate(number)
+        return samples[index]
 
     def fetch(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            rows, place = self._locate(number)
-            rows.fetch([place])
+            samples, index = self._locate(number)
+            samples.fetch([index])
 
     def source_of(self, number: int) -> int:
         return bisect_right(self._starts, number) - 1
 
     def _locate(self, number: int) -> tuple[Samples, int]:
-        part = self.source_of(number)
-        return self.per_source[part], number - int(self._starts[part])
+        source = self.source_of(number)
+        return self.per_source[source], number - int(self._starts[source])
 
     def order(self, position: int, length: int, seed: int) -> Indices:
-        """Return the samples at these positions of a run; each source has an order of its own."""
+        """Return the sample numbers at `length` positions of a run, shuffled within each source."""
         sources, before = self.schedule.sources(position, length), self.schedule.counts(position)
         result = np.empty(length, dtype=np.uint64)
-        for part in np.unique(sources).tolist():
-            is_of, count = sources == part, len(self.per_source[part])
-            found = samples_at(int(before[part]), int(is_of.sum()), count, seed + (part << 40))
-            result[is_of] = found + np.uint64(self._starts[part])
+        for source in np.unique(sources).tolist():
+            is_of, count = sources == source, len(self.per_source[source])
+            start, num = int(before[source]), int(is_of.sum())
+            numbers = samples_at(start, num, count, seed + (source << 40))
+            result[is_of] = numbers + np.uint64(self._starts[source])
         return result
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        return sum(rows.count_tokens([place]) for rows, place in map(self._locate, numbers))
+        return sum(samples.count_tokens([index]) for samples, index in map(self._locate, numbers))
 
     def epochs(self, position: int) -> Mapping[str, float]:
-        """Return how often each source has been trained on before a position."""
+        """Return how many epochs of each source precede a position."""
         counts = self.schedule.counts(position).tolist()
-        about = zip(self.sources, counts, self.per_source, strict=True)
-        return {part.name: count / len(rows) for part, count, rows in about}
+        triples = zip(self.sources, counts, self.per_source, strict=True)
+        return {source.name: count / len(rows) for source, count, rows in triples}
 
     def new_epochs(self, before: int, after: int) -> list[str]:
-        """Describe the sources that began again between two positions."""
+        """Return a line about each source that starts a new epoch between two positions."""
         earlier, later = self.epochs(before), self.epochs(after).items()
-        again = ((name, int(now)) for name, now in later if int(now) > int(earlier[name]))
-        return [f"{name}: epoch {epochs + 1} begins" for name, epochs in again]
+        numbers = ((name, int(epochs)) for name, epochs in later)
+        return [f"{name}: epoch {n + 1} begins" for name, n in numbers if n > int(earlier[name])]
 
     def to_line(self, position: int) -> dict[str, Any]:
-        """Return the values of metrics.jsonl: tokens and epochs by source before a position."""
-        found: dict[str, Any] = {}
+        """Return the tokens and epochs of each source before a position, for metrics.jsonl."""
+        values: dict[str, Any] = {}
         counts = self.schedule.counts(position).tolist()
-        known = zip(self.epochs(position).items(), counts, self.per_source, strict=True)
-        for (name, epochs), count, rows in known:
-            tokens = count * rows.num_tokens // len(rows)  # of packed sequences, on average
-            found |= {f"tokens/{name}": tokens, f"epochs/{name}": round(epochs, 6)}
-        return found
+        triples = zip(self.epochs(position).items(), counts, self.per_source, strict=True)
+        for (name, epochs), count, rows in triples:
+            # Packed sequences differ in length: this is their mean.
+            tokens = count * rows.num_tokens // len(rows)
+            values |= {f"tokens/{name}": tokens, f"epochs/{name}": round(epochs, 6)}
+        return values

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of its model, with the tokens of `data.new_tokens`."""
+"""The tokenizer of a run, to which the tokens of `data.new_tokens` are added."""
 
 import re
 from itertools import groupby
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from fsdpctl.data.tokenizer_files import library_errors_as_usage
+from fsdpctl.data.tokenizer_files import library_errors
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import read_text_file
 from fsdpctl.io.run_files import CONFIG_JSON
@@ -15,20 +15,21 @@ _CONTROL = re.compile(r"<\|.+\|>")
 
 
 def open_run_tokenizer(config: DataConfig) -> Tokenizer:
-    """Open `data.tokenizer`, and add the new tokens that it lacks.
+    """Open `data.tokenizer`, and add the tokens of `data.new_tokens` that it lacks.
 
-    Those that the chat template writes, or that look like <|this|>, are control tokens. UsageError
-    if it can't be opened, or can't get more tokens.
+    A new token becomes a control token if the chat template writes it, or if it looks like
+    <|this|>. UsageError if the tokenizer can't be opened, or if tokens can't be added to it.
     """
-    found = open_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(config.tokenizer)
     if not config.new_token_texts:
-        return found
-    where = f"data.new_tokens={config.new_tokens}"
-    if not isinstance(found, FileTokenizer):
-        raise UsageError(f"{where}: requires a model's tokenizer; set model.path or data.tokenizer")
+        return tokenizer
+    location = f"data.new_tokens={config.new_tokens}"
+    if not isinstance(tokenizer, FileTokenizer):
+        way = "set model.path or data.tokenizer"
+        raise UsageError(f"{location}: requires a model's tokenizer; {way}")
     from tokenizers import AddedToken
 
-    auto, size, known = found.hf, found.vocab_size, found.hf.get_added_vocab()
+    auto, size, known = tokenizer.hf, tokenizer.vocab_size, tokenizer.hf.get_added_vocab()
     template = auto.chat_template or ""
     template = "".join(template.values()) if isinstance(template, dict) else template
     if config.template is not None:
@@ -41,16 +42,16 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         if text not in known
     ]
     before = auto.get_vocab()
-    with library_errors_as_usage(where):
+    with library_errors(location):
         for is_special, alike in groupby(added, lambda each: each.special):
             auto.add_tokens([*alike], special_tokens=is_special)
-    files = found.files_as_saved()
-    if found.model_config is not None:
-        files[CONFIG_JSON] = found.model_config
-    made = FileTokenizer(found.name, files)
-    vocab = made.hf.get_vocab()
+    files = tokenizer.files_as_saved()
+    if tokenizer.model_config is not None:
+        files[CONFIG_JSON] = tokenizer.model_config
+    extended = FileTokenizer(tokenizer.name, files)
+    vocab = extended.hf.get_vocab()
     ids = sorted(vocab.get(text, -1) for text in config.new_token_texts if text not in before)
     if ids != [*range(size, size + len(ids))]:
-        raise UsageError(f"{where}: the tokenizer {found.name} cannot get these tokens")
-    made.first_new_id = size if ids else None
-    return made
+        raise UsageError(f"{location}: the tokenizer {tokenizer.name} cannot get these tokens")
+    extended.first_new_id = size if ids else None
+    return extended

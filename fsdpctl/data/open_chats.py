@@ -1,4 +1,4 @@
-"""Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
+"""Conversations as data: rendered and tokenized once, then memory-mapped from the cache."""
 
 import re
 from collections import Counter
@@ -29,19 +29,19 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular
 
 _CHUNK_BYTES = 1 << 22
-_MOST_FILES = 8  # that are named
-_ENCODING = 7  # increase it if the same input gives other tokens
+_MAX_NAMED_FILES = 8  # in notes
+_ENCODING = 7  # a part of cache keys; increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "keep": "they are trained on as rewritten",
 }
-# What changes the loss, with the key of its count and the noun that is counted.
+# Notes on events that change the loss: by the key of a count, the counted noun and the text.
 _EVENTS = {
     "rewritten_chats": (
         "conversation",
         "whose assistant messages the template rewrites once others follow: {policy}",
     ),
-    "empty": ("row", "without text, passed over"),
+    "empty": ("row", "without text, skipped"),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
@@ -55,7 +55,7 @@ class ChatSetup:
     config: DataConfig
     seed: int  # determines which conversations share a sequence
     tokenizer: FileTokenizer
-    template: ChatTemplate | UsageError  # the error matters once a line needs a template
+    template: ChatTemplate | UsageError  # the error is raised if a row needs a template
     today: str
 
     @property
@@ -63,7 +63,10 @@ class ChatSetup:
         return None if isinstance(self.template, UsageError) else self.template
 
     def template_setup(self) -> tuple[TemplateSetup, str]:
-        """Return what a process needs to render conversations, and where the template is."""
+        """Return what a process needs to render conversations, and the template's location.
+
+        UsageError if there is no template.
+        """
         if isinstance(self.template, UsageError):
             raise self.template
         setup = template_setup_of(self.template, self.tokenizer, self.today, self.config)
@@ -71,10 +74,7 @@ class ChatSetup:
 
 
 def open_chat_setup(config: DataConfig, seed: int) -> ChatSetup:
-    """Open the tokenizer and the template of the section `data`.
-
-    UsageError if one of them can't be used.
-    """
+    """Open the tokenizer and the chat template; UsageError if the tokenizer can't be used."""
     if config.tokenizer in (None, BYTE_TOKENIZER):
         way = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
         raise UsageError(f"data=chat: requires a model's tokenizer; {way}")
@@ -88,37 +88,38 @@ def open_chats(
     setup: ChatSetup,
     config: DataConfig,
     key: str = "data.path",
-    found: DataFiles | None = None,
+    data_files: DataFiles | None = None,
 ) -> DataSet:
-    """Open the conversations at `config.path`, which `key` names, in files that may be `found`.
+    """Open the conversations at `config.path`, the value of the setting `key`.
 
-    UsageError if a file, a line or the template can't be used.
+    `found` are the files of this path, if they are known. UsageError if a file, a row or the
+    template can't be used.
     """
-    found = found or find_data(str(config.path), key, CHAT)
-    held = found.validation if config.uses_validation_files else ()
-    files = DataFiles(found.option, found.train, held)
+    data_files = data_files or find_data(str(config.path), key, CHAT)
+    val_files = data_files.validation if config.uses_validation_files else ()
+    files = DataFiles(data_files.option, data_files.train, val_files)
     for each in (*files.train, *files.validation) if config.is_inferred else ():
         check_unambiguous(str(each))
     entry = _entry(config, files, setup, key)
     counts: dict[str, int] = entry.facts["counts"]
     template = setup.template_or_none
     if not (counts.get("marked") or counts.get("found")):
-        template = None  # all lines are plain text
+        template = None  # all rows are plain text
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
     train, val = (_part(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
-    about = found.summary(validates=config.uses_validation_files)
+    summary = data_files.summary(validates=config.uses_validation_files)
     about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
     today = setup.today
-    named = [("train" if key == "data.path" else "validation", train), ("validation", val)]
+    parts = [("train" if key == "data.path" else "validation", train), ("validation", val)]
     return DataSet(
         train,
         val,
         setup.tokenizer,
         setup.tokenizer.vocab_size,
-        str(config.path) if about == "1 file" else f"{config.path}, {about}",
+        str(config.path) if summary == "1 file" else f"{config.path}, {summary}",
         files=(*files.train, *files.validation),
-        notes=(*about_files, *_notes(config, counts, named, (template, today))),
+        notes=(*about_files, *_notes(config, counts, parts, (template, today))),
         format_notes=about_files,
         date=today if template is not None and template.uses_date else None,
         template=template.text if template is not None and config.template is not None else None,
@@ -129,7 +130,7 @@ def open_chats(
 
 
 def has_cached_chats(rendering: ChatSetup, config: DataConfig, files: DataFiles) -> bool:
-    known = read_cache(_name_of_sums(files))
+    known = read_cache(_checksums_entry_name(files))
     return known is not None and read_cache(_entry_name(config, files, rendering)) is not None
 
 
@@ -141,9 +142,9 @@ def _entry(config: DataConfig, files: DataFiles, rendering: ChatSetup, key: str)
     plan = ChatSource(
         key, *parts, config.used_val_fraction, config.prompt, rendering.template_setup
     )
-    built = ChatTokenizer(plan, rendering.tokenizer).build()
-    facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens", "keys")}
-    return write_cache(name, built.arrays, facts)
+    tokenized = ChatTokenizer(plan, rendering.tokenizer).build()
+    facts = {each: getattr(tokenized, each) for each in ("counts", "formats", "end_tokens", "keys")}
+    return write_cache(name, tokenized.arrays, facts)
 
 
 def _part(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
@@ -163,7 +164,7 @@ def _first_prompt(part: DocumentSet) -> tuple[int, ...]:
 
 
 def _template(config: DataConfig, tokenizer: FileTokenizer) -> ChatTemplate | UsageError:
-    """Return the template, or the error that matters once a line needs a template."""
+    """Return the template, or the error to raise if a row needs a template."""
     try:
         return open_template(tokenizer, config.template)
     except UsageError as error:
@@ -184,9 +185,9 @@ def _date(day: str | None) -> str:
 def template_setup_of(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> TemplateSetup:
-    about = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
+    texts = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
     rules = config.train_on, config.rewritten_turns
-    return TemplateSetup(*about, today, *rules, MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT)
+    return TemplateSetup(*texts, today, *rules, MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT)
 
 
 def _entry_name(config: DataConfig, files: DataFiles, rendering: ChatSetup) -> str:
@@ -206,13 +207,16 @@ def _entry_name(config: DataConfig, files: DataFiles, rendering: ChatSetup) -> s
 
 
 def _checksums(files: DataFiles) -> list[str]:
-    """Return those of both parts, which the cache keeps while the sizes and times are the same."""
-    parts, name = (files.train, files.validation), _name_of_sums(files)
+    """Return the checksums of the training and of the validation files.
+
+    The cache keeps checksums for files of the same sizes and times.
+    """
+    parts, name = (files.train, files.validation), _checksums_entry_name(files)
     entry = read_cache(name) or write_cache(name, {}, {"sums": [*map(_checksum, parts)]})
     return [str(each) for each in entry.facts["sums"]]
 
 
-def _name_of_sums(files: DataFiles) -> str:
+def _checksums_entry_name(files: DataFiles) -> str:
     return entry_name("sums", len(files.train), (*files.train, *files.validation))
 
 
@@ -220,8 +224,8 @@ def _checksum(files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
         with open(open_regular(path, follow_links=True), "rb") as file:
-            while part := file.read(_CHUNK_BYTES):
-                digest.update(part)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
             digest.update(file.tell().to_bytes(8, "little"))
     return digest.hexdigest()
 
@@ -276,24 +280,24 @@ def _about_template(
 def _notes_on_files(
     files: Sequence[Path], facts: Mapping[str, Any], template: ChatTemplate | None
 ) -> list[str]:
-    written = "" if template is None else template.text + template.tool_text
-    words = set(re.findall(r"\w+", written))
-    known = zip(files, facts["formats"], facts["keys"], strict=True)
-    lines, rest = [], Counter[str]()
-    for number, (file, name, counts) in enumerate(known):
+    template_text = "" if template is None else template.text + template.tool_text
+    template_words = set(re.findall(r"\w+", template_text))
+    triples = zip(files, facts["formats"], facts["keys"], strict=True)
+    lines, more_ignored = [], Counter[str]()
+    for number, (file, name, counts) in enumerate(triples):
         ignored, followed = dict(counts["ignored"]), dict(counts["followed"])
         for key in counts["ignored"]:
-            if "[]" in key and key.rpartition(".")[2] in words:
+            if "[]" in key and key.rpartition(".")[2] in template_words:
                 del ignored[key]
-        for key in {*TOOLS} & followed.keys() if "tools" not in words else ():
+        for key in {*TOOLS} & followed.keys() if "tools" not in template_words else ():
             ignored[key] = followed.pop(key)
-        if number >= _MOST_FILES:
-            rest.update(ignored)
+        if number >= _MAX_NAMED_FILES:
+            more_ignored.update(ignored)
             continue
         more = f", with {with_counts(followed)}" if followed else ""
         lines.append(f"{file}: format {name}{more}")
         lines += [f"{file}: ignored: {with_counts(ignored)}"] if ignored else []
-    if len(files) > _MOST_FILES:
-        text = with_count(len(files) - _MOST_FILES, "more file")
-        lines.append(f"{text}, ignored: {with_counts(rest)}" if rest else text)
+    if len(files) > _MAX_NAMED_FILES:
+        text = with_count(len(files) - _MAX_NAMED_FILES, "more file")
+        lines.append(f"{text}, ignored: {with_counts(more_ignored)}" if more_ignored else text)
     return lines

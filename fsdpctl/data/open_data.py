@@ -1,4 +1,4 @@
-"""The data of a run: text, token files or chats, opened by the section `data`."""
+"""The data of a run, opened by the settings `data.*`: text, token files or chats."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,10 +34,10 @@ def open_data(
     chats: Callable[[ChatSetup, DataConfig, str], DataSet] = open_chats,
     text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
 ) -> DataSet:
-    """Read the data of a run, or open its token files; `seed` decides what shares a sequence.
+    """Open the data of a run; `seed` decides which documents share a sequence.
 
-    `chats` and `text` read one source, whose path the key names. UsageError if the data is missing,
-    empty or corrupted, or if a key doesn't apply to it.
+    `chats` and `text` open one source; their last argument is the setting that has its path.
+    UsageError if the data is missing, empty or corrupted, or if a setting doesn't apply to it.
     """
     check_data_keys(config)
     check_tokenizer_paths(config)
@@ -53,18 +53,18 @@ def open_data(
     if config.val_path is None:
         return _opened(open_one, config, _PATH)
     alone = replace(config, val_path=None, val_fraction=0.0)
-    mixed, held = (
+    train, val = (
         _opened(open_one, replace(alone, path=path), key)
         for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
     )
-    check_same_tokenizer(str(config.path), mixed, config.val_path, held)
+    check_same_tokenizer(str(config.path), train, config.val_path, val)
     return replace(
-        mixed,
-        val=held.train,
-        files=(*mixed.files, *held.files),
-        token_files=(*mixed.token_files, *held.token_files),
+        train,
+        val=val.train,
+        files=(*train.files, *val.files),
+        token_files=(*train.token_files, *val.token_files),
         has_val_files=True,
-        notes=(*dict.fromkeys((*mixed.notes, *held.notes)),),
+        notes=(*dict.fromkeys((*train.notes, *val.notes)),),
     )
 
 
@@ -74,45 +74,45 @@ def _opened(
     sources = sources_in(str(config.path), key)
     if key == _VAL_PATH and any(each.share is not None for each in sources):
         raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
-    found = [open_one(replace(config, path=each.path), key) for each in sources]
-    return mix(sources, found, key) if len(sources) > 1 else found[0]
+    data_sets = [open_one(replace(config, path=each.path), key) for each in sources]
+    return mix(sources, data_sets, key) if len(sources) > 1 else data_sets[0]
 
 
 def _from_token_files(config: DataConfig, key: str) -> DataSet:
     path = str(config.path)
     isolates, validates = bool(config.packing), config.uses_validation_files
     opened = open_token_files(path, key, config.format, validates=validates)
-    files, held = opened.train, opened.validation
+    files, val_files = opened.train, opened.validation
     train = concatenated(files, path, isolates=isolates)
-    val = concatenated(held, path, isolates=isolates) if held else None
+    val = concatenated(val_files, path, isolates=isolates) if val_files else None
     if val is None and config.used_val_fraction:
         count = train.num_tokens
         train, val = train.split(count - min(int(count * config.used_val_fraction), MAX_VAL_TOKENS))
-    both = (*files, *held)
-    if isolates and (unknown := next((x for x in both if x.shard.index is None), None)):
-        problem = f"its format, {unknown.format}, does not tell where documents end"
+    all_files = (*files, *val_files)
+    if isolates and (unknown := next((x for x in all_files if x.shard.index is None), None)):
+        problem = f"the format {unknown.format} does not tell where documents end"
         raise UsageError(f"data.packing=true: {unknown.shard.path}: {problem}")
     tokenizer = _tokenizer_of(files[0])
-    notes = tuple(dict.fromkeys(each.hint for each in both if each.hint))
-    if any(each.shard.loss_mask is not None for each in both):
-        notes += (f"tokens that NAME{LOSS_MASK_SUFFIX} excludes from the loss are not trained on",)
+    notes = tuple(dict.fromkeys(each.hint for each in all_files if each.hint))
+    if any(each.shard.loss_mask is not None for each in all_files):
+        notes += (f"the loss masks NAME{LOSS_MASK_SUFFIX} are used",)
     if config.tokenizer is not None:
         tokenizer = open_tokenizer(config.tokenizer)
         notes += _check_tokenizer(key, files[0], tokenizer)
-    known = 0 if config.tokenizer is None else tokenizer.vocab_size
-    about = opened.found.summary(validates=validates)
-    description = path if about == "1 file" else f"{path}, {about}"
+    tokenizer_size = 0 if config.tokenizer is None else tokenizer.vocab_size
+    summary = opened.files.summary(validates=validates)
+    description = path if summary == "1 file" else f"{path}, {summary}"
     return DataSet(
-        train, val, tokenizer, files[0].vocab_size or known, description, both, notes,
-        has_val_files=bool(held),
+        train, val, tokenizer, files[0].vocab_size or tokenizer_size, description, all_files, notes,
+        has_val_files=bool(val_files),
     )  # fmt: skip
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
     if file.tokenizer_xxh3 is not None and has_tokenizer(Path(str(file.tokenizer))):
-        found = open_tokenizer(file.tokenizer)
-        if file.tokenizer_xxh3 == found.checksum:
-            return found
+        tokenizer = open_tokenizer(file.tokenizer)
+        if file.tokenizer_xxh3 == tokenizer.checksum:
+            return tokenizer
     return ByteTokenizer()
 
 

@@ -1,4 +1,4 @@
-"""The data of an estimate: counted if it is small or in the cache, else estimated from places."""
+"""The data of an estimate: counted if it is small or in the cache, else estimated from excerpts."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -34,23 +34,23 @@ from fsdpctl.io.files import open_regular
 from fsdpctl.io.stores import is_remote
 from fsdpctl.io.untrusted import MIB
 
-EXACT_BYTES = 64 * MIB  # of all files together, whose tokens are counted
+EXACT_BYTES = 64 * MIB  # up to this size of all files together, tokens are counted
 NUM_EXCERPTS, EXCERPT_BYTES = 64, 1 << 15
-_INNER = bytes(range(0x80, 0xC0))  # of characters, after their first byte
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of characters in UTF-8, after the first byte
 
 
 class _Excerpt(NamedTuple):
-    """A part of a file, and the tokens of a run that it belongs to."""
+    """A part of a file, and the samples that overlap it."""
 
     size: float  # bytes of the file
-    part: float  # of the tokens
-    samples: list[tuple[Tokens, Mask | None]]  # of a conversation, several
+    part: float  # the fraction of the samples' tokens that is in the excerpt
+    samples: list[tuple[Tokens, Mask | None]]  # a conversation can become several samples
 
 
 def open_estimated(config: DataConfig, seed: int = 0) -> DataSet:
-    """Return the data of an estimate. Data that is `Estimated` can be counted, but not trained on.
+    """Open the data of an estimate. Parts that are `EstimatedData` can't be trained on.
 
-    UsageError as `open_data`, or if the data is not on this machine.
+    UsageError as in `open_data`, or if the data is not on this machine.
     """
     for key, paths in (("data.path", config.path), ("data.val_path", config.val_path)):
         for path in [each.path for each in sources_in(paths, key)] if paths else ():
@@ -62,7 +62,7 @@ def open_estimated(config: DataConfig, seed: int = 0) -> DataSet:
     data = open_data(config, seed, opening.chats, opening.text)
     if not opening.estimates:
         return data
-    # The longest conversation is unknown, also if those of some sources were counted.
+    # The longest conversation is unknown even if other sources were counted, so all are estimated.
     return replace(data, train=_estimated(data.train), val=data.val and _estimated(data.val))
 
 
@@ -76,13 +76,13 @@ def _estimated(corpus: Any) -> Any:
 
 @dataclass(slots=True)
 class _Opener:
-    """Opens the sources of data, and counts the tokens of the first `left` bytes."""
+    """Opens the sources of data: counts tokens up to `left` bytes, and estimates the others."""
 
     left: int = field(default_factory=lambda: EXACT_BYTES)
-    estimates: bool = False  # whether a source had more
+    estimates: bool = False  # whether a source was estimated
 
-    def chats(self, rendering: ChatSetup, config: DataConfig, key: str) -> DataSet:
-        return self._open((open_chats, has_cached_chats, _of_chats), rendering, config, key)
+    def chats(self, setup: ChatSetup, config: DataConfig, key: str) -> DataSet:
+        return self._open((open_chats, has_cached_chats, _of_chats), setup, config, key)
 
     def text(self, tokenizer: Tokenizer, config: DataConfig, key: str) -> DataSet:
         if config.name == STDLIB:
@@ -90,34 +90,39 @@ class _Opener:
         return self._open((open_text, has_cached_text, _of_text), tokenizer, config, key)
 
     def _open(
-        self, ways: tuple[Callable[..., Any], ...], by: Any, config: DataConfig, key: str
+        self,
+        functions: tuple[Callable[..., Any], ...],
+        encoder: Any,
+        config: DataConfig,
+        key: str,
     ) -> DataSet:
-        read, is_counted, estimate = ways
-        found = find_data(str(config.path), key, config.name, fetches=False)
-        held = found.validation if config.uses_validation_files else ()
-        files = DataFiles(found.option, found.train, held)
-        val, size = _size(held), _size((*found.train, *held))
-        most = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)  # which an estimate would read, too
-        if (known := is_counted(by, config, files)) or size <= most:
+        read, is_counted, estimate = functions
+        data_files = find_data(str(config.path), key, config.name, fetches=False)
+        val_files = data_files.validation if config.uses_validation_files else ()
+        files = DataFiles(data_files.option, data_files.train, val_files)
+        val, size = _size(val_files), _size((*data_files.train, *val_files))
+        # An estimate would read the bytes of all excerpts, too.
+        most = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)
+        if (known := is_counted(encoder, config, files)) or size <= most:
             self.left -= 0 if known else size
-            counted: DataSet = read(by, config, key, found)
+            counted: DataSet = read(encoder, config, key, data_files)
             return counted
         self.estimates = True
         with doing("estimating tokens"):
-            every = DataFiles(found.option, (*found.train, *held))
-            data: EstimatedData = estimate(by, config, key, every)
+            all_files = DataFiles(data_files.option, (*data_files.train, *val_files))
+            data: EstimatedData = estimate(encoder, config, key, all_files)
         share = val / size if val else config.used_val_fraction
-        kept, rest = (
+        train, held_out = (
             replace(data, num_tokens=round(data.num_tokens * x), scale=data.scale * x)
             for x in (1 - share, share)
         )
-        tokenizer = by.tokenizer if isinstance(by, ChatSetup) else by
+        tokenizer = encoder.tokenizer if isinstance(encoder, ChatSetup) else encoder
         count = float(f"{data.num_tokens:.4g}")
         tokens = f"{count:,.0f} tokens ±{2 * data.relative_error:.1%} in {size:,} bytes"
         return DataSet(
-            kept, rest if share else None, tokenizer, tokenizer.vocab_size,
-            f"{config.path}, {found.summary(validates=config.uses_validation_files)}",
-            notes=(f"{tokens} (estimated from {NUM_EXCERPTS} places)",), has_val_files=bool(val),
+            train, held_out if share else None, tokenizer, tokenizer.vocab_size,
+            f"{config.path}, {data_files.summary(validates=config.uses_validation_files)}",
+            notes=(f"{tokens} (estimated from {NUM_EXCERPTS} excerpts)",), has_val_files=bool(val),
         )  # fmt: skip
 
 
@@ -125,18 +130,17 @@ def _size(files: Sequence[Path]) -> int:
     return sum(each.stat().st_size for each in files)
 
 
-def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, found: DataFiles) -> EstimatedData:
-    next(
-        documents(found, key, SkippedInput(), EXCERPT_BYTES), None
-    )  # whose errors are those of a run
-    pieces = list[_Excerpt]()
+def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFiles) -> EstimatedData:
+    # Raise the errors that a run would raise for the first document.
+    next(documents(files, key, SkippedInput(), EXCERPT_BYTES), None)
+    excerpts = list[_Excerpt]()
 
     def add(text: TextPiece, size: float, part: float = 1) -> None:
         tokens = [tokenizer.encode_pieces([text])] if text.text else []
-        pieces.append(_Excerpt(size, part, [(each, None) for each in tokens]))
+        excerpts.append(_Excerpt(size, part, [(each, None) for each in tokens]))
 
-    for path, spans in _excerpt_spans(found.train).items():
-        if found.option == CHAT:
+    for path, spans in _excerpt_spans(files.train).items():
+        if files.option == CHAT:
             for line, size, share in rows_in_spans(str(path), spans, COLUMN):
                 assert isinstance(line.content, PlainText)
                 add(TextPiece(line.content.text, 0), size, share)
@@ -146,68 +150,68 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, found: DataFile
             for start, stop in spans:
                 file.seek(start)
                 part = file.read(stop - start)
-                part = part.lstrip(_INNER) if start else part
+                part = part.lstrip(_CONTINUATION_BYTES) if start else part
                 part = part if stop == end else part[: last_char_start(part)]
-                text = "" if text_problem(part) else part.decode()  # training passes over the file
+                # Training skips a file that isn't text.
+                text = "" if text_problem(part) else part.decode()
                 add(TextPiece(text, 0, not start, stop == end), len(part))
-    return _estimate(pieces, found, key)
+    return _estimate(excerpts, files, key)
 
 
-def _of_chats(
-    rendering: ChatSetup, config: DataConfig, key: str, found: DataFiles
-) -> EstimatedData:
-    for each in found.train if config.is_inferred else ():
+def _of_chats(setup: ChatSetup, config: DataConfig, key: str, files: DataFiles) -> EstimatedData:
+    for each in files.train if config.is_inferred else ():
         check_unambiguous(str(each))
-    pieces, rows = list[_Excerpt](), list[tuple[ChatRow, _Excerpt]]()
-    for path, spans in _excerpt_spans(found.train).items():
+    excerpts, rows = list[_Excerpt](), list[tuple[ChatRow, _Excerpt]]()
+    for path, spans in _excerpt_spans(files.train).items():
         for line, size, share in rows_in_spans(str(path), spans, config.prompt):
-            pieces.append(_Excerpt(size, share, []))
-            rows.append((line, pieces[-1]))
-    plan = ChatSource(key, (), (), 0.0, config.prompt, rendering.template_setup)
-    building = ChatTokenizer(plan, rendering.tokenizer)
+            excerpts.append(_Excerpt(size, share, []))
+            rows.append((line, excerpts[-1]))
+    source = ChatSource(key, (), (), 0.0, config.prompt, setup.template_setup)
+    chat_tokenizer = ChatTokenizer(source, setup.tokenizer)
     for kind in (PlainText, Chat):
-        made = building.samples(row for row in rows if isinstance(row[0].content, kind))
-        for tokens, trained, piece in made:
-            if trained[1:].any():  # else training drops the sample
-                piece.samples.append((tokens, trained))
-    packing = Packing(config.packing is not False, config.too_long, rendering.seed)
-    return _estimate(pieces, found, key, packing)
+        samples = chat_tokenizer.samples(row for row in rows if isinstance(row[0].content, kind))
+        for tokens, trained, excerpt in samples:
+            # Training drops a sample without a target.
+            if trained[1:].any():
+                excerpt.samples.append((tokens, trained))
+    packing = Packing(config.packing is not False, config.too_long, setup.seed)
+    return _estimate(excerpts, files, key, packing)
 
 
 def _estimate(
-    pieces: list[_Excerpt], found: DataFiles, key: str, packing: Packing | None = None
+    excerpts: list[_Excerpt], files: DataFiles, key: str, packing: Packing | None = None
 ) -> EstimatedData:
-    samples = [x for each in pieces for x in each.samples]
+    samples = [x for each in excerpts for x in each.samples]
     if not samples:
-        where = shorten_list([*map(str, found.train)])
-        raise UsageError(f"{key}: {where}: nothing to train on at {NUM_EXCERPTS} places")
-    places = np.arange(len(pieces)) * NUM_EXCERPTS // len(pieces)
-    read = np.bincount(places, [each.size for each in pieces])
-    lengths = [each.part * sum(len(x) for x, _ in each.samples) for each in pieces]
-    counts, size = np.bincount(places, lengths), _size(found.train)
+        location = shorten_list([*map(str, files.train)])
+        raise UsageError(f"{key}: {location}: nothing to train on in {NUM_EXCERPTS} excerpts")
+    excerpt_of = np.arange(len(excerpts)) * NUM_EXCERPTS // len(excerpts)
+    read = np.bincount(excerpt_of, [each.size for each in excerpts])
+    lengths = [each.part * sum(len(x) for x, _ in each.samples) for each in excerpts]
+    counts, size = np.bincount(excerpt_of, lengths), _size(files.train)
     rate, left = counts.sum() / read.sum(), max(0, 1 - read.sum() / size)
-    # By the residuals of a ratio; bytes that are read have none.
+    # The standard error of a ratio estimator, from its residuals; bytes that were read have none.
     spread = float(np.linalg.norm(counts - rate * read) * left**0.5 / counts.sum())
     tokens = np.concatenate([x for x, _ in samples])
-    parts = [each.part for each in pieces for _ in each.samples]
-    about = round(rate * size), float(size / read.sum()), parts, spread
+    fractions = [each.part for each in excerpts for _ in each.samples]
+    figures = round(rate * size), float(size / read.sum()), fractions, spread
     if packing is None:
-        return EstimatedData(TokenStream(tokens, None), *about)
+        return EstimatedData(TokenStream(tokens, None), *figures)
     starts = np.cumsum([0, *(len(x) for x, _ in samples)], dtype=np.int64)
     trained = np.concatenate([x for _, x in samples if x is not None])
-    return EstimatedData(DocumentSet(tokens, trained, starts, packing), *about)
+    return EstimatedData(DocumentSet(tokens, trained, starts, packing), *figures)
 
 
 def _excerpt_spans(files: Sequence[Path]) -> dict[Path, list[ByteSpan]]:
     sizes = [each.stat().st_size for each in files]
     ends, spans = [*accumulate(sizes)], defaultdict[Path, list[ByteSpan]](list)
     size = min(EXCERPT_BYTES, -(-ends[-1] // NUM_EXCERPTS))
-    for place in range(NUM_EXCERPTS):
-        at = max(0, ends[-1] * (2 * place + 1) // (2 * NUM_EXCERPTS) - size // 2)
-        stop = min(at + size, ends[-1])
-        while at < stop:
-            number = bisect_right(ends, at)
-            begin, end = ends[number] - sizes[number], min(stop, ends[number])
-            spans[files[number]].append((at - begin, end - begin))
-            at = end
+    for index in range(NUM_EXCERPTS):
+        start = max(0, ends[-1] * (2 * index + 1) // (2 * NUM_EXCERPTS) - size // 2)
+        stop = min(start + size, ends[-1])
+        while start < stop:
+            file_index = bisect_right(ends, start)
+            file_start, end = ends[file_index] - sizes[file_index], min(stop, ends[file_index])
+            spans[files[file_index]].append((start - file_start, end - file_start))
+            start = end
     return spans

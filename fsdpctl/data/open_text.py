@@ -1,4 +1,4 @@
-"""Text as data: one process reads and tokenizes it, and others map the tokens from the cache."""
+"""Text as data: one process tokenizes it, and the others memory-map the tokens from the cache."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +21,13 @@ from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB, Count, as_type
 
 STDLIB = "python_stdlib"
-_ENCODING = 5  # increase it if the same text gives other tokens
-_SMALL = 16 * MIB  # bytes of text; with bytes as tokens, not worth a file
+_ENCODING = 5  # a part of cache keys; increase it if the same text gives other tokens
+_SMALL = 16 * MIB  # bytes of text; byte tokens of smaller texts are not cached
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens of text: the name in the cache, empty if they are not there, and the text's bytes."""
+    """Tokens of text: the name of their cache entry, empty if not cached, and the text's bytes."""
 
     name: str
     num_bytes: Count
@@ -48,44 +48,44 @@ _Opened = tuple[_Index, TokenStream, TokenStream | None]
 
 
 def open_text(
-    tokenizer: Tokenizer, config: DataConfig, key: str, found: DataFiles | None = None
+    tokenizer: Tokenizer, config: DataConfig, key: str, data_files: DataFiles | None = None
 ) -> DataSet:
-    """Return the tokens of text, in files that may have been `found`.
+    """Return the tokens of the text at `config.path`, the value of the setting `key`.
 
-    Of files, only sizes and times are read if the cache has the tokens.
-
-    UsageError if there is no text, or none to train on.
+    `found` are the files of this path, if they are known. If the cache has the tokens of files with
+    these sizes and times, no file is read. UsageError if there is no text to train on.
     """
     files = tuple[Path, ...]()
     if config.name == STDLIB:
         texts = _standard_library(config)
         index, train, val = _encoded(tokenizer, config, texts, [])
-        about = f"Python's standard library, {len(texts)} files"
+        summary = f"Python's standard library, {len(texts)} files"
     else:
         path, validates = str(config.path), config.uses_validation_files
-        found = found or find_data(path, key, TEXT)
-        files = (*found.train, *(found.validation if validates else ()))
-        name = _name_of(files, tokenizer, config)
-        if (opened := _mapped(name)) is None:
-            opened = _read(found, tokenizer, config, key)
+        data_files = data_files or find_data(path, key, TEXT)
+        files = (*data_files.train, *(data_files.validation if validates else ()))
+        name = _entry_name_of(files, tokenizer, config)
+        if (opened := _from_cache(name)) is None:
+            opened = _read(data_files, tokenizer, config, key)
             if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
                 write_cache(name, {}, asdict(opened[0]))
         index, train, val = opened
-        about = f"{path}, {found.summary(validates=validates, skipped=len(index.skipped))}"
-        about += skipped_summary(index.skipped)
+        summary = f"{path}, {data_files.summary(validates=validates, skipped=len(index.skipped))}"
+        summary += skipped_summary(index.skipped)
     return DataSet(
-        train, val, tokenizer, tokenizer.vocab_size, about, files=files, notes=(*index.notes,),
+        train, val, tokenizer, tokenizer.vocab_size, summary, files=files, notes=(*index.notes,),
         has_val_files=index.has_val_files,
     )  # fmt: skip
 
 
-def _name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    about = _ENCODING, tokenizer.checksum, config.used_val_fraction, config.uses_validation_files
-    return entry_name("texts", about, files)
+def _entry_name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
+    facts = _ENCODING, tokenizer.checksum, config.used_val_fraction, config.uses_validation_files
+    return entry_name("texts", facts, files)
 
 
 def has_cached_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
-    return _mapped(_name_of((*files.train, *files.validation), tokenizer, config)) is not None
+    name = _entry_name_of((*files.train, *files.validation), tokenizer, config)
+    return _from_cache(name) is not None
 
 
 def _standard_library(config: DataConfig) -> list[bytes]:
@@ -96,7 +96,7 @@ def _standard_library(config: DataConfig) -> list[bytes]:
     return standard_library()
 
 
-def _mapped(name: str) -> _Opened | None:
+def _from_cache(name: str) -> _Opened | None:
     if (entry := read_cache(name)) is None:
         return None
     try:
@@ -116,38 +116,39 @@ def _stream(part: _Part) -> TokenStream | None:
     return TokenStream(entry.arrays["tokens"], part.num_bytes, entry.checksums["tokens"])
 
 
-def _read(found: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> _Opened:
-    texts, passed = read_text(found, key, str(config.path))
-    held = list[bytes]()
-    if config.uses_validation_files and found.validation:
-        of_val = DataFiles(found.option, found.validation)
-        held, more = read_text(of_val, key, shorten_list([*map(str, of_val.train)]))
-        passed.files += more.files
-    return _encoded(tokenizer, config, texts, held, passed.files, passed.notes())
+def _read(data_files: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: str) -> _Opened:
+    texts, skipped = read_text(data_files, key, str(config.path))
+    val_texts = list[bytes]()
+    if config.uses_validation_files and data_files.validation:
+        val_files = DataFiles(data_files.option, data_files.validation)
+        path = shorten_list([*map(str, val_files.train)])
+        val_texts, skipped_val = read_text(val_files, key, path)
+        skipped.files += skipped_val.files
+    return _encoded(tokenizer, config, texts, val_texts, skipped.files, skipped.notes())
 
 
 def _encoded(
     tokenizer: Tokenizer,
     config: DataConfig,
     texts: Sequence[bytes],
-    held: Sequence[bytes],
+    val_texts: Sequence[bytes],
     skipped: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> _Opened:
-    has_val_files = bool(held)
+    has_val_files = bool(val_texts)
     if not has_val_files:
-        texts, held = hold_out(texts, config.used_val_fraction)
+        texts, val_texts = hold_out(texts, config.used_val_fraction)
     if not texts:
         raise UsageError(
             f"data.val_fraction={config.used_val_fraction:g}: leaves nothing to train on"
         )
     train, stream = _encode(tokenizer, texts)
-    val, val_stream = _encode(tokenizer, held) if held else (None, None)
+    val, val_stream = _encode(tokenizer, val_texts) if val_texts else (None, None)
     return _Index(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenStream]:
-    """Tokenize texts. The cache keeps tokens that take time to compute, or much memory."""
+    """Tokenize texts, and cache the tokens if computing or storing them is expensive."""
     size = sum(map(len, texts))
     pieces = (TextPiece(each.decode(), len(each)) for each in texts)
     if isinstance(tokenizer, ByteTokenizer) and size < _SMALL:

@@ -1,8 +1,8 @@
 """The order of samples in an epoch, and which documents share a sequence: functions of a seed.
 
-A four-round Feistel network permutes the smallest even-sized power of two that contains the
-indices. Results outside the range are permuted again until they are inside (cycle walking, Black
-and Rogaway 2002), which makes it a permutation of the range. Nothing is stored.
+A four-round Feistel network permutes the smallest power of four that contains the indices. Results
+outside the range are permuted again until they are inside (cycle walking, Black and Rogaway 2002).
+The result is a permutation of the range, of which nothing needs to be stored.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ Numbers = NDArray[np.int64]
 
 
 def splitmix64(values: Indices, key: int) -> Indices:
-    """Return 64 bits for each value: the finalizer of splitmix64 over value and key."""
+    """Return 64 random bits for each value: the finalizer of splitmix64 over value and key."""
     mixed = values + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,7 +50,7 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
 def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
     """Return the samples at `position … position + length - 1` of an endless series of epochs.
 
-    An epoch has `count` samples, in an order that `seed` decides.
+    Each epoch has all `count` samples, shuffled by `seed` and the number of the epoch.
     """
     positions = np.arange(position, position + length, dtype=np.uint64)
     epochs, within = positions // np.uint64(count), positions % np.uint64(count)
@@ -62,11 +62,11 @@ def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
 
 
 def pack_documents(lengths: Sequence[int] | Numbers, capacity: int, seed: int) -> list[list[int]]:
-    """Return the numbers of the documents in each sequence of at most `room` tokens.
+    """Return the numbers of the documents in each sequence of at most `capacity` tokens.
 
-    `lengths` are the tokens of each document, from 1 to `room`. Uses best-fit decreasing (Johnson,
-    1973) over windows of shuffled documents. Padding is a few tenths of a percent, and a sequence
-    has documents from anywhere in the data.
+    `lengths` has the number of tokens of each document, from 1 to `capacity`. Best-fit decreasing
+    (Johnson, 1973) packs windows of shuffled documents: padding is a few tenths of a percent, and a
+    sequence has documents from anywhere in the data.
     """
     count = len(lengths)
     order = permute(np.arange(count, dtype=np.uint64), count, seed, 0).astype(np.int64)
@@ -80,10 +80,10 @@ def pack_documents(lengths: Sequence[int] | Numbers, capacity: int, seed: int) -
 def _best_fit(
     documents: Sequence[int], lengths: Sequence[int] | Numbers, capacity: int
 ) -> list[list[int]]:
-    """Put each document into the sequence that it leaves the least room in.
+    """Put each document into the fullest sequence that still has room for it.
 
-    Bit N of `open_rows` tells whether a sequence has room for N tokens. The lowest set bit that is
-    high enough is found without a search over sequences.
+    Bit N of `open_rows` is set if a sequence has room for exactly N tokens. So the lowest set bit
+    that is high enough names the sequence, without a search.
     """
     rows: list[list[int]] = []
     by_capacity: dict[int, list[list[int]]] = defaultdict(list)

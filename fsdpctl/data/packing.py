@@ -14,7 +14,7 @@ from fsdpctl.data.order import Indices, Numbers, pack_documents, samples_at
 from fsdpctl.data.tokenizer import Tokens
 
 Mask = NDArray[np.bool_]
-IGNORE_INDEX = -100  # a target that is masked
+IGNORE_INDEX = -100  # the target of a masked token, as in torch's cross_entropy
 DROP, TRUNCATE = "drop", "truncate"
 
 
@@ -23,37 +23,37 @@ class Sample:
     """A sequence of tokens with their targets."""
 
     tokens: Numbers  # (seq_len,)
-    targets: Numbers  # (seq_len,): the token after each of them, or IGNORE_INDEX
-    lengths: tuple[int, ...] = ()  # of its documents, if a sample can have several
-    padding: int = 0  # tokens of the last document that are padding
+    targets: Numbers  # (seq_len,): the token after each token, or IGNORE_INDEX
+    lengths: tuple[int, ...] = ()  # the lengths of the documents in a packed sequence
+    padding: int = 0  # padding tokens at the end, which count as a document
 
     def documents(self) -> list[list[int]]:
-        """Return the tokens of each document, with its last target if that is trained."""
-        found, start = [], 0
+        """Return the tokens of each document, and its last target unless that is masked."""
+        documents, start = [], 0
         for length in self.lengths or (len(self.tokens),):
             end = start + length
             after = [int(self.targets[end - 1])] if self.targets[end - 1] != IGNORE_INDEX else []
-            found.append([*self.tokens[start:end].tolist(), *after])
+            documents.append([*self.tokens[start:end].tolist(), *after])
             start = end
-        return found[:-1] if self.padding else found
+        return documents[:-1] if self.padding else documents
 
 
 class Samples(ABC):
-    """The sequences of data, all of one length."""
+    """Data as a sequence of samples of one length."""
 
     seq_len: int
-    origin: str  # that errors name
-    isolates_documents = False  # which do not see one another
-    is_remote = False  # whether they are fetched from an object store
+    origin: str  # names the data in errors
+    isolates_documents = False  # whether attention stays within a document
+    is_remote = False  # whether samples are fetched from an object store
 
     @property
     @abstractmethod
     def empty_message(self) -> str:
-        """The error if there are none."""
+        """The error message if there are no samples."""
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all of them, without padding."""
+        """The number of tokens of all samples, without padding."""
         return len(self) * self.seq_len
 
     @abstractmethod
@@ -62,18 +62,18 @@ class Samples(ABC):
     @abstractmethod
     def __getitem__(self, number: int) -> Sample: ...
 
-    def fetch(self, numbers: Iterable[int]) -> None:  # noqa: B027  # most are here
-        """Begin to fetch some of them from an object store."""
+    def fetch(self, numbers: Iterable[int]) -> None:  # noqa: B027  # most data is local
+        """Start to fetch samples from an object store."""
 
     def script_batch(self, numbers: Sequence[int]) -> Any:
-        """Return what these have in place of tokens; None: they have tokens."""
+        """Return the batch of a script's samples; None: the samples have tokens."""
         return None
 
     def order(self, position: int, length: int, seed: int) -> Indices:
         return samples_at(position, length, len(self), seed)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the tokens of some of them, without padding."""
+        """Count the tokens of some samples, without padding."""
         return len(numbers) * self.seq_len
 
 
@@ -81,27 +81,27 @@ class Samples(ABC):
 class Packing:
     """How documents become sequences."""
 
-    shares_sequences: bool = True  # else each document has a sequence of its own
-    too_long: str = TRUNCATE  # or DROP: for documents with more tokens than a sequence
+    shares_sequences: bool = True  # False: one document per sequence
+    too_long: str = TRUNCATE  # or DROP, for documents with more tokens than a sequence
     seed: int = 0  # determines which documents share a sequence
 
 
 @dataclass(frozen=True)
 class DocumentSet:
-    """Documents, concatenated. A token is predicted from those before it in its document."""
+    """Concatenated documents. A token is predicted from the tokens before it in its document."""
 
     tokens: Tokens  # 1-D; may be memory-mapped
-    trained: Mask  # same shape: whether a token is a target, unless it is the first one
+    trained: Mask  # (tokens,): whether a token is a target; the first of a document never is
     starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
-    checksum: str | None = None  # of the three arrays, if known
+    checksum: str | None = None  # of the three arrays
 
     @cached_property
     def fingerprint(self) -> str:
         """A checksum of the content, the loss mask and the packing."""
         packing = self.packing
-        # Checkpoints store this value, so the text does not follow the names of settings.
+        # Checkpoints store this value, so the text must stay if names in the code change.
         too_long = DROP if packing.too_long == DROP else "cut"
         text = f"Packing(shares_rows={packing.shares_sequences}, {too_long=}, seed={packing.seed})"
         digest = xxhash.xxh3_64(f"{text} {self.checksum or ''}".encode())
@@ -116,7 +116,7 @@ class DocumentSet:
 
     @property
     def num_bytes(self) -> None:
-        """Unknown: the trained tokens aren't the whole text."""
+        """None: without masked text, the number of bytes is unknown."""
         return
 
     @property
@@ -166,14 +166,14 @@ class PackedSamples(Samples):
         self.num_too_long = int(too_long.sum())
         self._lengths: Numbers = np.minimum(lengths, seq_len)
         trained = self._count_trained(too_long)
-        kept = trained > 0
+        used = trained > 0
         drops = documents.packing.too_long == DROP
         if drops:
-            kept &= ~too_long
-        self.num_untrained = int((~kept).sum()) - (self.num_too_long if drops else 0)
-        self.num_targets = int(trained[kept].sum())
-        self._num_tokens = int(self._lengths[kept].sum())
-        numbers = np.flatnonzero(kept)
+            used &= ~too_long
+        self.num_untrained = int((~used).sum()) - (self.num_too_long if drops else 0)
+        self.num_targets = int(trained[used].sum())
+        self._num_tokens = int(self._lengths[used].sum())
+        numbers = np.flatnonzero(used)
         if documents.packing.shares_sequences and len(numbers):
             packed = pack_documents(self._lengths[numbers], seq_len, documents.packing.seed)
             self._sequences: Sequence[Sequence[int]] = [numbers[row].tolist() for row in packed]
@@ -185,7 +185,7 @@ class PackedSamples(Samples):
         if not len(self._lengths):
             return self._lengths
         counts: Numbers = np.add.reduceat(flags, starts[:-1], dtype=np.int64)
-        counts -= flags[starts[:-1]]  # the first token is never a target
+        counts -= flags[starts[:-1]]  # the first token of a document is never a target
         for number in np.flatnonzero(too_long):
             start = starts[number]
             counts[number] = flags[start + 1 : start + self.seq_len + 1].sum()
@@ -201,7 +201,7 @@ class PackedSamples(Samples):
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all documents, without the last of each."""
+        """The number of input tokens: the last token of each document is only a target."""
         return self._num_tokens
 
     def __len__(self) -> int:
@@ -211,17 +211,17 @@ class PackedSamples(Samples):
         return int(sum(self._lengths[self._sequences[number]].sum() for number in numbers))
 
     def __getitem__(self, number: int) -> Sample:
-        """Return a sequence. Its padding is one more document, without trained tokens."""
+        """Return a sequence. Its padding counts as a document without targets."""
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
-        at, lengths = 0, []
+        position, lengths = 0, []
         for document in self._sequences[number]:
             length, start = int(self._lengths[document]), int(self._documents.starts[document])
-            whole = self._documents.tokens[start : start + length + 1].astype(np.int64)
+            ids = self._documents.tokens[start : start + length + 1].astype(np.int64)
             trained = self._documents.trained[start + 1 : start + length + 1]
-            tokens[at : at + length] = whole[:-1]
-            targets[at : at + length] = np.where(trained, whole[1:], IGNORE_INDEX)
+            tokens[position : position + length] = ids[:-1]
+            targets[position : position + length] = np.where(trained, ids[1:], IGNORE_INDEX)
             lengths.append(length)
-            at += length
-        filling = self.seq_len - at
-        return Sample(tokens, targets, (*lengths, filling) if filling else tuple(lengths), filling)
+            position += length
+        padding = self.seq_len - position
+        return Sample(tokens, targets, (*lengths, padding) if padding else tuple(lengths), padding)

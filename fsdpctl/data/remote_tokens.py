@@ -1,9 +1,9 @@
-"""Token files in object stores (s3://, gs:// and others of fsspec), of which samples are fetched.
+"""Token files in object stores (s3://, gs:// and others of fsspec), read sample by sample.
 
-Note: a sample is a function of its position, so the samples of the next steps are known, and all of
-them are fetched at the same time, steps ahead. That hides the latency of a store, and nothing is
-fetched that is not trained on. What tells the format (the first bytes of each file, and the files
-next to it) is kept in the user's cache, in files of the same names and sizes.
+Note: the samples of the next steps follow from the position, so they are fetched concurrently and
+steps ahead. This hides the latency of the store, and fetches only samples that are trained on. The
+user's cache has a sparse file for each token file, with its name, size and first bytes, and copies
+of the files next to it: the formats are detected there, as for local files.
 """
 
 import os
@@ -28,14 +28,15 @@ from fsdpctl.io.files import cache_folder, write_atomic
 from fsdpctl.io.stores import POOL, StoredFile, open_store, with_retries
 
 _START = 4096  # bytes of a file that tell its format
-_MOST_AHEAD = 1 << 14  # samples that are kept until they are used
+_MAX_PREFETCHED = 1 << 14  # samples
 _COMPLETE = "complete"
-_VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")  # of drivers
+# Keys by which drivers of fsspec report the version of a file, most exact first.
+_VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "updated", "created")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteShard(TokenShard):
-    """The tokens of a file in an object store; `path` is its description in the cache."""
+    """The tokens of a file in an object store; `path` is its URL."""
 
     is_remote: ClassVar[bool] = True
     file: StoredFile
@@ -43,23 +44,26 @@ class RemoteShard(TokenShard):
     prefetched: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
     lock: Any = field(default_factory=Lock, compare=False)
     check_lock: Any = field(default_factory=Lock, compare=False)
-    last_check: list[float] = field(default_factory=lambda: [0.0], compare=False)  # since the boot
+    # When the version was last checked, in seconds of the monotonic clock; in a list, since the
+    # dataclass is frozen.
+    last_check: list[float] = field(default_factory=lambda: [0.0], compare=False)
 
     def read(self, start: int, stop: int) -> TokenArray:
-        """Return tokens, which may have been fetched before.
+        """Return tokens, which may be prefetched.
 
         FsdpctlError if the store does not answer after several attempts. UsageError if the file has
         changed since it was listed.
         """
         with self.lock:
-            known = self.prefetched.pop((start, stop), None)
-        failed = known is None or known.exception() is not None  # then, perhaps no longer
-        content = self._get(start, stop) if known is None or failed else known.result()
+            prefetch = self.prefetched.pop((start, stop), None)
+        # A prefetch that failed is repeated: the store may answer now.
+        failed = prefetch is None or prefetch.exception() is not None
+        content = self._get(start, stop) if prefetch is None or failed else prefetch.result()
         return np.frombuffer(content, dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
         with self.lock:
-            if (start, stop) not in self.prefetched and len(self.prefetched) < _MOST_AHEAD:
+            if (start, stop) not in self.prefetched and len(self.prefetched) < _MAX_PREFETCHED:
                 self.prefetched[start, stop] = POOL.submit(self._get, start, stop)
 
     def _get(self, start: int, stop: int) -> bytes:
@@ -70,23 +74,25 @@ class RemoteShard(TokenShard):
         return content
 
     def _check(self) -> None:
-        """Check that the file is the one that was listed, once for all that were fetched before."""
+        """Check that the file has not changed; one check covers all reads that precede it."""
         fetched = time.monotonic()
         with self.check_lock:
             if self.last_check[0] > fetched:
                 return
-            began = time.monotonic()
+            check_start = time.monotonic()
             if _version(self.file.info()) != self.version:
                 raise UsageError(f"{self.file.url}: changed since the run started")
-            self.last_check[0] = began
+            self.last_check[0] = check_start
 
 
 def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[StoredFile, str]]]:
-    """Return a directory with descriptions of the token files at a URL, and what each describes.
+    """Write descriptions of the token files at a URL to the cache.
 
-    The URL is that of a file or a directory, or a glob. Of a token file and its flags, a
-    description has the size and the first bytes; the other files next to it are complete.
-    UsageError if there are none, or if the driver of the store is missing.
+    The URL names a file, a directory or a glob. The description of a token file, or of its loss
+    mask, is a sparse file with its size and first bytes; the other files next to it are copied.
+
+    Returns the directory, and for each description the remote file and its version. UsageError if
+    there are no token files, or if the driver of the store is not installed.
     """
     store, files = _listed(path, key)
     bins = [url for url in files if url.endswith(TOKEN_SUFFIXES)]
@@ -94,25 +100,25 @@ def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[Store
         raise UsageError(f"{key}={path}: no token files, of {', '.join(TOKEN_SUFFIXES)}")
     if outside := next((url for url in files if ".." in url.split("/")), None):
         raise UsageError(f"{key}={path}: {outside}: leads out of its directory")
-    beside = {url for url in files if _belongs(url, set(bins))}
+    neighbors = {url for url in files if _belongs(url, set(bins))}
     listing = "\n".join(f"{url} {about}" for url, about in sorted(files.items()))
     root = os.path.commonpath([os.path.dirname(url) for url in bins])
     folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
 
     def fetch(url: str) -> None:
-        size, is_whole = files[url][0], url in beside and not url.endswith(LOSS_MASK_SUFFIX)
+        size, is_whole = files[url][0], url in neighbors and not url.endswith(LOSS_MASK_SUFFIX)
         most = size if is_whole else min(_START, size)
-        places[url].copy_prefix(folder / os.path.relpath(url, root), most, size)
+        remote_files[url].copy_prefix(folder / os.path.relpath(url, root), most, size)
 
-    wanted = [*bins, *sorted(beside)]
-    places = {url: StoredFile(store, url, url) for url in wanted}
+    wanted = [*bins, *sorted(neighbors)]
+    remote_files = {url: StoredFile(store, url, url) for url in wanted}
     if not (folder / _COMPLETE).exists():
         with doing(f"looking at {path}", "files", len(wanted)) as advance:
             for _ in POOL.map(fetch, wanted):
                 advance(1)
         write_atomic(folder / _COMPLETE, "")
-    here = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
-    return folder, {file: (places[url], files[url][1]) for url, file in here.items()}
+    descriptions = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
+    return folder, {file: (remote_files[url], files[url][1]) for url, file in descriptions.items()}
 
 
 def _belongs(url: str, bins: set[str]) -> bool:
@@ -122,32 +128,32 @@ def _belongs(url: str, bins: set[str]) -> bool:
     )
 
 
-def _version(about: Mapping[str, Any]) -> str:
-    """Return what tells that a file has changed, in one form for listings and single files."""
-    found = next((about[each] for each in _VERSIONS if about.get(each) is not None), None)
-    return str(found.timestamp() if isinstance(found, datetime) else found).strip('"')
+def _version(info: Mapping[str, Any]) -> str:
+    """Return the version of a file, in the same form for listings and single files."""
+    version = next((info[each] for each in _VERSION_KEYS if info.get(each) is not None), None)
+    return str(version.timestamp() if isinstance(version, datetime) else version).strip('"')
 
 
 def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
-    place = open_store(path, f"{key}={path}")
-    store, root = place.store, place.path
+    target = open_store(path, f"{key}={path}")
+    store, root = target.store, target.path
     is_glob = re.search(r"[*?\[]", root) is not None
     with doing(f"listing {path}"):
         if is_glob or with_retries(path, lambda: store.isfile(root), UsageError):
             folder = os.path.dirname(re.split(r"[*?\[]", root)[0])
-            matches = (
-                set(with_retries(path, lambda: store.glob(root), UsageError)) if is_glob else {root}
-            )
+            matches = {root}
+            if is_glob:
+                matches = set(with_retries(path, lambda: store.glob(root), UsageError))
         else:
             folder, matches = root, set[str]()
         depth = 1 if matches and not is_glob else None
-        found = with_retries(
+        listing = with_retries(
             path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError
         )
     files = {}
-    for url, about in found.items():
-        if about["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):
-            if about.get("size") is None:
+    for url, info in listing.items():
+        if info["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):
+            if info.get("size") is None:
                 raise UsageError(f"{key}={path}: {url}: the store does not tell its size")
-            files[url] = int(about["size"]), _version(about)
+            files[url] = int(info["size"]), _version(info)
     return store, files

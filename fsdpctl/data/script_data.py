@@ -1,4 +1,4 @@
-"""A Dataset of a script as data: each sample counts as one token."""
+"""A Dataset of the user's script as data; each sample counts as one token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ _SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 @dataclass(frozen=True)
 class ScriptData(Samples):
-    """The samples of a script in our order, what makes a batch of some, and its loss.
+    """A map-style Dataset of a script with its collate function and its loss.
 
-    `loss(module, batch)` returns a sum, and the count of what it averages over; also other sums by
-    name, if it has some.
+    fsdpctl decides the order of samples. `loss(module, batch)` returns a sum and the count to
+    divide it by, and optionally a dict of further sums by name.
     """
 
     dataset: Any  # a map-style Dataset
@@ -35,7 +35,7 @@ class ScriptData(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """The number of samples: their content may differ from time to time."""
+        """The number of samples; their content isn't included, since it may be random."""
         return f"{len(self)} samples "
 
     def samples(self, seq_len: int) -> "ScriptData":
@@ -48,7 +48,7 @@ class ScriptData(Samples):
         return _SAMPLE
 
     def script_batch(self, numbers: Sequence[int]) -> "ScriptBatch":
-        """Return a batch; a rank without a sample runs the first one, which is not counted."""
+        """Return a batch. A rank without samples gets the first sample, which is not counted."""
         samples = [self.dataset[number] for number in numbers or [0]]
         return ScriptBatch(self.collate(samples), self, is_counted=bool(numbers))
 

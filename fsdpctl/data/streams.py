@@ -1,4 +1,4 @@
-"""Streams of tokens, and their samples."""
+"""Streams of tokens, and the samples that they are split into."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from fsdpctl.data.tokenizer import Tokens
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Concatenated tokens of text, and where they come from."""
+    """Concatenated tokens of text, with their origin."""
 
     tokens: Tokens | ShardTokens  # 1-D
     num_bytes: int | None  # of the text, if known
     checksum: str | None = None  # xxh3 of the tokens, if known
     origin: str = "the data"
-    isolates_documents: bool = False  # whether the documents in a sample do not see one another
+    isolates_documents: bool = False  # whether attention stays within a document
 
     @property
     def fingerprint(self) -> str:
-        """The xxh3 of the tokens, or that of those they were cut from, and the place."""
+        """The xxh3 of the tokens; of a part, the xxh3 of the whole and the split's position."""
         if self.checksum is not None:
             return self.checksum
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
@@ -34,14 +34,14 @@ class TokenStream:
         return len(self.tokens)
 
     def split(self, at: int) -> tuple["TokenStream", "TokenStream"]:
-        """Return the first `at` tokens and the others; a known checksum need not read them."""
+        """Return the first `at` tokens and the rest, without reading them if `checksum` is set."""
         checksum = None if self.checksum is None else f"{self.checksum}/{at}"
-        about = None, checksum, self.origin, self.isolates_documents
-        rest = TokenStream(_slice(self.tokens, at, self.num_tokens), *about)
-        return TokenStream(_slice(self.tokens, 0, at), *about), rest
+        fields = None, checksum, self.origin, self.isolates_documents
+        rest = TokenStream(_slice(self.tokens, at, self.num_tokens), *fields)
+        return TokenStream(_slice(self.tokens, 0, at), *fields), rest
 
     def samples(self, seq_len: int) -> "StreamSamples":
-        """Split the stream into samples of `seq_len` tokens, each with the token after it."""
+        """Return samples of `seq_len` tokens, each with the token after it as the last target."""
         return StreamSamples(self, seq_len)
 
 
@@ -58,9 +58,8 @@ def _fingerprint(files: Sequence[TokenFile]) -> str:
     digest = xxhash.xxh3_64()
     for file in files:
         shard = file.shard
-        digest.update(
-            f"{shard.count} {shard.dtype.str} {file.xxh3 or file.start_checksum};".encode()
-        )
+        checksum = file.xxh3 or file.start_checksum
+        digest.update(f"{shard.count} {shard.dtype.str} {checksum};".encode())
     return digest.hexdigest()
 
 
@@ -86,18 +85,18 @@ class StreamSamples(Samples):
         return max(0, (self.stream.num_tokens - 1) // self.seq_len)
 
     def __getitem__(self, number: int) -> Sample:
-        """Return a sample; with isolated documents, the first token of one is not predicted."""
+        """Return a sample. If documents are isolated, their first tokens are not predicted."""
         start, tokens = number * self.seq_len, self.stream.tokens
-        found = tokens[start : start + self.seq_len + 1].astype(np.int64)
-        targets = found[1:].copy()
-        if isinstance(tokens, ShardTokens) and tokens.flags is not None:
-            targets[tokens.flags[start : start + len(found)][1:] == 0] = IGNORE_INDEX
+        ids = tokens[start : start + self.seq_len + 1].astype(np.int64)
+        targets = ids[1:].copy()
+        if isinstance(tokens, ShardTokens) and tokens.loss_mask is not None:
+            targets[tokens.loss_mask[start : start + len(ids)][1:] == 0] = IGNORE_INDEX
         if not (self.stream.isolates_documents and isinstance(tokens, ShardTokens)):
-            return Sample(found[:-1], targets)
+            return Sample(ids[:-1], targets)
         ends = [each - start for each in tokens.ends(start, start + self.seq_len)]
         targets[[each - 1 for each in ends]] = IGNORE_INDEX
         lengths = np.diff([0, *ends, self.seq_len])
-        return Sample(found[:-1], targets, tuple(int(each) for each in lengths if each))
+        return Sample(ids[:-1], targets, tuple(int(each) for each in lengths if each))
 
     def fetch(self, numbers: Iterable[int]) -> None:
         tokens, size = self.stream.tokens, self.seq_len

@@ -1,8 +1,9 @@
-"""The user's cache of tokens, in a directory per entry that is named after its input.
+"""The user's cache of tokens: a directory per entry, named after a hash of the entry's input.
 
 An entry has a NumPy file per array, and a header with their checksums. It is written to a temporary
-directory and then renamed. An entry that doesn't agree with its header is ignored. Files with the
-sizes and times of when they were written are not read for that: each rank would read all of them.
+directory, which is then renamed. An entry whose arrays differ from its header is ignored. Arrays
+whose files still have their original sizes and times are not verified: otherwise each rank would
+read all of them at each start.
 """
 
 import json
@@ -30,7 +31,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """Arrays with their checksums, and other facts that are JSON."""
+    """Arrays with their checksums, and further facts as JSON."""
 
     arrays: Arrays
     checksums: dict[str, str]
@@ -50,7 +51,7 @@ def read_cache(name: str) -> CacheEntry | None:
         changed = [x for x in checksums if _state(folder, x) != states[x]]
         if any(_checksum(_read(folder, each)) != checksums[each] for each in changed):
             return None
-        # Mapped again, since the check has made all pages resident.
+        # The arrays are mapped again, because verifying them has made all pages resident.
         arrays = {each: _read(folder, each) for each in checksums}
         return CacheEntry(arrays, checksums, header["facts"])
     except (UsageError, OSError, ValueError, KeyError, TypeError):
@@ -65,7 +66,7 @@ def _read(folder: Path, name: str) -> NDArray[Any]:
 
 
 def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEntry:
-    """Store an entry and return it: mapped from the cache, or as it is if it can't be written."""
+    """Store an entry. Return it mapped from the cache, or unchanged if it can't be written."""
     checksums = {each: _checksum(array) for each, array in arrays.items()}
     folder = cache_folder(name)
     scratch, second = folder.with_name(f"{name}.tmp-{os.getpid()}"), int(time.time())
@@ -76,7 +77,7 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-            # A whole second: no later write leaves it, however soon.
+            # The time is a whole second, so that any later write changes it, however soon.
             os.utime(scratch / f"{each}.npy", (second, second))
         states = {each: _state(scratch, each) for each in arrays}
         header = {"version": _VERSION, "checksums": checksums, "states": states, "facts": facts}
@@ -93,16 +94,16 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
 
 
 def entry_name(kind: str, about: object, files: Iterable[Path]) -> str:
-    """Return the name of an entry of files by their sizes and times."""
+    """Return the name of an entry for files, from their paths, sizes and times."""
     states = [(str(each.absolute()), each.stat()) for each in files]
-    found = [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in states]
-    text = repr((about, found)).encode(errors="surrogateescape")
+    file_states = [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in states]
+    text = repr((about, file_states)).encode(errors="surrogateescape")
     return f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
 
 
 def _state(folder: Path, name: str) -> list[int]:
-    about = (folder / f"{name}.npy").stat()
-    return [about.st_size, about.st_mtime_ns]
+    status = (folder / f"{name}.npy").stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _checksum(array: NDArray[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Formats of token files, told by their headers and neighbors, or by `data.format`."""
+"""Formats of token files, detected by headers and neighboring files, or set by `data.format`."""
 
 import os
 import re
@@ -27,28 +27,28 @@ from fsdpctl.io.untrusted import as_type, check_version, read_json
 TOKEN_FILE_FORMAT = "fsdpctl-tokens", 1  # format and version in NAME.json
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _START, _LLM_C_HEADER = 4096, 1024  # bytes
-# Magic number and version, the dtype, and the vocabulary: of GPT-2, and of Llama 3.
+# By magic number and version: the dtype and the vocabulary of GPT-2, and of Llama 3.
 _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
 _MEGATRON_DTYPES = {1: "|u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NUMPY = b"\x93NUMPY"
-_CHUNK = 1 << 22  # tokens that are checked at a time
+_CHUNK = 1 << 22  # tokens that are verified at a time
 _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """The tokens in a file, and what is known about them."""
+    """The tokens in a file, and facts from its header."""
 
     shard: TokenShard
-    format: str  # the format
-    start_checksum: str  # a checksum of the first bytes
+    format: str
+    start_checksum: str  # of the first bytes
     vocab_size: int | None = None
     tokenizer: str | None = None  # its name
     tokenizer_xxh3: str | None = None  # its checksum
     xxh3: str | None = None  # of the tokens
     num_bytes: int | None = None  # of the text
-    hint: str = ""  # why ids seem to be of another width, and what to set
+    hint: str = ""  # why ids seem to have another width, and what to set
 
     @property
     def size(self) -> int:
@@ -56,7 +56,7 @@ class TokenFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether all of it can be read in a reasonable time."""
+        """Whether the whole file can be read in a reasonable time."""
         return not self.shard.is_remote
 
 
@@ -75,13 +75,13 @@ class _Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class _OpenedFile:
-    """A file that is looked at; errors name the key and the file."""
+    """A token file of unknown format. Its errors name the setting and the file."""
 
     path: Path
     size: int
     stamp: tuple[int, int]
-    start: bytes  # the first ones
-    names: Collection[str]  # of all files in its directory
+    start: bytes  # the first bytes
+    names: Collection[str]  # of all files in the directory
     location: str
 
     @property
@@ -98,15 +98,19 @@ class _OpenedFile:
         count: int | None = None,
         index: DocumentIndex | None = None,
     ) -> TokenShard:
-        """Return the tokens after `offset` bytes; `count`: as many as a header promises."""
+        """Return the tokens after `offset` bytes.
+
+        UsageError if their number isn't `count`, the number in a header, or isn't whole.
+        """
         dtype = np.dtype(dtype)
-        found, rest = divmod(self.size - offset, dtype.itemsize)
-        if rest or count not in (None, found):
-            told = "" if count is None else f"{count} tokens, "
-            raise self.error(f"cut: expected {told}{dtype.itemsize} bytes each, got {self.size}")
-        if not found:
+        num_tokens, rest = divmod(self.size - offset, dtype.itemsize)
+        if rest or count not in (None, num_tokens):
+            ids = "ids" if count is None else f"{count} ids"
+            problem = f"expected {ids} of {dtype.itemsize} bytes, found {self.size - offset} bytes"
+            raise self.error(f"truncated: {problem}")
+        if not num_tokens:
             raise self.error("contains no tokens")
-        return TokenShard(self.path, dtype, found, offset, self.stamp, index)
+        return TokenShard(self.path, dtype, num_tokens, offset, self.stamp, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class TokenFiles:
 
     train: list[TokenFile]
     validation: list[TokenFile]
-    found: DataFiles
+    files: DataFiles
 
 
 def open_token_files(
@@ -123,70 +127,74 @@ def open_token_files(
 ) -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.
 
-    `validates`: also those of validation next to the others. UsageError if there are none, or if
-    one is damaged, of an unknown format, or of another tokenizer or vocabulary than the first.
+    `validates`: open the validation files next to the training files, too. UsageError if there are
+    no token files, or if a file is damaged, has an unknown format, or has another tokenizer or
+    vocabulary than the first file.
     """
-    places: dict[str, tuple[StoredFile, str]] = {}
+    remote_files: dict[str, tuple[StoredFile, str]] = {}
     if is_remote(path, f"{key}={path}"):
-        folder, places = cache_descriptions(path, key)
+        folder, remote_files = cache_descriptions(path, key)
         is_folder = not (path.endswith(TOKEN_SUFFIXES) or _GLOB.search(path))
-        local, where = [Path(each) for each in sorted(places)], f"{key}={path}"
-        found = select_files(local, folder, where, TOKENS, is_folder=is_folder)
+        local, location = [Path(each) for each in sorted(remote_files)], f"{key}={path}"
+        data_files = select_files(local, folder, location, TOKENS, is_folder=is_folder)
     elif path.endswith(TOKEN_SUFFIXES) and not (_GLOB.search(path) or Path(path).exists()):
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
     else:
-        found = find_data(path, key, TOKENS)
-    for folder in {each.parent for each in found.train} if not Path(path).is_file() else ():
+        data_files = find_data(path, key, TOKENS)
+    for folder in {each.parent for each in data_files.train} if not Path(path).is_file() else ():
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
-    opened = _open_all([*found.train, *(found.validation if validates else ())], key, kind)
-    opened = [replace(x, shard=_in_store(x.shard, places)) for x in opened] if places else opened
+    paths = [*data_files.train, *(data_files.validation if validates else ())]
+    opened = _open_all(paths, key, kind)
+    if remote_files:
+        opened = [replace(x, shard=_in_store(x.shard, remote_files)) for x in opened]
     first = opened[0]
     for other in opened[1:]:
-        for what in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
-            ours, theirs = (getattr(each, what) or "unknown" for each in (first, other))
-            if ours != theirs:
-                problem = f"{what}: expected {ours}, as in {first.shard.path}, got {theirs}"
+        for fact in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
+            expected, got = (getattr(each, fact) or "unknown" for each in (first, other))
+            if expected != got:
+                problem = f"{fact}: expected {expected}, as in {first.shard.path}, got {got}"
                 raise UsageError(f"{key}: {other.shard.path}: {problem}")
     lacking = [each.shard.path for each in opened if each.shard.loss_mask is None]
     if lacking and len(lacking) < len(opened):
         problem = "not found; expected one next to every token file, or none"
         raise UsageError(f"{key}: {lacking[0]}{LOSS_MASK_SUFFIX}: {problem}")
-    count = len(found.train)
-    return TokenFiles(opened[:count], opened[count:], found)
+    count = len(data_files.train)
+    return TokenFiles(opened[:count], opened[count:], data_files)
 
 
 def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
-    """Read and check all tokens; `vocab_size` is that of the model.
+    """Read and verify all tokens; `vocab_size` is the model's.
 
-    UsageError if the checksum differs from the header's, or a token isn't in the vocabulary.
+    UsageError if the checksum differs from the checksum in the header, or if a token isn't in the
+    vocabulary.
     """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
     most = file.vocab_size or vocab_size or MAX_TOKENS
     with doing(f"checking {path}", BYTES, file.size) as advance:
         for start in range(0, len(tokens), _CHUNK):
-            part = tokens[start : start + _CHUNK]
-            digest.update(part.data)
-            for worst in (int(part.argmax()), int(part.argmin())):
-                if not 0 <= part[worst] < most:
+            chunk = tokens[start : start + _CHUNK]
+            digest.update(chunk.data)
+            for position in (int(chunk.argmax()), int(chunk.argmin())):
+                if not 0 <= chunk[position] < most:
                     raise UsageError(
-                        f"{path}: token {start + worst}: expected less than {most}, the size of "
-                        f"the vocabulary, got {part[worst]}{file.hint and f'; {file.hint}'}"
+                        f"{path}: token {start + position}: expected less than {most}, the size of "
+                        f"the vocabulary, got {chunk[position]}{file.hint and f'; {file.hint}'}"
                     )
-            advance(part.nbytes)
+            advance(chunk.nbytes)
     if file.xxh3 not in (None, digest.hexdigest()):
         raise UsageError(f"{path}: corrupted: the checksum differs from its header")
 
 
-def _in_store(shard: TokenShard, places: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
-    flags = None if shard.loss_mask is None else _in_store(shard.loss_mask, places)
-    about = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
-    place, version = places[str(shard.path)]
-    return RemoteShard(Path(place.url), *about, file=place, version=version)
+def _in_store(shard: TokenShard, remote_files: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
+    flags = None if shard.loss_mask is None else _in_store(shard.loss_mask, remote_files)
+    fields = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
+    file, version = remote_files[str(shard.path)]
+    return RemoteShard(Path(file.url), *fields, file=file, version=version)
 
 
 def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:
-    names: dict[Path, frozenset[str]] = {}  # listed once: there may be ten thousand
+    names: dict[Path, frozenset[str]] = {}  # listed once: a directory may have 10,000 files
     for folder in {each.parent for each in paths}:
         with os_errors_as(f"{key}={folder}"):
             names[folder] = frozenset(os.listdir(folder))
@@ -198,19 +206,21 @@ def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
     kind = _detect_format(opened) if kind == "auto" else kind
     if not opened.size:
         raise opened.error("contains no tokens")
-    found = _READERS[kind](opened)
+    token_file = _READERS[kind](opened)
     if f"{path.name}{LOSS_MASK_SUFFIX}" not in names:
-        return found
-    loss = _inspect(_beside(path, LOSS_MASK_SUFFIX), names, key)  # as datatrove writes it
-    shard = replace(found.shard, loss_mask=loss.shard("u1", 0, found.shard.count))
-    return replace(found, shard=shard, start_checksum=f"{found.start_checksum} {loss.checksum}")
+        return token_file
+    # datatrove writes loss masks in this form.
+    mask_file = _inspect(_beside(path, LOSS_MASK_SUFFIX), names, key)
+    shard = replace(token_file.shard, loss_mask=mask_file.shard("u1", 0, token_file.shard.count))
+    checksum = f"{token_file.start_checksum} {mask_file.checksum}"
+    return replace(token_file, shard=shard, start_checksum=checksum)
 
 
 def _inspect(path: Path, names: Collection[str], key: str) -> _OpenedFile:
     descriptor = open_regular(path, follow_links=True)
     with open(descriptor, "rb") as file:
-        about, start = os.fstat(descriptor), file.read(_START)
-    return _OpenedFile(path, about.st_size, file_stamp(about), start, names, f"{key}={path}")
+        status, start = os.fstat(descriptor), file.read(_START)
+    return _OpenedFile(path, status.st_size, file_stamp(status), start, names, f"{key}={path}")
 
 
 def _detect_format(file: _OpenedFile) -> str:
@@ -240,9 +250,8 @@ def _beside(path: Path, suffix: str) -> Path:
 def _ours(file: _OpenedFile) -> TokenFile:
     sidecar = file.path.with_suffix(".json")
     content = read_json(sidecar, dict[str, Any], follow_links=True)
-    check_version(
-        content, TOKEN_FILE_FORMAT, "the header of a token file", str(sidecar), UsageError
-    )
+    noun = "the header of a token file"
+    check_version(content, TOKEN_FILE_FORMAT, noun, str(sidecar), UsageError)
     header = as_type(content, _Sidecar, str(sidecar))
     dtype = TOKEN_DTYPES[header.dtype]
     if file.size != header.num_tokens * dtype.itemsize:
@@ -250,13 +259,13 @@ def _ours(file: _OpenedFile) -> TokenFile:
             f"expected {header.num_tokens} tokens of {dtype.itemsize} bytes by its header, got "
             f"{file.size} bytes"
         )
-    about = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
-    return TokenFile(file.shard(dtype), "fsdpctl", file.checksum, *about, header.num_bytes)
+    facts = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
+    return TokenFile(file.shard(dtype), "fsdpctl", file.checksum, *facts, header.num_bytes)
 
 
 def _llm_c(file: _OpenedFile) -> TokenFile:
     if len(file.start) < _LLM_C_HEADER:
-        raise file.error(f"cut: expected a header of {_LLM_C_HEADER} bytes")
+        raise file.error(f"truncated: expected a header of {_LLM_C_HEADER} bytes")
     magic, version, count = struct.unpack_from("<3i", file.start)
     if (magic, version) not in _LLM_C:
         raise file.error(f"not of llm.c: magic number {magic}, version {version}")
@@ -270,47 +279,49 @@ def _megatron(file: _OpenedFile) -> TokenFile:
     path = file.path.with_suffix(".idx")
     size = struct.calcsize(_MEGATRON_HEADER)
     with open(open_regular(path, follow_links=True), "rb") as index:
-        start, whole = index.read(size), os.fstat(index.fileno()).st_size
+        start, index_size = index.read(size), os.fstat(index.fileno()).st_size
         if len(start) < size or not start.startswith(_MEGATRON):
             raise UsageError(f"{path}: not an index of Megatron")
         _, version, code, sequences, documents = struct.unpack(_MEGATRON_HEADER, start)
         if version != 1 or code not in _MEGATRON_DTYPES:
             raise UsageError(f"{path}: version {version}, dtype {code}: not supported")
-        pointers, places = size + 4 * sequences, size + 12 * sequences
-        if whole < places + 8 * documents or not sequences:
-            raise UsageError(f"{path}: cut, or without sequences")
+        pointers, documents_start = size + 4 * sequences, size + 12 * sequences
+        if index_size < documents_start + 8 * documents or not sequences:
+            raise UsageError(f"{path}: truncated, or without sequences")
         index.seek(size)
         lengths = np.frombuffer(index.read(4 * sequences), dtype="<i4")
-        index.seek(places)
+        index.seek(documents_start)
         ends = np.frombuffer(index.read(8 * documents), dtype="<i8").tolist()
     if (lengths < 0).any():
         raise UsageError(f"{path}: damaged: a length below 0")
     if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
-        raise UsageError(f"{path}: damaged: its documents are not those of {sequences} sequences")
+        raise UsageError(f"{path}: damaged: its documents do not have {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
-    about = DocumentIndex(path, pointers, sequences, dtype.itemsize, (places, documents))
-    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), about)
+    selection = documents_start, documents
+    document_index = DocumentIndex(path, pointers, sequences, dtype.itemsize, selection)
+    shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), document_index)
     return TokenFile(shard, "megatron", file.checksum)
 
 
 def _datatrove(file: _OpenedFile) -> TokenFile:
-    path, about = _beside(file.path, ".index"), _beside(file.path, ".metadata")
+    path, metadata_path = _beside(file.path, ".index"), _beside(file.path, ".metadata")
     with open(open_regular(path, follow_links=True), "rb") as index:
         size = os.fstat(index.fileno()).st_size
         index.seek(max(0, size - 8))
         last = index.read(8)
     if size % 8 or not size:
-        raise UsageError(f"{path}: cut: expected whole numbers of 8 bytes")
+        raise UsageError(f"{path}: truncated: expected whole numbers of 8 bytes")
     (count,) = struct.unpack("<Q", last)
-    each = file.size // count if count else 0
-    if each not in (2, 4) or file.size != count * each:
-        raise file.error(f"cut: expected {count} tokens by {path.name}, got {file.size} bytes")
+    width = file.size // count if count else 0
+    if width not in (2, 4) or file.size != count * width:
+        problem = f"expected {count} tokens by {path.name}, got {file.size} bytes"
+        raise file.error(f"truncated: {problem}")
     name = None
-    if about.exists():
-        with open(open_regular(about, follow_links=True), "rb") as metadata:
+    if metadata_path.exists():
+        with open(open_regular(metadata_path, follow_links=True), "rb") as metadata:
             line = metadata.readline(4096).decode("utf-8", "replace").strip()
         name = line.rpartition("|")[0] or line
-    shard = file.shard(f"<u{each}", 0, count, DocumentIndex(path, 0, size // 8, 1))
+    shard = file.shard(f"<u{width}", 0, count, DocumentIndex(path, 0, size // 8, 1))
     name = None if name == "Unknown Tokenizer" else name
     return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
 
@@ -323,7 +334,8 @@ def _numpy(file: _OpenedFile) -> TokenFile:
             shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
                 content
             )
-        except Exception as error:  # of Python's parser, which NumPy calls for the header
+        # NumPy calls Python's parser for the header, which raises arbitrary exceptions.
+        except Exception as error:
             raise file.error(f"not an array of NumPy: {str(error):.100}") from None
         offset = content.tell()
     if len(shape) != 1 or dtype.kind not in "ui" or not dtype.isnative:
@@ -343,14 +355,15 @@ def _raw(name: str) -> Callable[[_OpenedFile], TokenFile]:
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
-    is_half = ids < 4  # the upper half of an id
+    is_half = ids < 4  # as the upper half of an id of twice the width
     if len(ids) < 64:
         return ""
     if is_half[1::2].mean() > 0.99 and is_half[::2].mean() < 0.9:
         way_on = "set data.format=uint32" if size == 2 else "convert them to uint32"
-        return f"every second id is 0 or nearly, as of ids of {2 * size} bytes; {way_on}"
-    if np.median(ids) >= 1 << 20:  # of no vocabulary
-        return "most ids are above a million, as of ids of 2 bytes; set data.format=uint16"
+        problem = f"nearly every second id is 0: the ids probably have {2 * size} bytes"
+        return f"{problem}; {way_on}"
+    if np.median(ids) >= 1 << 20:  # more than the size of any vocabulary
+        return "most ids exceed a million: the ids probably have 2 bytes; set data.format=uint16"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or a directory that transformers' AutoTokenizer loads."""
+"""Tokenizers: the byte tokenizer, or a directory that transformers' AutoTokenizer loads."""
 
 import codecs
 import json
@@ -24,7 +24,7 @@ from fsdpctl.data.tokenizer_files import (
     TOKENIZER_FILES,
     TOKENIZER_JSON,
     has_tokenizer,
-    library_errors_as_usage,
+    library_errors,
     load_tokenizer,
     read_files,
 )
@@ -32,13 +32,13 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CONFIG_JSON
 
 BYTE_TOKENIZER = "bytes"
-CONTEXT_CHARS = 1 << 15  # characters around a piece of text that are tokenized with it
-BATCH_BYTES = 4 << 20  # bytes of text that are tokenized together
+CONTEXT_CHARS = 1 << 15  # text around a piece that is tokenized with the piece
+BATCH_BYTES = 4 << 20  # text that is tokenized together
 Tokens = NDArray[np.unsignedinteger]
 
 
 class TextPiece(NamedTuple):
-    """A document, or a part of a long one, and the bytes of its file that it takes."""
+    """A document, or a part of a long document, and its size in bytes."""
 
     text: str  # of a part, with up to CONTEXT characters before and after it
     size: int
@@ -60,7 +60,7 @@ class ByteTokenizer:
         return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Return the bytes of the prompt, or a line break if it is empty."""
+        """Return the bytes of the prompt, or a line break if the prompt is empty."""
         return list(prompt.encode() or b"\n")
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class ByteTokenizer:
         return known.decode("utf-8", errors="replace")
 
     def decode_stream(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-        """Yield the text of tokens that arrive one by one, as characters are complete."""
+        """Yield the text of generated tokens as soon as their characters are complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             yield decoder.decode(bytes([token if token < self.vocab_size else 0xFF]))
@@ -77,7 +77,7 @@ class ByteTokenizer:
 
     @property
     def checksum(self) -> str:
-        """The name: its tokens never change."""
+        """The name, since the tokens of bytes never change."""
         return BYTE_TOKENIZER
 
     def files(self) -> dict[str, bytes]:
@@ -86,14 +86,14 @@ class ByteTokenizer:
         tokenizer = JsonTokenizer(BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        about = {
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "model_max_length": 1 << 30,
         }
         return {
             TOKENIZER_JSON: tokenizer.to_str(pretty=True).encode(),
-            TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode(),
+            TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode(),
         }
 
 
@@ -106,7 +106,7 @@ def _byte_alphabet() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """The tokens of a text and the span of characters of each: 1-D, of one length."""
+    """The tokens of a text and the span of characters of each token, as 1-D arrays."""
 
     tokens: Tokens
     starts: NDArray[np.int64]
@@ -114,12 +114,12 @@ class EncodedText:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer, as transformers loads it. Documents end with its end token."""
+    """A Hugging Face tokenizer, loaded by transformers. Documents end with its EOS token."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Set the contents of the files in the tokenizer's directory, and `name`, its location.
+        """Load the tokenizer of the directory `name` from the contents of its `files`.
 
-        UsageError if transformers can't load the tokenizer, or if it exceeds a limit.
+        UsageError if transformers can't load the tokenizer, or if its vocabulary is too large.
         """
         self.name = name
         self._location = f"tokenizer {name}"
@@ -130,25 +130,24 @@ class FileTokenizer:
         }
         self.model_config = files.get(CONFIG_JSON)
         self.hf = load_tokenizer(name, files)
-        with library_errors_as_usage(self._location):
+        with library_errors(self._location):
             self._backend = _backend(self.hf)
             self.vocab_size = 1 + max(self.hf.get_vocab().values(), default=0)
             self.eos_id: int | None = self.hf.eos_token_id
             added = self.hf.added_tokens_decoder
-            self.control_tokens = {
-                each.content: token for token, each in added.items() if each.special
-            }
+            specials = (pair for pair in added.items() if pair[1].special)
+            self.control_tokens = {each.content: token for token, each in specials}
             if self.eos_id is not None:
                 self.control_tokens[str(self.hf.eos_token)] = self.eos_id
             self._control_ids = set(self.control_tokens.values())
             self.prefix, self.suffix = self._added_tokens()
-        self.first_new_id: int | None = None  # of those that `data.new_tokens` has added
+        self.first_new_id: int | None = None  # the first token that `data.new_tokens` has added
         if self.vocab_size > MAX_TOKENS:
             problem = f"token {self.vocab_size - 1}: exceeds the limit of {MAX_TOKENS:,} tokens"
             raise UsageError(f"{self._location}: {problem}")
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        plain, whole = (next(self._ids(["-"], add_special_tokens=adds)) for adds in (False, True))
+        plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
         size = len(plain)
         for start in range(len(whole) - size + 1):
             if whole[start : start + size] == plain:
@@ -159,80 +158,82 @@ class FileTokenizer:
     def checksum(self) -> str:
         """A checksum of everything that decides the tokens of a text."""
         if self._backend is None:
-            about = [type(self.hf).__name__, *sorted(map(str, self._files.items()))]
+            parts = [type(self.hf).__name__, *sorted(map(str, self._files.items()))]
         else:
-            about = [self._backend.to_str(), str(self._backend.encode_special_tokens)]
-        text = "\0".join([*about, str(self.eos_id)])
+            parts = [self._backend.to_str(), str(self._backend.encode_special_tokens)]
+        text = "\0".join([*parts, str(self.eos_id)])
         return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        """Tokenize pieces, concatenated; those that end a document have its end token.
+        """Tokenize and concatenate pieces, with the boundary tokens of each document.
 
-        UsageError if the tokens of a part depend on text that is far from it.
+        UsageError if the tokens of a part depend on text that is outside its context.
         """
-        with library_errors_as_usage(self._location):
-            rows, found = self._ids([each.text for each in pieces if each.span is None]), []
+        with library_errors(self._location):
+            rows, arrays = self._ids([each.text for each in pieces if each.span is None]), []
             for piece in pieces:
                 row = next(rows) if piece.span is None else self._ids_of_part(piece)
-                before, after = self.boundary_tokens(row, begins=piece.begins)
-                tokens = before + row + after * piece.ends
-                found.append(np.array(tokens, dtype=self.dtype))
-            return np.concatenate(found)
+                prefix, suffix = self.boundary_tokens(row, begins=piece.begins)
+                tokens = prefix + row + suffix * piece.ends
+                arrays.append(np.array(tokens, dtype=self.dtype))
+            return np.concatenate(arrays)
 
     def boundary_tokens(
         self, tokens: Sequence[int] | Tokens, *, begins: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Return the tokens to add before and after a document of these, without those it has.
+        """Return the tokens to add before and after the `tokens` of a document.
 
-        `begins`: whether they are those of the beginning of a document.
+        Boundary tokens that the text itself contains are not added again. `begins`: whether
+        `tokens` are the beginning of the document.
         """
-        before, after = self.prefix * begins, self.suffix
-        if before and len(tokens) and tokens[0] == before[0] and before[0] in self._control_ids:
-            before = []
-        if after and [*tokens[-1:]] == after[-1:] and after[-1] in self._control_ids:
-            after = []
+        prefix, suffix = self.prefix * begins, self.suffix
+        if prefix and len(tokens) and tokens[0] == prefix[0] and prefix[0] in self._control_ids:
+            prefix = []
+        if suffix and [*tokens[-1:]] == suffix[-1:] and suffix[-1] in self._control_ids:
+            suffix = []
         has_end = self.eos_id is None or self.eos_id in self.suffix
-        if has_end or [*before, *tokens[-1:], *after][-1:] == [self.eos_id]:
-            return before, after
-        return before, [*after, int(self.eos_id or 0)]
+        if has_end or [*prefix, *tokens[-1:], *suffix][-1:] == [self.eos_id]:
+            return prefix, suffix
+        return prefix, [*suffix, int(self.eos_id or 0)]
 
     @property
     def splits_text(self) -> bool:
-        """Whether a long text can be tokenized in parts, by the characters of each token."""
+        """Whether a long text can be tokenized in parts, which requires the spans of tokens."""
         return self._backend is not None
 
     def _ids_of_part(self, piece: TextPiece) -> list[int]:
-        """Return the tokens of a part as those of the whole text, whatever is added at its start.
+        """Return the tokens that a part has within the whole text.
 
-        The text around a cut, tokenized alone, selects a token there. Both parts are tokenized with
-        that text; the tokens around this one have to be the same.
+        The text around a cut is tokenized alone, which selects a token near the cut. Both parts are
+        tokenized with this context, and end and begin at that token. The tokens around it must be
+        the same in all three.
         """
         assert piece.span is not None
         assert self._backend is not None
-        whole = self._backend.encode(piece.text, add_special_tokens=False)
+        encoding = self._backend.encode(piece.text, add_special_tokens=False)
         start, stop = piece.span
-        ids: list[int] = whole.ids
-        first = 0 if piece.begins else self._token_at(whole, ids, piece.text, start)
-        last = len(ids) if piece.ends else self._token_at(whole, ids, piece.text, stop)
+        ids: list[int] = encoding.ids
+        first = 0 if piece.begins else self._token_at(encoding, ids, piece.text, start)
+        last = len(ids) if piece.ends else self._token_at(encoding, ids, piece.text, stop)
         return ids[first:last]
 
-    def _token_at(self, whole: Encoding, ids: list[int], text: str, at: int) -> int:
+    def _token_at(self, encoding: Encoding, ids: list[int], text: str, cut: int) -> int:
         assert self._backend is not None
-        around = text[at - CONTEXT_CHARS : at + CONTEXT_CHARS]
-        near = self._backend.encode(around, add_special_tokens=False)
-        starts, stops = np.array(near.offsets, dtype=np.int64).reshape(-1, 2).T + at - CONTEXT_CHARS
+        context_text = text[cut - CONTEXT_CHARS : cut + CONTEXT_CHARS]
+        context = self._backend.encode(context_text, add_special_tokens=False)
+        spans = np.array(context.offsets, dtype=np.int64).reshape(-1, 2)
+        starts, stops = spans.T + cut - CONTEXT_CHARS
         alone = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
         if len(alone):
-            number = int(alone[np.abs(starts[alone] - at).argmin()])
-            first, last = np.searchsorted(
-                starts, (at - CONTEXT_CHARS // 2, at + CONTEXT_CHARS // 2)
-            )
-            index = whole.char_to_token(int(starts[number]))
+            number = int(alone[np.abs(starts[alone] - cut).argmin()])
+            half = CONTEXT_CHARS // 2
+            first, last = np.searchsorted(starts, (cut - half, cut + half))
+            index = encoding.char_to_token(int(starts[number]))
             shift = len(ids) if index is None else index - number
             theirs = range(max(0, first + shift), min(len(ids), last + shift))
-            ours = [(near.ids[n], (starts[n], stops[n])) for n in range(first, last)]
-            # In a run of one character, ids agree at every shift; their characters do not.
-            is_same = [(ids[n], whole.token_to_chars(n)) for n in theirs] == ours
+            ours = [(context.ids[n], (starts[n], stops[n])) for n in range(first, last)]
+            # In repetitions of a character, ids agree at every shift, but their spans don't.
+            is_same = [(ids[n], encoding.token_to_chars(n)) for n in theirs] == ours
             if index is not None and first <= number < last and is_same:
                 return index
         raise UsageError(
@@ -241,27 +242,27 @@ class FileTokenizer:
         )
 
     def encode_texts(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Tokenize each text as it is; control tokens in it become control tokens.
+        """Tokenize each text without boundary tokens; control tokens in it are encoded as such.
 
-        UsageError if the tokenizer doesn't give the characters of each token.
+        UsageError if the tokenizer doesn't return the span of each token.
         """
         if not self.hf.is_fast:
             raise UsageError(
-                f"{self._location}: {type(self.hf).__name__} gives no positions of tokens, which "
+                f"{self._location}: {type(self.hf).__name__} returns no positions of tokens, which "
                 "data=chat requires; expected a tokenizer with a tokenizer.json"
             )
-        with library_errors_as_usage(self._location):
+        with library_errors(self._location):
             return [self._encoded(*each) for each in self._with_offsets(list(texts))]
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize each text as it is, which takes a third of the time of `encode_texts`."""
-        with library_errors_as_usage(self._location):
+        """Tokenize as `encode_texts`, without spans, which takes a third of the time."""
+        with library_errors(self._location):
             return [np.array(each, dtype=self.dtype) for each in self._ids(list(texts))]
 
     def _with_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         if self._backend is not None:
-            found = self._backend.encode_batch(texts, add_special_tokens=False)
-            yield from ((each.ids, each.offsets) for each in found)
+            encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+            yield from ((each.ids, each.offsets) for each in encodings)
             return
         for text in texts:
             each = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -272,48 +273,41 @@ class FileTokenizer:
         return EncodedText(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize the prompt; an empty one becomes the end of a previous document.
-
-        `adds`: whether to add the tokens that the tokenizer adds to texts.
-        """
-        with library_errors_as_usage(self._location):
-            tokens = next(self._ids([prompt], add_special_tokens=add_special_tokens))
+        """Tokenize the prompt; an empty prompt becomes the EOS token, as of a previous document."""
+        with library_errors(self._location):
+            tokens = next(self._ids([prompt], adds=add_special_tokens))
         return tokens or [self.eos_id or 0]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text, without special tokens if it `skips` them."""
-        with library_errors_as_usage(self._location):
-            return str(
-                self.hf.decode(
-                    [int(each) for each in tokens], skip_special_tokens=skip_special_tokens
-                )
-            )
+        """Return the text of tokens, by default without special tokens."""
+        with library_errors(self._location):
+            ids = [int(each) for each in tokens]
+            return str(self.hf.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def decode_stream(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-        """Yield the text of tokens that arrive one by one, as characters are complete.
+        """Yield the text of generated tokens as soon as their characters are complete.
 
-        Without a backend, which takes single tokens, yield the whole text at the end.
+        `before` are the tokens of the prompt. A tokenizer without a backend can't decode single
+        tokens: its text is yielded at the end.
         """
-        stream, left = DecodeStream([*before], skip_special_tokens=True), list[int]()
+        stream, pending = DecodeStream([*before], skip_special_tokens=True), list[int]()
         for token in tokens:
-            left.append(token)
-            with library_errors_as_usage(self._location):
+            pending.append(token)
+            with library_errors(self._location):
                 piece = stream.step(self._backend, token) if self._backend is not None else None
             if piece is not None:
-                left.clear()
+                pending.clear()
                 yield piece
-        yield self.decode(left)
+        yield self.decode(pending)
 
     def files(self) -> dict[str, bytes]:
         """Return the unchanged files of the tokenizer, without the model's config.json."""
         return dict(self._files)
 
     def files_as_saved(self) -> dict[str, bytes]:
-        """Return the files that transformers writes, which name the class of the tokenizer."""
-        with (
-            library_errors_as_usage(self._location),
-            tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder,
-        ):
+        """Return the files that `save_pretrained` writes, which name the tokenizer's class."""
+        scratch = tempfile.TemporaryDirectory(prefix="fsdpctl-")
+        with library_errors(self._location), scratch as folder:
             self.hf.save_pretrained(folder)
             return read_files(Path(folder))
 
@@ -321,20 +315,18 @@ class FileTokenizer:
     def dtype(self) -> type[np.unsignedinteger]:
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def _ids(self, texts: list[str], *, add_special_tokens: bool = False) -> Iterator[list[int]]:
+    def _ids(self, texts: list[str], *, adds: bool = False) -> Iterator[list[int]]:
         if self._backend is None:
-            return (
-                self.hf(each, add_special_tokens=add_special_tokens)["input_ids"] for each in texts
-            )
-        found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return (each.ids for each in found)
+            return (self.hf(each, add_special_tokens=adds)["input_ids"] for each in texts)
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=adds)
+        return (each.ids for each in encodings)
 
 
 def _backend(auto: Any) -> JsonTokenizer | None:
-    """Return the tokenizer of the library `tokenizers` if it gives the same tokens, else None.
+    """Return the tokenizer of the library `tokenizers` if its tokens are the same, else None.
 
-    Truncation and padding, which a tokenizer.json stores of an earlier use, are disabled, as
-    transformers does for each call.
+    Truncation and padding, which a tokenizer.json may have stored, are disabled, as transformers
+    does in each call.
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
@@ -354,7 +346,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
-    """Open the byte tokenizer (`bytes` or None), or the one in a directory.
+    """Open the byte tokenizer (`bytes` or None), or the tokenizer of a directory or GGUF file.
 
     UsageError if the directory has no valid tokenizer.
     """

@@ -1,7 +1,7 @@
-"""The files of a tokenizer, and their opening by transformers.
+"""The files of a tokenizer, and how transformers opens them.
 
-Note: why transformers reads a copy. The directory may be hostile or change meanwhile. The copy
-contains the regular files that were read, and nothing else: no code, no link, and of config.json
+Note: transformers reads a copy, because the directory may be hostile or change meanwhile. The copy
+has the regular files that were read and verified, without code and links. Its config.json has only
 the keys that select the tokenizer's class.
 """
 
@@ -52,60 +52,56 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_files(folder: Path, *others: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer that exist, and `others`, by name relative to `folder`.
+    """Read the existing files of a tokenizer, and `others`; return contents by relative name.
 
-    Those of a GGUF file are the files that transformers would save. UsageError if a file is too
+    For a GGUF file, the contents are what transformers would save. UsageError if a file is too
     large, not regular, or links out of the directory.
     """
     if is_gguf(folder):
-        made = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
-        return {name: text for name, text in made.items() if name != CONFIG_JSON or name in others}
-    names, more = [*TOKENIZER_FILES, *others], folder / TEMPLATES
-    if more.is_symlink():
-        raise UsageError(f"{more}: expected a directory, got a link")
-    if more.is_dir():
-        found = sorted(each.name for each in more.iterdir() if each.name.endswith(".jinja"))
+        files = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
+        return {name: text for name, text in files.items() if name != CONFIG_JSON or name in others}
+    names, templates = [*TOKENIZER_FILES, *others], folder / TEMPLATES
+    if templates.is_symlink():
+        raise UsageError(f"{templates}: expected a directory, got a link")
+    if templates.is_dir():
+        found = sorted(each.name for each in templates.iterdir() if each.name.endswith(".jinja"))
         names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
     return {name: read_regular(folder / name) for name in names if os.path.lexists(folder / name)}
 
 
 @lru_cache(maxsize=2)
 def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
-    found = {CONFIG_JSON: json.dumps(config_of_gguf(path)).encode()}
+    files = {CONFIG_JSON: json.dumps(config_of_gguf(path)).encode()}
     if not has_tokenizer(path):
-        return found
-    with (
-        library_errors_as_usage(f"tokenizer {path}"),
-        tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder,
-    ):
+        return files
+    scratch = tempfile.TemporaryDirectory(prefix="fsdpctl-")
+    with library_errors(f"tokenizer {path}"), scratch as folder:
         from transformers import PreTrainedTokenizerFast  # takes a second
         from transformers.integrations import gguf
 
-        theirs: Any = gguf
-        architecture, content, settings = theirs.get_gguf_tokenizer(str(path))
+        library: Any = gguf
+        architecture, content, settings = library.get_gguf_tokenizer(str(path))
         if content.get("merges") == NO_MERGES:
             content["merges"] = []
-        backend, _ = theirs.convert_gguf_tokenizer(architecture, content)
+        backend, _ = library.convert_gguf_tokenizer(architecture, content)
         made: Any = PreTrainedTokenizerFast
         made(tokenizer_object=backend, **settings).save_pretrained(folder)
-        found |= read_files(Path(folder))
+        files |= read_files(Path(folder))
     metadata = read_header(path).metadata
-    about, settings = (json.loads(found[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))
-    # Classes of transformers add their usual tokens, for which an embedding has no rows.
-    added, count = about["added_tokens"], metadata[GGUF_TOKENS].count
-    about["added_tokens"] = [each for each in added if each["id"] < count]
-    more = {each["content"] for each in added if each["id"] >= count}
-    settings = {name: None if value in more else value for name, value in settings.items()}
+    tokenizer, settings = (json.loads(files[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))
+    # Tokenizer classes of transformers add default tokens, for which the embedding has no rows.
+    added, count = tokenizer["added_tokens"], metadata[GGUF_TOKENS].count
+    tokenizer["added_tokens"] = [each for each in added if each["id"] < count]
+    excess = {each["content"] for each in added if each["id"] >= count}
+    settings = {name: None if value in excess else value for name, value in settings.items()}
     settings["tokenizer_class"] = "TokenizersBackend"
-    own = metadata.get(GGUF_TOKENIZER, json.dumps(about))
-    return found | {TOKENIZER_JSON: own.encode(), TOKENIZER_CONFIG: json.dumps(settings).encode()}
+    json_text = metadata.get(GGUF_TOKENIZER, json.dumps(tokenizer))
+    texts = {TOKENIZER_JSON: json_text, TOKENIZER_CONFIG: json.dumps(settings)}
+    return files | {name: text.encode() for name, text in texts.items()}
 
 
 def asset_name(name: str, location: str, error_type: type[FsdpctlError]) -> str:
-    """Return `name` if it can be that of a file with the weights: of data, in this directory.
-
-    An error of type `refusal` if it isn't.
-    """
+    """Return `name` if a data file in the directory of weights may have it, else raise an error."""
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
     if name.startswith(_TEMPLATE_PIECE):
         checked_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", location, error_type)
@@ -114,13 +110,13 @@ def asset_name(name: str, location: str, error_type: type[FsdpctlError]) -> str:
 
 
 def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
-    """Return the tokenizer that `AutoTokenizer` makes of `files`, contents by name.
+    """Return the tokenizer that `AutoTokenizer` loads from `files`, contents by name.
 
-    UsageError if a file is damaged, or if transformers can't load it.
+    UsageError if a file is damaged, or if transformers can't load the tokenizer.
     """
-    where = f"tokenizer {name}"
-    copied = _copied(files, where)
-    with library_errors_as_usage(where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+    location = f"tokenizer {name}"
+    copied = _copied(files, location)
+    with library_errors(location), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
         for each, content in copied.items():
             path = Path(folder, each)
             path.parent.mkdir(exist_ok=True)
@@ -131,7 +127,7 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
             auto = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-            # Some classes make a tokenizer without any token if their files are missing.
+            # Without their files, some classes create a tokenizer that has no tokens.
             if auto.vocab_files_names and not files.keys() & set(VOCABULARIES[1:]):
                 raise ValueError
         except Exception as error:
@@ -141,7 +137,7 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
 
 def _refusal(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
     if "trust_remote_code" in text:
-        problem = "requires code of its directory (auto_map), which fsdpctl does not run"
+        problem = "requires code in the directory (auto_map), which fsdpctl does not run"
     elif TOKENIZER_JSON in files:
         problem = f"transformers: {' '.join(text.split()):.200}"
     else:
@@ -153,10 +149,11 @@ def _refusal(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
 
 
 @contextmanager
-def library_errors_as_usage(location: str) -> Iterator[None]:
-    """Convert exceptions and panics of the libraries to UsageError, without their messages.
+def library_errors(location: str) -> Iterator[None]:
+    """Convert exceptions and panics of tokenizer libraries to UsageError.
 
-    Panics aren't Exceptions, and the library prints them first: standard error is redirected.
+    A panic of Rust is not an `Exception`, and the library prints it before Python sees it. So all
+    exceptions are caught, and standard error is redirected.
     """
     try:
         with silenced_stderr(), warnings.catch_warnings():
@@ -168,12 +165,12 @@ def library_errors_as_usage(location: str) -> Iterator[None]:
         raise UsageError(f"{location}: {' '.join(str(error).split()):.200}") from None
 
 
-def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
-    """Return the files that transformers may read, after the checks that it doesn't make."""
-    own = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATE_PIECE))
-    known = {name: files[name] for name in own}
+def _copied(files: Mapping[str, bytes], location: str) -> dict[str, bytes]:
+    """Return the files that transformers may read, after checks that transformers omits."""
+    names = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATE_PIECE))
+    known = {name: files[name] for name in names}
     parsed = {
-        name: parse_json(content, dict[str, Any], f"{where}: {name}")
+        name: parse_json(content, dict[str, Any], f"{location}: {name}")
         for name, content in files.items()
         if name.endswith(".json") and (name in known or name == CONFIG_JSON)
     }
@@ -181,7 +178,8 @@ def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
     if TOKENIZER_CONFIG in parsed:
         settings = parsed[TOKENIZER_CONFIG]
         if settings.get("fast_tokenizer_files", [TOKENIZER_JSON]) != [TOKENIZER_JSON]:
-            raise UsageError(f"{where}: fast_tokenizer_files in {TOKENIZER_CONFIG}: not supported")
+            problem = f"fast_tokenizer_files in {TOKENIZER_CONFIG}: not supported"
+            raise UsageError(f"{location}: {problem}")
         # A path in the settings could lead out of the directory.
         changed[TOKENIZER_CONFIG] = {
             key: value
@@ -196,8 +194,8 @@ def _copied(files: Mapping[str, bytes], where: str) -> dict[str, bytes]:
 def class_keys(content: bytes | None) -> dict[str, Any]:
     """Return the keys of a config.json that decide the class of the tokenizer next to it."""
     config = parse_json(content or b"{}", dict[str, Any], CONFIG_JSON)
-    found = {key: config[key] for key in _CLASS_KEYS if key in config}
+    keys = {key: config[key] for key in _CLASS_KEYS if key in config}
     for part in ("encoder", "decoder"):
         if isinstance(inner := config.get(part), dict):
-            found[part] = {key: inner[key] for key in _CLASS_KEYS if key in inner}
-    return found
+            keys[part] = {key: inner[key] for key in _CLASS_KEYS if key in inner}
+    return keys

@@ -1,8 +1,8 @@
-"""Text of any size to token files: read, tokenized and written piece by piece.
+"""Converts text of any size to token files: it is read, tokenized and written piece by piece.
 
-Note: a state next to the files tells which are complete, and a killed run continues after those.
-What is written depends on the input alone: documents are read in one order, and the tokenizer's
-threads only share a batch of them.
+Note: a state file next to the token files records the complete token files, after which a killed
+run continues. The output depends on the input alone: documents are read in a fixed order, and the
+tokenizer's threads share only the work within a batch.
 """
 
 import glob
@@ -31,15 +31,15 @@ from fsdpctl.io.files import open_nofollow, os_errors_as
 from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import read_json
 
-_PIECES = "3"  # increase it if the same files give other pieces
+_PIECES = "3"  # a part of the state's checksum; increase it if the same files give other pieces
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
     """The files to write."""
 
-    path: Path  # NAME.bin; with a size, files are called NAME-00000.bin and so on
-    shard_tokens: int | None = None  # of all files but the last
+    path: Path  # NAME.bin; with `shard_tokens`, the files are NAME-00000.bin and so on
+    shard_tokens: int | None = None  # tokens per file; the last file may have fewer
 
     def file(self, number: int) -> Path:
         if self.shard_tokens is None:
@@ -47,7 +47,7 @@ class TokenOutput:
         return self.path.with_name(f"{self.path.stem}-{number:05d}.bin")
 
     def contains(self, file: Path) -> bool:
-        """Return whether a file is one of these, which may be next to the input."""
+        """Return whether `file` is an output file, which may be in the directory of the input."""
         is_here = os.path.realpath(file.parent) == os.path.realpath(self.path.parent)
         name = re.escape(self.path.stem)
         names = rf"{name}(?:-\d{{5}})?\.(?:bin|json|part|progress\.json)"
@@ -64,52 +64,52 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """The result: files, tokens, bytes of text."""
+    """The numbers of files, tokens and bytes of text that were written."""
 
     files: int
     tokens: int
     num_bytes: int
-    about: str  # the files that were read
-    notes: tuple[str, ...]  # on what was passed over, a line each
+    about: str  # describes the files that were read
+    notes: tuple[str, ...]  # about skipped input
 
 
 @dataclass(slots=True)
 class _State:
-    """How much of the input the complete files have."""
+    """How much of the input is in the complete files; stored as JSON."""
 
     about: str  # a checksum of the input and the settings
-    pieces: int = 0  # of which all tokens are written
-    more: int = 0  # tokens of the batch after them that are written
+    pieces: int = 0  # pieces of text whose tokens are all written
+    more: int = 0  # written tokens of the batch after `pieces`
     files: int = 0
     total: int = 0  # tokens
-    num_bytes: int = 0  # of all text
+    num_bytes: int = 0  # of text
 
 
 def tokenize_files(
     source: str, output: TokenOutput, tokenizer: Tokenizer, *, overwrite: bool = False
 ) -> TokenizeResult:
-    """Tokenize text files, JSON Lines, Parquet and Arrow files with the column `text`.
+    """Tokenize text files, or the column `text` of JSON Lines, Parquet and Arrow files.
 
-    A killed run with the same input and settings is continued after its last complete file.
-    UsageError if there is no text, if a row has none, or if a file cannot be written.
+    If a run with the same input and settings was killed, this run continues after its last complete
+    file. UsageError if there is no text, if a row has no text, or if a file can't be written.
     """
-    found = find_data(source, "SRC", TOKENIZE)
-    train = tuple(each for each in found.train if not output.contains(each))
-    found = DataFiles(found.option, train, found.validation, found.unused)
-    passed = SkippedInput()
-    known, about = None, _about(found, output, tokenizer)
+    data_files = find_data(source, "SRC", TOKENIZE)
+    train = tuple(each for each in data_files.train if not output.contains(each))
+    data_files = DataFiles(data_files.option, train, data_files.validation, data_files.unused)
+    skipped = SkippedInput()
+    stored, about = None, _about(data_files, output, tokenizer)
     if output.state.exists():
-        known = read_json(output.state, _State)
-    continues = known is not None and known.about == about
-    state = known if known is not None and continues else _State(about)
+        stored = read_json(output.state, _State)
+    continues = stored is not None and stored.about == about
+    state = stored if stored is not None and continues else _State(about)
     existing = _existing(output)
     if existing and not (overwrite or continues):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
     with os_errors_as(output.path), closing(_Writer(output, tokenizer, state)) as writer:
-        size = sum(each.stat().st_size for each in found.train)
+        size = sum(each.stat().st_size for each in data_files.train)
         with doing("tokenizing", BYTES, size) as advance:
             most = PIECE_BYTES if tokenizer.splits_text else None
-            pieces = documents(found, "SRC", passed, most, advance)
+            pieces = documents(data_files, "SRC", skipped, most, advance)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
                 writer.write(batch, tokens)
         if not state.total:
@@ -119,16 +119,16 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    about = found.summary(validates=False, skipped=len(passed.files))
-    used = f"{about}{skipped_summary(passed.files)}"
-    return TokenizeResult(state.files, state.total, state.num_bytes, used, passed.notes())
+    about = data_files.summary(validates=False, skipped=len(skipped.files))
+    used = f"{about}{skipped_summary(skipped.files)}"
+    return TokenizeResult(state.files, state.total, state.num_bytes, used, skipped.notes())
 
 
-def _about(found: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
+def _about(data_files: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
     parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens)]
-    for file in found.train:
-        about = file.stat()
-        parts.append(f"{file} {about.st_size} {about.st_mtime_ns}")
+    for file in data_files.train:
+        status = file.stat()
+        parts.append(f"{file} {status.st_size} {status.st_mtime_ns}")
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))
 
 
@@ -143,14 +143,14 @@ def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     with ThreadPoolExecutor(1) as pool:
-        found = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
-        begun = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in found)
-        for (batch, tokens), _ in pairwise(chain(begun, [([], Future[Tokens]())])):
+        groups = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
+        futures = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in groups)
+        for (batch, tokens), _ in pairwise(chain(futures, [([], Future[Tokens]())])):
             yield batch, tokens.result()
 
 
 class _Writer:
-    """Writes tokens to files of the set size, and a state after each file."""
+    """Writes tokens to files of `shard_tokens` tokens, and the state after each file."""
 
     def __init__(self, output: TokenOutput, tokenizer: Tokenizer, state: _State) -> None:
         self._state, self._output, self._tokenizer = state, output, tokenizer
@@ -166,12 +166,12 @@ class _Writer:
         values = np.ascontiguousarray(tokens, dtype=self._dtype)
         while state.more < len(values):
             end = len(values) if most is None else state.more + most - self._count
-            part = values[state.more : end]
-            self._file.write(part.data)
-            self._digest.update(part.data)
-            self._count += len(part)
-            state.total += len(part)
-            state.more += len(part)
+            chunk = values[state.more : end]
+            self._file.write(chunk.data)
+            self._digest.update(chunk.data)
+            self._count += len(chunk)
+            state.total += len(chunk)
+            state.more += len(chunk)
             if self._count == most:
                 self._complete()
         state.pieces += len(batch)
@@ -179,7 +179,7 @@ class _Writer:
         state.num_bytes += sum(each.size for each in batch)
 
     def close(self) -> None:
-        """Close the file, which a later run writes again."""
+        """Close the incomplete file; a later run writes it again."""
         self._file.close()
 
     def finish(self) -> None:
@@ -199,8 +199,10 @@ class _Writer:
         os.fsync(self._file.fileno())
         self._file.close()
         if not self._state.files:
-            self._save(_State(self._state.about))  # so that a later run may replace this file
-        path.with_suffix(".json").unlink(missing_ok=True)  # of other tokens
+            # The state marks this file as ours, so that a later run may replace it.
+            self._save(_State(self._state.about))
+        # A header of earlier tokens must never be next to the new ones.
+        path.with_suffix(".json").unlink(missing_ok=True)
         self._output.part.replace(path)
         size = self._state.num_bytes if self._output.shard_tokens is None else None
         write_header(path, self._tokenizer, self._count, self._digest.hexdigest(), size)

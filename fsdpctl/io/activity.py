@@ -1,8 +1,8 @@
-"""The activities of this process, shown while the user waits for them.
+"""Shows the current activity of this process while the user waits for it.
 
-The innermost activity is shown once nothing was printed for some time: on a terminal as a line
-that the next output replaces, elsewhere as lines whose distance doubles. Imports little: the
-command line shows its own start.
+The innermost activity is shown if nothing was printed for some time: on a terminal as a line that
+the next output replaces, in a log as lines at intervals that double. This module imports little,
+because it also shows the start of the command line.
 """
 
 import itertools
@@ -17,25 +17,26 @@ from typing import IO, NamedTuple
 
 from fsdpctl.io.texts import format_bytes, one_line
 
-QUIET = "FSDPCTL_QUIET"  # set if no progress is shown, here and in the workers
-BYTES, CONVERSATIONS = "bytes", "conversations"
-_PATIENCE, _AT_ONCE = 1.5, 1.0  # seconds without output: in a log, and on a terminal
-_LONGEST = 30.0  # seconds between two lines
-_REDRAWN = 0.125  # seconds between two looks
+QUIET = "FSDPCTL_QUIET"  # set if this process and its workers show no progress
+BYTES, CONVERSATIONS = "bytes", "conversations"  # units
+# Seconds without output before an activity is shown: in a log, and on a terminal.
+_LOG_DELAY, _TERMINAL_DELAY = 1.5, 1.0
+_MAX_LOG_INTERVAL = 30.0  # seconds between two lines of a log
+_REDRAW_INTERVAL = 0.125  # seconds
 _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _ERASE = "\r\x1b[2K"
-# Variables with the number of a process among those that a launcher has started.
-_NUMBERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+# Environment variables with the rank of this process.
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 Advance = Callable[[int], None]
 
 
 class Reporter(NamedTuple):
-    """Functions that print for a command."""
+    """Functions that print a line for a command. `-q` hides notes and infos."""
 
-    result: Callable[[str], None]  # a line of its result
-    note: Callable[[str], None]  # a line about its progress; `-q` hides it, and the next
-    info: Callable[[str], None]  # a line about what follows
+    result: Callable[[str], None]
+    note: Callable[[str], None]  # about progress
+    info: Callable[[str], None]  # about what follows
 
 
 @dataclass
@@ -50,7 +51,7 @@ class _Activity:
         self.done += count
 
     def text(self) -> str:
-        """Return such as `validating: 12 of 40 batches, 0:07`."""
+        """Return a line such as `validating: 12 of 40 batches, 0:07`."""
         seconds = int(time.monotonic() - self.began)
         how_far = left = ""
         if self.unit == BYTES and self.total:
@@ -65,8 +66,8 @@ class _Activity:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the only one, or the first of those of a launcher."""
-    return all(os.environ.get(name, "0") == "0" for name in _NUMBERS)
+    """Return whether no launcher started this process, or started it as rank 0."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
 
 
 def _frames(stream: IO[str]) -> str:
@@ -82,47 +83,47 @@ class Display:
 
     def __init__(self) -> None:
         self._activities: list[_Activity] = []
-        self._forget()
+        self._reset()
         self._bar: Callable[[str], None] | None = None
         self._is_drawn = self._is_midline = False
-        self._spoke, self._waits = time.monotonic(), _PATIENCE
-        os.register_at_fork(after_in_child=self._forget)  # a child has no thread for it
+        self._last_output, self._delay = time.monotonic(), _LOG_DELAY
+        os.register_at_fork(after_in_child=self._reset)  # a forked child has no display thread
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._beginning: _Activity | None = None
+        self._startup: _Activity | None = None
         self._stream: IO[str] | None = None  # None: nothing is shown
 
     def start(self, stream: IO[str] | None, what: str) -> None:
-        """Show activities on `stream` unless quiet; `what`, if there is none, until `started`."""
+        """Show activities on `stream` unless quiet. Until `end_startup`, show `what` by default."""
         if stream is None or os.environ.get(QUIET):
             return
         with self._lock:
-            self._beginning = _Activity(what, "", None)
+            self._startup = _Activity(what, "", None)
             self._stream = stream
         threading.Thread(target=self._show, args=(stream,), name="activity", daemon=True).start()
 
     def end_startup(self) -> None:
-        """Show nothing while nothing else is done."""
+        """Show nothing if no activity is running."""
         with self._lock:
             self._erase()
-            self._beginning = None
+            self._startup = None
 
     def stop(self) -> None:
-        """Show no more: others print to the terminal."""
+        """Stop showing activities, because other processes print to the terminal."""
         with self._lock:
             self._erase()
-            self._stream = self._beginning = None
+            self._stream = self._startup = None
 
     def attach_bar(self, bar: Callable[[str], None] | None) -> None:
-        """Let `bar`, a live line of this terminal, show activities instead; None: no longer."""
+        """Let `bar`, which draws a progress bar on this terminal, show activities; None: stop."""
         with self._lock:
             self._erase()
             self._bar = bar
 
     @contextmanager
     def doing(self, what: str, unit: str = "", total: int | None = None) -> Iterator[Advance]:
-        """Show `what` while the block runs; yield a function to add to the units done."""
+        """Show `what` while the block runs; yield a function that adds to the completed units."""
         activity = _Activity(what, unit, total)
         with self._lock:
             self._activities.append(activity)
@@ -136,20 +137,20 @@ class Display:
                 bar("")
 
     def print_line(self, text: str) -> None:
-        """Show a line that stays, unless quiet."""
+        """Print a permanent line, unless quiet."""
         with self._lock:
             self._erase()
             self._write(f"{one_line(text)}\n")
-            self._spoke = time.monotonic()
+            self._last_output = time.monotonic()
 
     def before_output(self, text: str) -> None:
-        """Make room for output that follows, and count the seconds of silence from now."""
-        if not text or self._bar is not None:  # a bar writes on its own
+        """Erase the activity before `text` is printed, and restart the delay of the next one."""
+        if not text or self._bar is not None:  # the bar writes its own lines
             return
         with self._lock:
             self._erase()
             self._is_midline = not text.endswith("\n")
-            self._spoke, self._waits = time.monotonic(), _PATIENCE
+            self._last_output, self._delay = time.monotonic(), _LOG_DELAY
 
     def _erase(self) -> None:
         if self._is_drawn and self._bar is None:
@@ -160,31 +161,32 @@ class Display:
         redraws = stream.isatty() and os.environ.get("TERM") != "dumb"
         frames = itertools.cycle(_frames(stream) if redraws else [""])
         while self._stream is stream:
-            time.sleep(_REDRAWN)
+            time.sleep(_REDRAW_INTERVAL)
             with self._lock:
-                shown = self._activities[-1] if self._activities else self._beginning
+                shown = self._activities[-1] if self._activities else self._startup
                 if self._stream is not stream or shown is None:
                     continue
                 text, bar = shown.text(), self._bar
                 if bar is None and not self._is_midline:
                     self._show_line(text, next(frames))
-            if bar is not None:  # which has a lock of its own
+            # Without our lock: the bar takes its own, so both together could deadlock.
+            if bar is not None:
                 bar(text)
 
     def _show_line(self, text: str, frame: str) -> None:
-        silent = time.monotonic() - self._spoke
-        if frame and silent >= _AT_ONCE:
+        silent = time.monotonic() - self._last_output
+        if frame and silent >= _TERMINAL_DELAY:
             width = shutil.get_terminal_size().columns - 1
             self._is_drawn = True
             self._write(f"{_ERASE}{f'{frame} {text}'[:width]}")
-        elif not frame and silent >= self._waits:
+        elif not frame and silent >= self._delay:
             self._write(f"{text}\n")
-            self._spoke = time.monotonic()
-            self._waits = min(2 * self._waits, _LONGEST)
+            self._last_output = time.monotonic()
+            self._delay = min(2 * self._delay, _MAX_LOG_INTERVAL)
 
     def _write(self, text: str) -> None:
         stream = self._stream
-        with suppress(OSError, ValueError, UnicodeError):  # its reader may have exited
+        with suppress(OSError, ValueError, UnicodeError):  # the reader may have exited
             if stream is not None:
                 stream.write(text)
                 stream.flush()

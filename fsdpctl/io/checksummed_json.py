@@ -1,4 +1,4 @@
-"""The text of a checkpoint's manifest, and of an export's checksums: JSON with its own checksum."""
+"""JSON with its own checksum: the manifest of a checkpoint, and the checksums of an export."""
 
 import json
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _BLANK = "0" * 32
 
 
 def checksummed(content: Mapping[str, Any], kind: str = FORMAT) -> str:
-    """Return the text of a manifest, or of a file of another format `kind`.
+    """Return the text of a JSON file of the format `kind`, by default a manifest.
 
-    Its checksum is that of the text with zeros in its place.
+    The key `xxh3` has the checksum of the text in which zeros replace the checksum itself.
     """
-    whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
-    text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    document = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(_BLANK)
     return before + _checksum(text) + after
 
@@ -33,9 +33,9 @@ def _checksum(text: str) -> str:
 
 
 def read_checksummed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
-    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
+    """Read and verify a file in `folder` of the format `kind`, by default a manifest.
 
-    CheckpointError if it is missing, corrupted, or has an unsupported version.
+    CheckpointError if the file is missing, corrupted, or has an unsupported version.
     """
     path = folder / name
     if not path.exists():
@@ -43,11 +43,11 @@ def read_checksummed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> 
             raise CheckpointError(f"{folder}: not found{nearest_path_hint(str(folder))}")
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
     text = read_text_file(path, CheckpointError)
-    where = f"{path}: corrupted"
-    # Metrics of the user may be infinite.
-    content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
-    what = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
-    check_version(content, (kind, _VERSIONS[kind]), what, str(path), CheckpointError)
+    location = f"{path}: corrupted"
+    # A user's metrics may be infinite, so the manifest may contain such numbers.
+    content = parse_json(text, dict[str, Any], location, CheckpointError, finite=False)
+    noun = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
+    check_version(content, (kind, _VERSIONS[kind]), noun, str(path), CheckpointError)
     before, digest, after = text.rpartition(str(content.get("xxh3")))
     if not digest or _checksum(before + _BLANK + after) != digest:
         raise CheckpointError(f"{path}: corrupted: the checksum does not match")

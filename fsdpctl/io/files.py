@@ -1,4 +1,4 @@
-"""Files, which may be untrusted: opened safely, read up to a limit, written whole."""
+"""Files that may be untrusted: opened safely, read up to a limit, and written atomically."""
 
 import errno
 import os
@@ -12,24 +12,24 @@ from typing import IO, Any, BinaryIO, cast
 from fsdpctl.errors import DISK_FULL, FsdpctlError, UsageError, did_you_mean
 from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 
-_MOST_NAMED = 5  # runs
+_MAX_NAMED_RUNS = 5
 ErrorType = type[FsdpctlError]
-MAX_READ_BYTES = 1 << 30  # of what is read whole: a file, or a line of one
-_LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
+MAX_READ_BYTES = 1 << 30  # of a file, or of a line, that is read into memory
+_LAST_BYTES, _MAX_LINE = 4096, 300  # bytes searched for the last line of a log; its characters
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-_CACHE_INSTEAD = "FSDPCTL_CACHE"  # for the ranks that this process starts
+_CACHE_VARIABLE = "FSDPCTL_CACHE"  # the environment variable for ranks that this process starts
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def checked_name(name: object, pattern: str, location: str, error_type: ErrorType) -> str:
-    """Return `name`; raise `refusal` unless it is a plain file name that matches `pattern`."""
+    """Return `name` if it is a plain file name that matches `pattern`, else raise `error_type`."""
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
     raise error_type(f"{location}: {str(name)[:80]!r} is not the name of such a file")
 
 
 def nearest_path_hint(path: str) -> str:
-    """Return `; did you mean X?` for the file or directory whose name is closest, or no text."""
+    """Return `; did you mean X?` for the existing path with the most similar name, or ""."""
     above, name = os.path.split(path)
     try:
         hint = did_you_mean(name, sorted(each for each in os.listdir(above or ".") if each != name))
@@ -39,37 +39,37 @@ def nearest_path_hint(path: str) -> str:
 
 
 def _runs_by_start(folder: Path) -> list[Path]:
-    found = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
-    return [each.parent for each in sorted(found, key=os.path.getmtime)]
+    configs = [each for each in folder.glob(f"*/{RUN_CONFIG}") if each.parent.name != LATEST]
+    return [each.parent for each in sorted(configs, key=os.path.getmtime)]
 
 
 def latest_run(folder: Path) -> Path | None:
-    """Return the run that the link `latest` leads to; without links, the one that started last."""
+    """Return the run that the link `latest` names; without the link, the run that began last."""
     if (link := folder / LATEST).is_symlink() and link.is_dir():
         return folder / Path(os.path.realpath(link)).name
     return next(reversed(_runs_by_start(folder)), None)
 
 
 def newest_runs_hint(folder: Path) -> str:
-    """Return `, such as` and the newest directories with a run; empty without any."""
-    newest = sorted(map(str, _runs_by_start(folder)[-_MOST_NAMED:]))
-    return f", such as {', '.join(newest)}" if newest else ""
+    """Return `, such as` and the newest run directories in `folder`, or ""."""
+    runs = sorted(map(str, _runs_by_start(folder)[-_MAX_NAMED_RUNS:]))
+    return f", such as {', '.join(runs)}" if runs else ""
 
 
 def nearest_run_hint(run: Path) -> str:
-    """Return, as `nearest_path`, which run is meant, or else the newest ones in its folder."""
-    known = newest_runs_hint(run.parent)
-    return nearest_path_hint(str(run)) or (f"; expected a run{known}" if known else "")
+    """Return a hint at the path most similar to `run`, or else at the newest runs next to it."""
+    newest = newest_runs_hint(run.parent)
+    return nearest_path_hint(str(run)) or (f"; expected a run{newest}" if newest else "")
 
 
 def open_regular(
     path: Path, error_type: ErrorType = UsageError, *, follow_links: bool = False
 ) -> int:
-    """Open a regular file and return its descriptor, or raise `refusal`. No named pipe blocks.
+    """Open a regular file and return its descriptor, or raise `error_type`.
 
-    Symbolic links may lead to the same directory and, in a snapshot in the cache of
-    huggingface_hub, to the files of its repository. With `follows`, for a path that the user typed,
-    they may lead anywhere.
+    A named pipe is rejected without blocking. A symbolic link must lead to the file's directory, or
+    from a snapshot in the cache of huggingface_hub to its repository. With `follow_links`, for a
+    path that the user typed, it may lead anywhere.
     """
     try:
         real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -88,7 +88,7 @@ def open_regular(
 
 
 def check_inside(files: Iterable[Path], folder: Path, location: str) -> None:
-    """Refuse a file found below a directory that is a link out of it; `where` begins messages."""
+    """Raise a UsageError, at `location`, if a file below `folder` is a link out of `folder`."""
     root = Path(os.path.realpath(folder))
     for file in files:
         if not _stays_inside(root, real := Path(os.path.realpath(file))):
@@ -97,9 +97,10 @@ def check_inside(files: Iterable[Path], folder: Path, location: str) -> None:
 
 
 def _stays_inside(folder: Path, real: Path) -> bool:
-    """Return whether a file is below a directory, or of the same repository in a cache of the Hub.
+    """Return whether a file is below a directory, or in the same repository of the Hub's cache.
 
-    Its files are in `blobs` of the repository, or, by their hash, in `blobs` of the cache.
+    A repository's files are in `blobs` of the repository, or, by their hash, in `blobs` of the
+    cache.
     """
     if folder in real.parents:
         return True
@@ -113,7 +114,7 @@ def _stays_inside(folder: Path, real: Path) -> bool:
 def read_regular(
     path: Path, error_type: ErrorType = UsageError, *, follow_links: bool = False
 ) -> bytes:
-    """Read a regular file of at most `MOST_BYTES`, opened by `open_regular`, or raise `refusal`."""
+    """Read a file of at most MAX_READ_BYTES, opened by `open_regular`, or raise `error_type`."""
     with open(open_regular(path, error_type, follow_links=follow_links), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_READ_BYTES:
             raise error_type(f"{path}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
@@ -134,10 +135,10 @@ def read_text_file(
 
 
 def open_nofollow(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
-    """Open or create a file that fsdpctl writes; OSError if it is a link or has another one.
+    """Open or create a file without following links; `mode` is "ab", "ab+" or "wb".
 
-    Its last `folders` directories must not be links either; a run directory may be one. `mode` is
-    "ab", "ab+" or "wb".
+    OSError if the file is a symbolic link or has another hard link, or if one of the last `folders`
+    directories of its path is a link.
     """
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
     *above, name = path.parts[-1 - folders :]
@@ -148,8 +149,8 @@ def open_nofollow(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
             parent = descriptor
             descriptor = os.open(each, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent)
             os.close(parent)
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise OSError(errno.ELOOP, "not a regular file without other links", str(path))
         if "w" in mode:
             os.truncate(descriptor, 0)
@@ -161,29 +162,29 @@ def open_nofollow(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
 
 def cache_folder(name: str) -> Path:
     """Return the directory of an entry of fsdpctl's cache, in XDG_CACHE_HOME or ~/.cache."""
-    if instead := os.environ.get(_CACHE_INSTEAD):
-        return Path(instead) / name
-    home = os.path.expanduser("~")  # not changed for a user without one
-    usual = Path(os.devnull if home == "~" else home) / ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "fsdpctl" / name
+    if fallback := os.environ.get(_CACHE_VARIABLE):
+        return Path(fallback) / name
+    home = os.path.expanduser("~")  # "~" for a user without a home directory
+    default = Path(os.devnull if home == "~" else home) / ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "fsdpctl" / name
 
 
 def ensure_cache(fallback: Path) -> str | None:
-    """Let this process and its children use another cache if the user's cannot be written.
+    """Let this process and its children use `fallback` if the user's cache can't be written.
 
-    Return why that is.
+    Returns the reason, or None if the user's cache is used.
     """
-    os.environ.pop(_CACHE_INSTEAD, None)
-    usual = cache_folder("")
+    os.environ.pop(_CACHE_VARIABLE, None)
+    user_cache = cache_folder("")
     try:
-        usual.mkdir(parents=True, exist_ok=True)
-        if os.access(usual, os.W_OK):
+        user_cache.mkdir(parents=True, exist_ok=True)
+        if os.access(user_cache, os.W_OK):
             return None
-        why = os.strerror(errno.EACCES)
+        reason = os.strerror(errno.EACCES)
     except OSError as error:
-        why = str(error.strerror)
-    os.environ[_CACHE_INSTEAD] = os.path.abspath(fallback)
-    return f"{usual}: {why}"
+        reason = str(error.strerror)
+    os.environ[_CACHE_VARIABLE] = os.path.abspath(fallback)
+    return f"{user_cache}: {reason}"
 
 
 def is_same_file(path: Path, file: IO[Any]) -> bool:
@@ -192,14 +193,14 @@ def is_same_file(path: Path, file: IO[Any]) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # a file system that does not respond has not lost it
+        return True  # a file system that doesn't respond has not lost the file
 
 
 @contextmanager
 def os_errors_as(
     location: object, error_type: ErrorType = UsageError, full_disk: ErrorType | None = None
 ) -> Iterator[None]:
-    """Raise `refusal`, which begins with `where`, in place of an OSError; `full` of a full disk."""
+    """Convert an OSError in the block to `error_type`, or of a full disk to `full_disk`."""
     try:
         yield
     except OSError as error:
@@ -208,23 +209,23 @@ def os_errors_as(
 
 
 def last_line(path: Path) -> str:
-    """Return the last line with text of a log; empty without any."""
+    """Return the last nonempty line of a log, or ""."""
     with open(open_regular(path), "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_MAX_LINE]
 
 
 @contextmanager
 def open_atomic(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends without an exception.
 
-    Other processes see the old file or the complete new one. The error of a full disk names it. If
-    `durable`, the content is on the disk first, so that it survives a power loss.
+    Other processes see the old file or the complete new file. If `durable`, the content is written
+    to the disk first, so that it survives a power loss.
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        scratch.unlink(missing_ok=True)  # of an earlier process, or a link
+        scratch.unlink(missing_ok=True)  # an earlier process may have left it, or it is a link
         with scratch.open("xb") as file:
             yield file
             if durable:
@@ -232,27 +233,27 @@ def open_atomic(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
                 os.fsync(file.fileno())
         scratch.replace(path)
     except OSError as error:
-        if error.errno in DISK_FULL:  # a failed write doesn't know its file
-            error.filename = str(path)
+        if error.errno in DISK_FULL:
+            error.filename = str(path)  # the error of a write doesn't name its file
         raise
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file whole, as `replacing`. Text is encoded in UTF-8."""
+    """Write a file as `open_atomic` does. Text is encoded in UTF-8."""
     with open_atomic(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Drop what this process, its libraries included, writes to standard error in the block."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Discard what this process and its libraries write to standard error in the block."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

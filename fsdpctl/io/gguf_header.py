@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, of checked types, and where its tensors are."""
+"""The header of a GGUF file: type-checked metadata, and the positions of tensors."""
 
 import math
 import os
@@ -14,11 +14,11 @@ from fsdpctl.io.files import open_regular
 from fsdpctl.io.packages import import_package
 
 GGUF_SUFFIX = ".gguf"
-GGUF_CONFIG_JSON = "fsdpctl.config_json"  # of exports: all of config.json, beyond the format's keys
+GGUF_CONFIG_JSON = "fsdpctl.config_json"  # in exports: the whole config.json
 GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json
 GGUF_EMBEDDING, GGUF_TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 SPECIAL_TOKENS = ("bos", "eos", "unknown", "padding")
-_MOST_DIMENSIONS = 4  # of ggml
+_MAX_DIMENSIONS = 4  # ggml's limit
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "a whole number above 0": lambda value: type(value) is int and value > 0,
     "a whole number": lambda value: type(value) is int and value >= 0,
@@ -28,7 +28,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "a list of texts": lambda value: type(value) is TextList,
     "a list of numbers": lambda value: type(value) is list and {*map(type, value)} < {int, float},
 }
-# The keys that are read, without the name of the architecture, by what is expected of them.
+# The keys that fsdpctl reads, without the prefix of the architecture, by their expected type.
 _KEYS = {
     "a whole number above 0": "general.alignment split.count context_length block_count vocab_size "
     "embedding_length feed_forward_length expert_feed_forward_length attention.head_count "
@@ -51,25 +51,25 @@ _EXPECTED = {name: kind for kind, names in _KEYS.items() for name in names.split
 
 @dataclass(frozen=True, slots=True)
 class TextList:
-    """A list of texts, of which only the length is kept."""
+    """A list of texts, of which only the length is read."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor, and the place of its bytes in the file."""
+    """A tensor, and the position of its bytes in the file."""
 
     name: str
-    shape: tuple[int, ...]  # of 1 to 4 dimensions, none of them empty
-    kind: int  # ggml's number of its dtype
-    start: int
-    row_bytes: int  # of the elements that the last dimension numbers
+    shape: tuple[int, ...]  # 1 to 4 dimensions, none empty
+    kind: int  # ggml's number of the dtype
+    start: int  # byte offset in the file
+    row_bytes: int  # bytes of a row, which is the last dimension
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata, whose values that are read have the types of the format, and the tensors."""
+    """The metadata, in which all keys that fsdpctl reads have valid types, and the tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -79,7 +79,7 @@ class GgufHeader:
         return str(self.metadata["general.architecture"])
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture."""
+        """Return the value of a key that is prefixed by the architecture."""
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
 
@@ -88,22 +88,22 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a complete GGUF file.
+    """Read and check the header of a GGUF file.
 
-    UsageError if the file is damaged, a value has another type than the format says, or the file is
-    one of several that a model is split into.
+    UsageError if the file is damaged, if a value has an invalid type, or if the model is split into
+    several files.
     """
     os.close(open_regular(path, follow_links=True))
     import_package("gguf", str(path))
     from transformers.integrations.gguf import reader
 
-    theirs: Any = reader
+    library: Any = reader
     try:
-        content = theirs._mapped(str(path))
-        metadata, count, place = _metadata(content, theirs)
-        table, place = theirs._read_tensor_table(content, count, place)
-        tensors = _tensors(table, place, metadata, len(content))
-    except Exception as error:  # of code that expects complete files
+        content = library._mapped(str(path))
+        metadata, count, position = _metadata(content, library)
+        table, position = library._read_tensor_table(content, count, position)
+        tensors = _tensors(table, position, metadata, len(content))
+    except Exception as error:  # the reader of transformers expects valid files
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{path}: not a complete GGUF file: {problem:.120}") from None
     header = GgufHeader(metadata, tensors)
@@ -115,26 +115,26 @@ def read_header(path: Path) -> GgufHeader:
     return header
 
 
-def _metadata(content: Any, theirs: Any) -> tuple[dict[str, Any], int, int]:
+def _metadata(content: Any, library: Any) -> tuple[dict[str, Any], int, int]:
     if bytes(content[:4]) != b"GGUF" or struct.unpack_from("<I", content, 4)[0] not in (2, 3):
         raise ValueError("expected version 2 or 3 of GGUF")
     tensors, count = struct.unpack_from("<QQ", content, 8)
-    metadata, place = dict[str, Any](), 24
+    metadata, position = dict[str, Any](), 24
     for _ in range(count):
-        name, place = theirs._read_string(content, place)
-        (kind,) = struct.unpack_from("<I", content, place)
-        value, after = theirs._read_value(content, place + 4, kind)
+        name, position = library._read_string(content, position)
+        (kind,) = struct.unpack_from("<I", content, position)
+        value, after = library._read_value(content, position + 4, kind)
         is_list = kind == 9 and isinstance(value, int)
         if name in metadata:
             raise ValueError(f"{name} is in it twice")
-        metadata[name], place = TextList(value) if is_list else value, after
+        metadata[name], position = TextList(value) if is_list else value, after
     if "general.architecture" not in metadata:
         raise ValueError("general.architecture not found")
-    return metadata, tensors, place
+    return metadata, tensors, position
 
 
 def _tensors(
-    table: list[Any], place: int, metadata: dict[str, Any], size: int
+    table: list[Any], position: int, metadata: dict[str, Any], size: int
 ) -> dict[str, GgufTensor]:
     import gguf
 
@@ -142,13 +142,13 @@ def _tensors(
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment={alignment}: expected a multiple of 8")
     sizes = {int(kind): each for kind, each in gguf.GGML_QUANT_SIZES.items()}
-    begin, end, tensors = -(-place // alignment) * alignment, 0, dict[str, GgufTensor]()
+    begin, end, tensors = -(-position // alignment) * alignment, 0, dict[str, GgufTensor]()
     for name, shape, kind, offset in sorted(table, key=lambda each: each[3]):
-        if not 1 <= len(shape) <= _MOST_DIMENSIONS or 0 in shape:
+        if not 1 <= len(shape) <= _MAX_DIMENSIONS or 0 in shape:
             raise ValueError(f"{name} is empty, or has {len(shape)} dimensions")
         elements, in_bytes = sizes[kind]
-        row_bytes, rest = divmod(shape[-1] * in_bytes, elements)
-        if rest or name in tensors or offset < end or offset % alignment:
+        row_bytes, remainder = divmod(shape[-1] * in_bytes, elements)
+        if remainder or name in tensors or offset < end or offset % alignment:
             raise ValueError(f"{name} overlaps another tensor, or is in it twice")
         end = offset + row_bytes * prod(shape[:-1])
         if begin + end > size:

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub: their files in its cache, fetched by huggingface_hub."""
+"""Repositories of the Hugging Face Hub: their files in the cache, and downloads into it."""
 
 import fcntl
 import glob
@@ -20,7 +20,7 @@ from fsdpctl.io.files import open_nofollow, read_text_file
 from fsdpctl.io.hub_responses import (
     COMMIT,
     MAX_SILENCE_S,
-    HubResponseError,
+    HubError,
     cached_names,
     checked_responses,
     is_relative_path,
@@ -30,9 +30,9 @@ from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]
 T = TypeVar("T")
-_SLACK = 64 * MIB  # files without a size, and those that begin again
-_PART = MIB // 4  # of a file: what a cut loses, and a signal waits for
-# Classes of errors, of which one is a base of those without a network.
+_SLACK = 64 * MIB  # for files of unknown size, and downloads that restart
+_CHUNK = MIB // 4  # bytes between two checks for a stop; an interrupted download loses one chunk
+# Base classes of the errors that libraries raise without a network.
 _NO_NETWORK = {"NetworkError", "TimeoutException", "ProxyError", "OfflineModeIsEnabled"}
 
 
@@ -44,13 +44,13 @@ def hub_cache() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository of the Hub; the library takes its address and a token from the environment."""
+    """A repository of the Hub, whose address and token huggingface_hub reads from variables."""
 
     name: str
     revision: str | None
     kind: str  # model or dataset
-    location: str  # begins messages
-    is_upload: bool = False  # of an upload
+    location: str  # messages begin with it
+    is_upload: bool = False  # whether the repository is the target of an upload
 
     def __post_init__(self) -> None:
         if self.revision and not is_relative_path(self.revision):
@@ -61,9 +61,9 @@ class Repository:
         return hub_cache() / f"{self.kind}s--{self.name.replace('/', '--')}"
 
     def snapshot(self) -> Path | None:
-        """Return the directory of its files in the cache, which may lack some.
+        """Return the directory of the files in the cache, which may be incomplete; None: no files.
 
-        UsageError if the cache leads out of the repository.
+        UsageError if a link in the cache leads out of the repository.
         """
         commit = self.revision or "main"
         reference = self.folder / "refs" / commit
@@ -80,9 +80,9 @@ class Repository:
         return found
 
     def names(self) -> list[str]:
-        """Return the names of all files that it has on the Hub, or none if that is unknown."""
-        found = self.snapshot()
-        return self._listed(found.name) if found else []
+        """Return the names of all files of the repository on the Hub; empty if unknown."""
+        snapshot = self.snapshot()
+        return self._listed(snapshot.name) if snapshot else []
 
     def _listed(self, commit: str) -> list[str]:
         return cached_names(self.folder / "trees" / f"{commit}.json")
@@ -92,67 +92,66 @@ class Repository:
         return "no such directory, and " if self.kind == "model" and not self.is_upload else ""
 
     def missing_error(self, file: str) -> UsageError:
-        what = f"{file} is missing in the Hugging Face cache"
+        problem = f"{file} is missing in the Hugging Face cache"
         if self.snapshot() is None:
-            what = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
-        is_set = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
+            problem = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
+        variable = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
         kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
         command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
-        way = f"Where there is a network, run `hf download {command}`"
-        return UsageError(f"{self.location}: {what}; {is_set} is set. {way}")
+        way = f"On a machine with network access, run `hf download {command}`"
+        return UsageError(f"{self.location}: {problem}; {variable} is set. {way}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process of a machine fetch; the others wait, and look again."""
+        """Wait until no other process of this machine downloads the repository, and lock it."""
         lock = hub_cache() / ".locks" / self.folder.name / "fsdpctl.lock"
-        with self.hub_errors_as_usage():
+        with self.hub_errors():
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = open_nofollow(lock, "ab")
         with file:
             waiting = f"waiting for another process that fetches {self.name}"
-            with doing(waiting), suppress(OSError):  # a file system may have no locks
+            with doing(waiting), suppress(OSError):  # some file systems have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def fetch(self, choose: Choose, *, dry_run: bool = False) -> list[str]:
-        """Fetch the files that `choose` returns of all names; if dry, only print their size.
+        """Download the files whose names `choose` selects; if `dry_run`, only print their size.
 
-        Returns all names. UsageError if there is no such repository, no access, or too little
-        space.
+        Returns the names of all files. UsageError if the repository is not found or not accessible,
+        or if the disk has too little space.
         """
         from huggingface_hub import HfApi, constants, snapshot_download
 
-        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PART)
-        at = self.snapshot()
-        revision = at.name if at else self.revision
-        about: dict[str, Any] = {"repo_type": self.kind, "revision": revision}
+        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _CHUNK)
+        snapshot = self.snapshot()
+        revision = snapshot.name if snapshot else self.revision
+        request: dict[str, Any] = {"repo_type": self.kind, "revision": revision}
 
-        def ask() -> tuple[list[str], list[Any]]:
-            # Without a network, the first of these fails at once.
-            self._listed(str(HfApi().repo_info(self.name, **about).sha))
-            names = HfApi().list_repo_files(self.name, **about)
+        def request_files() -> tuple[list[str], list[Any]]:
+            # Without a network, this first request fails at once.
+            self._listed(str(HfApi().repo_info(self.name, **request).sha))
+            names = HfApi().list_repo_files(self.name, **request)
             chosen = [*map(glob.escape, choose(names))]
-            about.update(cache_dir=hub_cache(), allow_patterns=chosen)
-            asked = snapshot_download(
-                self.name, dry_run=True, tqdm_class=_progress_bar_class(), **about
-            )
-            return names, [each for each in asked if each.will_download]
+            request.update(cache_dir=hub_cache(), allow_patterns=chosen)
+            bar = _progress_bar_class()
+            downloads = snapshot_download(self.name, dry_run=True, tqdm_class=bar, **request)
+            return names, [each for each in downloads if each.will_download]
 
-        with self.hub_errors_as_usage(), checked_responses(constants.ENDPOINT) as answered:
+        with self.hub_errors(), checked_responses(constants.ENDPOINT) as answered:
             with doing(f"asking {hub_host()} for {self.name}"):
-                names, files = _call_in_thread(ask, answered)
+                names, files = _call_in_thread(request_files, answered)
             size = sum(each.file_size or 0 for each in files)
             if size:
                 self._announce("to fetch" if dry_run else "fetching", len(files), size)
             if not dry_run:
                 with doing(f"fetching {self.name}", BYTES, size) as advance:
                     bar = _progress_bar_class(advance, stopped := threading.Event(), answered, size)
-                    fetch = partial(snapshot_download, self.name, tqdm_class=bar, **about)
+                    fetch = partial(snapshot_download, self.name, tqdm_class=bar, **request)
                     try:
-                        found = _call_in_thread(fetch, answered)
+                        folder = _call_in_thread(fetch, answered)
                     finally:
                         stopped.set()
-                    Path(found).mkdir(parents=True, exist_ok=True)  # if there are no files
+                    Path(folder).mkdir(parents=True, exist_ok=True)  # if there are no files
         return names
 
     def _announce(self, what: str, count: int, size: int) -> None:
@@ -160,21 +159,20 @@ class Repository:
         free = shutil.disk_usage(above).free
         figures = f"{format_bytes(size)}, {format_bytes(free)} free in {hub_cache()}"
         if size > free:
-            raise UsageError(
-                f"{self.location}: {figures}; set HF_HOME to a directory with more space"
-            )
+            way = "set HF_HOME to a directory with more space"
+            raise UsageError(f"{self.location}: {figures}; {way}")
         files = "1 file" if count == 1 else f"{count} files"
         DISPLAY.print_line(f"{what} {self.name}: {files}, {figures}")
 
     @contextmanager
-    def hub_errors_as_usage(self) -> Iterator[None]:
+    def hub_errors(self) -> Iterator[None]:
         """Raise what the library raises as a UsageError, without the URLs in its messages."""
         logger = logging.getLogger("huggingface_hub")
         before = logger.level
         logger.setLevel(logging.CRITICAL)  # its warnings quote signed URLs
         try:
             yield
-        except HubResponseError as error:
+        except HubError as error:
             raise UsageError(f"{self.location}: {hub_host()} {error}") from None
         except UsageError:
             raise
@@ -227,10 +225,10 @@ def hub_host() -> str:
 
 
 def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
-    """Call `work` in a thread of its own, and raise AnswerError if nothing arrives for long.
+    """Call `work` in a thread; raise HubError if nothing arrives for MAX_SILENCE_S.
 
-    The threads of the library end when their bar raises an error, so a signal need not wait for
-    the files.
+    `answered` counts answers. After a signal, the caller lets the progress bar raise an error: it
+    ends the threads of huggingface_hub without waiting for complete files.
     """
     results, errors = list[T](), list[BaseException]()
 
@@ -246,7 +244,7 @@ def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
         before = answered[0]
         thread.join(MAX_SILENCE_S)
         if thread.is_alive() and answered[0] == before:
-            raise HubResponseError(f"has sent nothing for {MAX_SILENCE_S:.0f} s")
+            raise HubError(f"has sent nothing for {MAX_SILENCE_S:.0f} s")
     for error in errors:
         raise error
     return results[0]
@@ -255,9 +253,9 @@ def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
 def _progress_bar_class(
     advance: Advance | None = None, stopped: Any = None, answered: Any = None, size: int = 0
 ) -> Any:
-    """Return a class of progress bars that shows nothing, and tells `advance` of bytes on disk.
+    """Return a class of invisible progress bars that pass received bytes to `advance`.
 
-    It raises AnswerError if they are far more than the `size` that a server announced.
+    A bar raises HubError if many more bytes arrive than the announced `size`.
     """
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -277,8 +275,6 @@ def _progress_bar_class(
                 total[0] += int(n or 0)
                 advance(int(n or 0))
                 if total[0] > 2 * size + _SLACK:
-                    raise HubResponseError(
-                        f"sends more than the {format_bytes(size)} that it announced"
-                    )
+                    raise HubError(f"sends more than the {format_bytes(size)} that it announced")
 
     return Bar

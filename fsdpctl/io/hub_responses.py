@@ -1,9 +1,9 @@
-"""Answers of the Hugging Face Hub, and names in its cache, checked before they are used.
+"""Checks of responses of the Hugging Face Hub, and of names in its cache.
 
-Note: huggingface_hub makes paths of commits, etags and hashes, sends the token to the address of
-the next page, waits as long as an answer requests, and reads answers of any length into memory. Its
-own checks cover names of downloads only. So each answer is checked when its headers arrive, before
-the library sees it.
+Note: huggingface_hub builds paths from commits, etags and hashes, sends the token to the URL of the
+next page, waits as long as a response requests, and reads responses of any length into memory. It
+only checks the names of downloads. So fsdpctl checks each response when its headers arrive, before
+the library processes it.
 """
 
 import os
@@ -25,15 +25,15 @@ _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
 _ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
 _ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  # of a URL
-# What an honest server never exceeds: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
-_MOST_BYTES, _MOST_PAGES = 256 * MIB, 2000  # of an answer or a listing, decompressed; of a listing
-_MOST_SECONDS, _SILENCE = 60.0, 20.0  # for an answer; without a byte, which is tried 6 times
-MAX_SILENCE_S = 360.0  # seconds without an answer or a part of a file
-_LONGEST = 1000  # characters of a name with its directories
+# Limits that the real server never reaches: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
+_MAX_BYTES, _MAX_PAGES = 256 * MIB, 2000  # of a decompressed response or listing; of a listing
+_MAX_SECONDS, _TIMEOUT = 60.0, 20.0  # of a response; without a byte, after which 5 retries follow
+MAX_SILENCE_S = 360.0  # seconds without a response or a part of a file
+_MAX_NAME = 1000  # characters of a name with its directories
 
 
-class HubResponseError(UsageError):
-    """An answer that a Hub does not give; the text continues the name of the host."""
+class HubError(UsageError):
+    """A response that is not of the Hub's protocol. The message continues the host's name."""
 
 
 class _LfsObject(msgspec.Struct):
@@ -60,17 +60,17 @@ class _CachedListing(msgspec.Struct):
 
 
 def is_relative_path(name: str) -> bool:
-    """Return whether a name, joined to that of a directory, is of a file below it."""
-    return len(name) <= _LONGEST and all(
+    """Return whether `name` is a relative path that stays below its directory."""
+    return len(name) <= _MAX_NAME and all(
         each not in ("", ".", "..") and "\0" not in each and len(os.fsencode(each)) < 256
         for each in name.split("/")
     )
 
 
 def cached_names(listing: Path) -> list[str]:
-    """Return the names in a listing of the cache, or none if it has no such file.
+    """Return the names in a listing file of the cache; empty if the file does not exist.
 
-    UsageError if it is not a listing, or has a name outside its repository.
+    UsageError if the file is not a listing, or has a name outside its repository.
     """
     files = read_json(listing, _CachedListing).files if listing.is_file() else {}
     if outside := next((each for each in files if not is_relative_path(each)), None):
@@ -79,11 +79,11 @@ def cached_names(listing: Path) -> list[str]:
 
 
 @contextmanager
-def checked_responses(home: str, silence: float = _SILENCE) -> Iterator[list[int]]:
-    """Check what huggingface_hub requests and receives in the block; `home` is the Hub's URL.
+def checked_responses(home: str, silence: float = _TIMEOUT) -> Iterator[list[int]]:
+    """Check the requests and responses of huggingface_hub in the block; `home` is the Hub's URL.
 
-    Yields the number of answers, so far, in a list. Requests of the library raise AnswerError if an
-    answer is not of the protocol, or exceeds a limit.
+    Yields a list with one number, which counts responses. Requests of the library raise
+    HubError if a response is not of the protocol, or exceeds a limit.
     """
     import huggingface_hub
     from huggingface_hub.utils import _http
@@ -91,10 +91,10 @@ def checked_responses(home: str, silence: float = _SILENCE) -> Iterator[list[int
     factory, checks = _http._GLOBAL_CLIENT_FACTORY, _ResponseChecks(home, silence)
 
     def client() -> Any:
-        made = factory()
-        made.event_hooks["request"].append(checks.before)
-        made.event_hooks["response"].append(checks.after)
-        return made
+        http_client = factory()
+        http_client.event_hooks["request"].append(checks.before)
+        http_client.event_hooks["response"].append(checks.after)
+        return http_client
 
     huggingface_hub.set_client_factory(client)
     try:
@@ -104,12 +104,12 @@ def checked_responses(home: str, silence: float = _SILENCE) -> Iterator[list[int
 
 
 class _ResponseChecks:
-    """The requests and answers of a fetch."""
+    """Checks the requests and responses of a download."""
 
-    def __init__(self, home: str, silence: float = _SILENCE) -> None:
+    def __init__(self, home: str, silence: float = _TIMEOUT) -> None:
         self.answered, self._silence = [0], silence
         self._homes = (home, "https://huggingface.co", "https://hf.co")
-        self._pages = dict[str, int]()  # that follow in the listing, with the bytes before each
+        self._pages = dict[str, int]()  # by URL of a listing's page: the bytes of the pages before
 
     def before(self, request: Any) -> None:
         if "authorization" in request.headers:
@@ -130,58 +130,54 @@ class _ResponseChecks:
         about = _ABOUT.search(request.url.path)
         if response.status_code >= 400:
             response.close()
-            response._content = b""  # headers have the reason
+            response._content = b""  # the reason is in the headers
         elif about and request.method == "GET" and not response.has_redirect_location:
             size = self._pages.get(str(request.url), 0)
             if not size:
-                self._pages.clear()  # the first page of a listing
-            response._content = _content(response, bool(about[1]), _MOST_BYTES - size)
+                self._pages.clear()  # this page is the first of a listing
+            response._content = _content(response, bool(about[1]), _MAX_BYTES - size)
             if (link := links.get("next")) is not None:
                 following = str(request.url.join(link))
-                if following in self._pages or len(self._pages) >= _MOST_PAGES:
-                    raise HubResponseError("lists files without an end")
+                if following in self._pages or len(self._pages) >= _MAX_PAGES:
+                    raise HubError("lists files without an end")
                 self._pages[following] = size + len(response._content)
 
     def _check_host(self, url: Any) -> None:
         if _ORIGIN(url) not in {_ORIGIN(url.join(home)) for home in self._homes}:
-            raise HubResponseError(f"leads to another host, {url.host}")
+            raise HubError(f"leads to another host, {url.host}")
 
 
 def _check_headers(response: Any) -> None:
-    """Check the headers that huggingface_hub makes paths of, decodes by, or waits for."""
+    """Check the headers from which huggingface_hub builds paths, decodes bytes or waits."""
     headers = response.headers
     commit, etag = headers.get("x-repo-commit"), headers.get("x-linked-etag", headers.get("etag"))
     if commit is not None and not COMMIT.fullmatch(commit):
-        raise HubResponseError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
+        raise HubError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
     is_named = response.request.method == "HEAD" and etag is not None
     if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):
-        raise HubResponseError(
-            f"names a version {etag[:80]!r} of a file; expected digits and letters"
-        )
+        raise HubError(f"names a version {etag[:80]!r} of a file; expected digits and letters")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", "gzip"):
-        raise HubResponseError(f"compresses by {coding[:80]}; expected gzip")
+        raise HubError(f"compresses by {coding[:80]}; expected gzip")
     wait = headers.get("retry-after", "")
     if wait.isdigit() and (len(wait) > 9 or int(wait) > MAX_SILENCE_S):
-        raise HubResponseError(
-            f"answers {response.status_code}, and to try again after {wait[:9]} s"
-        )
+        raise HubError(f"answers {response.status_code}, and to try again after {wait[:9]} s")
 
 
 def _content(response: Any, is_listing: bool, most: int) -> bytes:
-    content, end = bytearray(), time.monotonic() + _MOST_SECONDS
+    content, end = bytearray(), time.monotonic() + _MAX_SECONDS
     for part in response.iter_bytes():
         content += part
         if len(content) > most:
-            raise HubResponseError(f"sends more than {_MOST_BYTES // MIB} MiB about a repository")
+            raise HubError(f"sends more than {_MAX_BYTES // MIB} MiB about a repository")
         if time.monotonic() > end:
-            raise HubResponseError(f"takes more than {_MOST_SECONDS:.0f} s for an answer")
+            raise HubError(f"takes more than {_MAX_SECONDS:.0f} s for an answer")
     try:
         if not is_listing:
             msgspec.json.decode(content, type=_Info)
             return bytes(content)
         for entry in msgspec.json.decode(content, type=list[_Entry]):
             if not is_relative_path(entry.path):
-                raise HubResponseError(f"names a file {entry.path[:80]!r}, outside its repository")
+                raise HubError(f"names a file {entry.path[:80]!r}, outside its repository")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HubResponseError(f"does not answer as a Hub does: {error}") from None
+        raise HubError(f"does not answer as a Hub does: {error}") from None
     return bytes(content)

@@ -1,4 +1,4 @@
-"""The upload of an export to a private repository of the Hugging Face Hub, in one commit."""
+"""Uploads an export to a private repository of the Hugging Face Hub, in one commit."""
 
 import re
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from fsdpctl.io.hub_repository import Repository, hub_host, is_offline
 from fsdpctl.io.hub_responses import MAX_SILENCE_S, checked_responses
 
 _NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
-_OF_THE_HUB = {".gitattributes"}  # the files of a new repository
+_INITIAL_FILES = {".gitattributes"}  # of a new repository
 
 
 @dataclass(frozen=True, slots=True)
 class UploadTarget:
-    """A repository, which exists or is created."""
+    """A repository on the Hub, which the upload creates if it does not exist."""
 
     url: str  # hf://ORG/NAME
     overwrite: bool
@@ -35,14 +35,14 @@ class UploadTarget:
 
         repository = Repository(self.name, None, "model", self.url, is_upload=True)
         with (
-            repository.hub_errors_as_usage(),
+            repository.hub_errors(),
             checked_responses(constants.ENDPOINT, MAX_SILENCE_S),
             doing(what),
         ):
             yield HfApi()
 
     def check(self) -> None:
-        """Check the token and its owners, and that nothing is overwritten or made public."""
+        """Check the token, and that the upload neither overwrites files nor publishes them."""
         from huggingface_hub import get_token
 
         owner = self.name.partition("/")[0]
@@ -63,7 +63,7 @@ class UploadTarget:
             self._existing(api)
 
     def _existing(self, api: Any) -> tuple[str | None, set[str]]:
-        """Return the commit and the files of the repository; None if it does not exist."""
+        """Return the commit (None: the repository does not exist) and the names of the files."""
         from huggingface_hub import errors
 
         try:
@@ -72,10 +72,10 @@ class UploadTarget:
             return None, set()
         if not info.private:
             raise UsageError(
-                f"{self.url}: is public, and fsdpctl uploads to private repositories only; pass "
-                "another name, or export to a directory and run `hf upload`"
+                f"{self.url}: public; fsdpctl uploads to private repositories only; pass another "
+                "name, or export to a directory and run `hf upload`"
             )
-        names = {each.rfilename for each in info.siblings or ()} - _OF_THE_HUB
+        names = {each.rfilename for each in info.siblings or ()} - _INITIAL_FILES
         if names and not self.overwrite:
             raise UsageError(f"{self.url}: already exists; pass --overwrite to replace its files")
         return info.sha, names
@@ -93,6 +93,6 @@ class UploadTarget:
             parent, names = self._existing(api)
             changes = [CommitOperationAdd(name, path) for name, path in new.items()]
             removed = [CommitOperationDelete(name) for name in sorted(names - new.keys())]
-            about = {"commit_message": "Upload by fsdpctl", "parent_commit": parent}
-            api.create_commit(self.name, [*changes, *removed], **about)
+            commit = {"commit_message": "Upload by fsdpctl", "parent_commit": parent}
+            api.create_commit(self.name, [*changes, *removed], **commit)
         return f"{constants.ENDPOINT}/{self.name}"

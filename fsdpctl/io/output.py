@@ -1,4 +1,4 @@
-"""Text streams that bear a reader that exits, a full disk, and text beyond their encoding."""
+"""Text streams that tolerate a reader that exits, a full disk, and text beyond their encoding."""
 
 import errno
 import os
@@ -10,11 +10,14 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.activity import DISPLAY
 
 _STDOUT = 1  # descriptor
-_GONE = (errno.EPIPE, errno.ECONNRESET)  # a reader that has enough, such as head
+_READER_EXITED = (errno.EPIPE, errno.ECONNRESET)  # errors if the reader exits, such as `head`
 
 
 def open_stdout(stream: TextIO) -> "LenientStream":
-    """Return standard output with a buffer, which writes all: with PYTHONUNBUFFERED it has none."""
+    """Return standard output as a LenientStream.
+
+    It is buffered even if PYTHONUNBUFFERED is set: an unbuffered stream may write only a part.
+    """
     if isinstance(getattr(stream, "buffer", None), RawIOBase):
         how = stream.encoding, stream.errors
         stream = open(_STDOUT, "w", -1, *how, closefd=False)  # noqa: SIM115  # to the end
@@ -22,7 +25,7 @@ def open_stdout(stream: TextIO) -> "LenientStream":
 
 
 class LenientStream:
-    """A text stream whose failures raise nothing when they happen; the program continues."""
+    """A text stream that records failures instead of raising exceptions."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         self._stream = stream  # None if the descriptor was closed before Python started
@@ -37,33 +40,33 @@ class LenientStream:
         self._try("flush")
 
     def check(self) -> None:
-        """Flush the stream; FsdpctlError if text was lost and its reader still exists."""
+        """Flush the stream. FsdpctlError if text was lost although the reader still exists."""
         self.flush()
         if self._failure:
-            way = "what was printed is incomplete, files that the command wrote are complete"
-            raise FsdpctlError(f"standard output: {self._failure}; {way}")
+            result = "the printed text is incomplete; files that the command wrote are complete"
+            raise FsdpctlError(f"standard output: {self._failure}; {result}")
 
     def _try(self, name: str, *args: str) -> None:
         try:
             getattr(self._stream, name)(*args)
         except OSError as error:
-            if not self._is_gone(error):
+            if not self._has_no_reader(error):
                 self._failure = self._failure or error.strerror or str(error)
-            self._send_null()
+            self._redirect_to_null()
         except UnicodeEncodeError as error:
             self._failure = self._failure or f"{error}; set PYTHONUTF8=1"
         except (AttributeError, ValueError):
-            pass  # there is none, or it is closed
+            pass  # no stream, or a closed stream
 
-    def _is_gone(self, error: OSError) -> bool:
+    def _has_no_reader(self, error: OSError) -> bool:
         if error.errno != errno.EIO:
-            return error.errno in _GONE
+            return error.errno in _READER_EXITED
         try:
-            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)  # a terminal that was closed
+            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)  # a closed terminal
         except (OSError, ValueError):
             return True
 
-    def _send_null(self) -> None:
+    def _redirect_to_null(self) -> None:
         """Drop buffered and future output, which would fail again at exit."""
         try:
             descriptor, null = self.fileno(), os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Packages that fsdpctl requires: their versions, and how to install one that is missing or old."""
+"""The packages that fsdpctl requires: their versions, and how to install missing or old ones."""
 
 import platform
 import re
@@ -10,12 +10,12 @@ import fsdpctl
 from fsdpctl.errors import UsageError
 
 _REQUIREMENT = re.compile(r"""([\w.-]+)([^;]*)(?:;.*extra *== *["'](\w+)["'])?""")
-_NAMES = {"hydra": "hydra-core", "yaml": "pyyaml"}  # of packages, by module
+_NAMES = {"hydra": "hydra-core", "yaml": "pyyaml"}  # packages by module
 
 
 def versions() -> dict[str, str]:
-    found = {name: _version(name) for name in ("torch", "transformers")}
-    return {"fsdpctl": fsdpctl.__version__, **found, "python": platform.python_version()}
+    libraries = {name: _version(name) for name in ("torch", "transformers")}
+    return {"fsdpctl": fsdpctl.__version__, **libraries, "python": platform.python_version()}
 
 
 def package_folder(name: str) -> Path:
@@ -26,7 +26,7 @@ def package_folder(name: str) -> Path:
 
 
 def import_package(package: str, location: str) -> Any:
-    """Import a package that only some commands need; `where` begins the UsageError if it fails."""
+    """Import a package that only some commands need; UsageError at `location` if that fails."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -34,13 +34,14 @@ def import_package(package: str, location: str) -> Any:
 
 
 def install_hint(module: str, error: ImportError | None = None) -> str:
-    """Return what an import of a module lacks, and the command that installs it."""
+    """Return the problem of a failed import, and the command that installs the package."""
     name = _NAMES.get(module, module)
-    needed, installs = _requirement(name)
-    if error is None or not (found := _version(name)):
-        return f"{needed} not installed; run `pip install '{installs}'`"
+    requirement, package = _requirement(name)
+    if error is None or not (version := _version(name)):
+        return f"{requirement} not installed; run `pip install '{package}'`"
     reason = " ".join(str(error).split())
-    return f"{name} {found} cannot be imported ({reason:.200}); run `pip install -U '{needed}'`"
+    problem = f"{name} {version} cannot be imported ({reason:.200})"
+    return f"{problem}; run `pip install -U '{requirement}'`"
 
 
 def _requirement(name: str) -> tuple[str, str]:
@@ -48,10 +49,10 @@ def _requirement(name: str) -> tuple[str, str]:
         lines = metadata.requires("fsdpctl") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed
         lines = []
-    for found in filter(None, map(_REQUIREMENT.match, lines)):
-        if found[1].replace("_", "-") == name.replace("_", "-") and found[3] != "dev":
-            needed = found[1] + found[2].strip()
-            return needed, f"fsdpctl[{found[3]}]" if found[3] else needed
+    for match in filter(None, map(_REQUIREMENT.match, lines)):
+        if match[1].replace("_", "-") == name.replace("_", "-") and match[3] != "dev":
+            requirement = match[1] + match[2].strip()
+            return requirement, f"fsdpctl[{match[3]}]" if match[3] else requirement
     return name, name
 
 

@@ -1,4 +1,4 @@
-"""Resources of this host that its processes may use: cores, threads of ranks, and memory."""
+"""Resources of this host that its processes may use: cores, threads per rank, and memory."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 from fsdpctl.errors import UsageError
 
 CPUS = Path("/sys/devices/system/cpu")
-# A rank's, unless OMP_NUM_THREADS is set: threads that sleep are woken one after another, and
-# PyTorch divides the operators of small models among few.
-_MOST_THREADS = 16
+# Threads per rank, unless OMP_NUM_THREADS is set. More threads don't help: sleeping threads are
+# woken one after another, and PyTorch divides operators of small models among few threads.
+_MAX_THREADS = 16
 CGROUP_ROOT, PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -43,27 +43,28 @@ def num_cores() -> int:
 
 
 def is_pinned() -> bool:
-    """Return whether another launcher has given this rank cores of its own."""
+    """Return whether another launcher has pinned this rank to a part of the cores."""
     of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")
     total = int(of_job) if of_job.isdecimal() else os.cpu_count() or 1
     return "FSDPCTL_LAUNCHER" not in os.environ and len(allowed_cpus()) < total
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Return the threads of each of `ranks`; UsageError if OMP_NUM_THREADS is not a number."""
+    """Return the threads per rank of `ranks`; UsageError if OMP_NUM_THREADS is not a number."""
     if (text := os.environ.get("OMP_NUM_THREADS")) is None:
-        return min(_MOST_THREADS, max(1, num_cores() // ranks))
-    if not (found := re.fullmatch(r"\s*([1-9]\d{0,3})\s*(,[\d, ]*)?", text, re.ASCII)):
+        return min(_MAX_THREADS, max(1, num_cores() // ranks))
+    if not (match := re.fullmatch(r"\s*([1-9]\d{0,3})\s*(,[\d, ]*)?", text, re.ASCII)):
         raise UsageError(f"OMP_NUM_THREADS={text:.40}: expected a number of threads, 1 to 9999")
-    return int(found[1])
+    return int(match[1])
 
 
 def cgroup_files(
     v2: str, v1: str, root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP
 ) -> Iterator[Path]:
-    """Yield a file of a controller by its name in either version.
+    """Yield the paths of a controller's file in this process's control groups, innermost first.
 
-    The innermost group comes first. Within a container, only the outermost may exist.
+    `v2` and `v1` are its names in the two versions of control groups. Within a container, only the
+    outermost path may exist.
     """
     controller = v2.partition(".")[0]
     with suppress(OSError):
@@ -82,7 +83,7 @@ def cgroup_files(
 
 
 def host_memory(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
-    """Return the bytes of this machine's memory that the processes of this group may use."""
+    """Return the bytes of host memory that the control groups of this process allow."""
     import psutil  # takes a moment
 
     limits = [int(psutil.virtual_memory().total)]

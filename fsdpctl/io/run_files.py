@@ -1,4 +1,4 @@
-"""The files of runs: their names, and the check that none leads elsewhere."""
+"""The names of a run's files, and the check that no file is a link to another directory."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdpctl.errors import UsageError
 
-RUNS = "runs"  # the folder of runs without a given directory
+RUNS = "runs"  # the parent of run directories by default
 OVERRIDES_FILE, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
 LOCK = "lock"
@@ -16,11 +16,11 @@ TENSORBOARD, TRACKER_ID = "tensorboard", "tracker-id.txt"
 HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-CACHE = "cache"  # of tokens, if the user's cannot be written
-CONFIG_JSON = "config.json"  # of a model of transformers
+CACHE = "cache"  # tokens, if the user's cache can't be written
+CONFIG_JSON = "config.json"  # the configuration of a model of transformers
 MANIFEST = "manifest.json"
-CHECKSUMS = "fsdpctl_checksums.json"  # of an export
-RUN_ASSETS = "assets"  # of the files that belong to the model's weights
+CHECKSUMS = "fsdpctl_checksums.json"  # in an export
+RUN_ASSETS = "assets"  # files that belong to the model's weights, such as the tokenizer's
 LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
 BEST = "best"  # a link to the checkpoint with the lowest validation loss
 STEP = re.compile(r"step-(\d{8,18})")
@@ -31,14 +31,14 @@ _WHOLE = (
     CACHE,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
-_NEXT = "remove it, or copy what it leads to"
+_NEXT = "remove it, or replace the link by its target"
 
 
 def check_run_files(run_dir: Path) -> None:
     """Check that no file that a run reads or writes in `run_dir` is a link or a special file.
 
-    The directory itself may be a link. Files of the user are not looked at, and neither are those
-    that wandb writes. The content of a checkpoint is checked where it is read.
+    The directory itself may be a link. Files of the user and of wandb are not checked. The content
+    of a checkpoint is checked when it is read.
     """
     for each in _entries(run_dir):
         if each.name in _WHOLE or each.name.startswith(_SNAPSHOT):
@@ -49,17 +49,14 @@ def check_run_files(run_dir: Path) -> None:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Check that a run directory does not exist, or is one whose files are its own."""
+    """Check that a run directory does not exist, or passes `check_run_files`."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
     check_run_files(run_dir)
 
 
 def check_checkpoint_dirs(checkpoints: Path) -> None:
-    """Check that the only link in a checkpoints directory is the one to the newest of them.
-
-    Whatever has the name of a checkpoint, or of an interrupted save, is a directory.
-    """
+    """Check that checkpoints are directories, and the only links `latest` and `best` to them."""
     for each in _entries(checkpoints):
         if each.is_symlink() and not (_LINK.fullmatch(each.name) and STEP.fullmatch(_read(each))):
             raise UsageError(f"{each.path}: is a link to {_read(each)}; {_NEXT}")
@@ -70,7 +67,7 @@ def check_checkpoint_dirs(checkpoints: Path) -> None:
 def _read(link: "os.DirEntry[str]") -> str:
     try:
         return os.readlink(link.path)
-    except OSError:  # removed meanwhile
+    except OSError:  # deleted meanwhile
         return ""
 
 
@@ -86,7 +83,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 def _check(entry: "os.DirEntry[str]") -> None:
     problem = ""
-    with suppress(FileNotFoundError):  # removed meanwhile
+    with suppress(FileNotFoundError):  # deleted meanwhile
         if entry.is_symlink():
             problem = f"is a link to {_read(entry)}"
         elif entry.is_dir():

@@ -1,7 +1,7 @@
-"""Files in object stores (s3://, gs://), asked several times if need be.
+"""Files in object stores (s3://, gs://), with retries.
 
-URLs may be settings of others, and fsspec has file systems that run code, connect anywhere, or
-open files within files: only those of STORES are opened.
+Only the protocols in STORES are opened: URLs may come from other people's settings, and fsspec has
+file systems that run code, connect to any host, or open files within files.
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,18 +21,18 @@ from fsdpctl.io.files import ErrorType, open_atomic
 from fsdpctl.io.packages import install_hint
 from fsdpctl.io.texts import printable, refuse_credentials
 
-STORES = ("s3", "gs", "file")  # protocols; a file:// is a path of this machine
+STORES = ("s3", "gs", "file")  # protocols; file:// is a path on this machine
 _DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
-_HUB = "hf://"  # names of data sets in a cache on this machine
+_HUB = "hf://"  # names of data sets, which are read from the Hub's cache on this machine
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
-_THREADS = 64  # requests at the same time
-_TRIES, _PAUSE = 7, 0.25  # attempts of a request; seconds after the first, then doubled
-_FINAL = (FileNotFoundError, PermissionError)  # answers that another attempt does not change
+_THREADS = 64  # concurrent requests
+_ATTEMPTS, _FIRST_PAUSE = 7, 0.25  # per request; in seconds, doubled after each attempt
+_FINAL = (FileNotFoundError, PermissionError)  # errors that are not retried
 POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
 
 
 def is_remote(path: str, location: str = "") -> bool:
-    """Return whether a path is in a store, as s3://BUCKET/NAME; UsageError for other URLs."""
+    """Return whether a path is a URL such as s3://BUCKET/NAME; UsageError for other URLs."""
     url = _URL.match(path)
     if url is None or path.startswith(_HUB):
         return False
@@ -49,8 +50,8 @@ class StoredFile:
     """A file or directory in a store."""
 
     store: Any
-    url: str  # as the user would write it
-    path: str  # as the store takes it
+    url: str  # as users write it
+    path: str  # as the store expects it
     error_type: ErrorType = FsdpctlError  # if the store does not answer
 
     def child(self, name: str) -> "StoredFile":
@@ -58,19 +59,19 @@ class StoredFile:
         return StoredFile(self.store, url, path, self.error_type)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return a range of its bytes; an answer that is too short is asked for again."""
+        """Return a range of bytes. An answer that is too short is requested again."""
 
-        def ask() -> bytes:
-            found: bytes = self.store.cat_file(self.path, start=start, end=stop)
-            if len(found) != stop - start:
-                raise EOFError(f"cut at byte {start + len(found)}, or replaced")
-            return found
+        def request() -> bytes:
+            content: bytes = self.store.cat_file(self.path, start=start, end=stop)
+            if len(content) != stop - start:
+                raise EOFError(f"truncated at byte {start + len(content)}, or replaced")
+            return content
 
-        content: bytes = with_retries(self.url, ask, self.error_type)
+        content: bytes = with_retries(self.url, request, self.error_type)
         return content
 
     def copy_prefix(self, file: Path, count: int, size: int) -> None:
-        """Write its first `count` bytes to a file of `size` bytes, of which the rest is empty."""
+        """Write the first `count` bytes to a sparse local file of `size` bytes."""
         content = self.read(0, count)
         file.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(file) as out:
@@ -79,10 +80,9 @@ class StoredFile:
 
     def info(self) -> dict[str, Any]:
         self.store.invalidate_cache(self.path)
-        found: dict[str, Any] = with_retries(
-            self.url, lambda: self.store.info(self.path), self.error_type
-        )
-        return found
+        request = partial(self.store.info, self.path)
+        info: dict[str, Any] = with_retries(self.url, request, self.error_type)
+        return info
 
     def size(self) -> int:
         return int(self.info()["size"] or 0)
@@ -105,33 +105,36 @@ class StoredFile:
 
 
 def open_store(url: str, location: str, error_type: ErrorType = FsdpctlError) -> StoredFile:
-    """Return what a URL leads to, with fsspec's file system; `where` begins messages."""
+    """Return the file or directory at a URL, with its file system of fsspec.
+
+    UsageError, which begins with `location`, if the driver is missing or can't open the URL.
+    """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
     if not is_remote(url, location):
         raise UsageError(f"{location}: not in an object store")
     try:
         store, path = url_to_fs(url)
-    except ImportError as error:  # its cause is that of the driver
+    except ImportError as error:
+        # fsspec's error has the driver's error as its cause.
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        raise UsageError(
-            f"{location}: {install_hint(_DRIVERS[url.partition(':')[0]], cause)}"
-        ) from None
-    except Exception as error:  # some drivers connect now
+        driver = _DRIVERS[url.partition(":")[0]]
+        raise UsageError(f"{location}: {install_hint(driver, cause)}") from None
+    except Exception as error:  # some drivers already connect here
         raise UsageError(f"{location}: {error}") from None
     return StoredFile(store, url, str(path), error_type)
 
 
 def with_retries(url: str, request: Callable[[], Any], error_type: ErrorType = FsdpctlError) -> Any:
-    """Return the answer of a store, or raise `refusal` from its error after several attempts."""
-    for number in range(_TRIES):
+    """Return the result of `request`. After several failed attempts, raise an `error_type`."""
+    for number in range(_ATTEMPTS):
         try:
             return request()
-        except Exception as error:  # drivers raise those of their libraries
+        except Exception as error:  # drivers raise arbitrary exceptions of their libraries
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
             reason = printable(" ".join(f"{kind}{error}".split())[:200])
-            if isinstance(error, _FINAL) or number == _TRIES - 1:
+            if isinstance(error, _FINAL) or number == _ATTEMPTS - 1:
                 raise error_type(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
-            time.sleep(_PAUSE * 2**number)
+            time.sleep(_FIRST_PAUSE * 2**number)
     raise AssertionError

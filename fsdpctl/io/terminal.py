@@ -13,17 +13,17 @@ from fsdpctl.io.files import open_nofollow
 from fsdpctl.io.output import LenientStream
 from fsdpctl.io.texts import printable
 
-_HEAD = 8  # characters of the subject of a line
-# The beginning of a line: its subject or blanks, and the number of an item.
+_HEAD = 8  # columns of the subject of a line
+# The beginning of a line: a subject or blanks, and optionally an item number such as "1. ".
 _SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
 
 
 class LenientConsole(Console):
-    """A console that falls silent if its reader exits or the disk is full; the run continues."""
+    """A console that prints nothing more if its reader exits or the disk is full."""
 
     @property
     def file(self) -> IO[str]:
-        return LenientStream(super().file)  # type: ignore[return-value]  # the methods that rich uses
+        return LenientStream(super().file)  # type: ignore[return-value]  # has the methods that rich calls
 
     @file.setter
     def file(self, new: IO[str]) -> None:
@@ -31,7 +31,7 @@ class LenientConsole(Console):
 
 
 def wrapped(line: str, width: int) -> str:
-    """Wrap a line at words, with the continuation below its text; several lines stay as they are.
+    """Wrap a line at words, and indent the following lines. Multi-line texts stay unchanged.
 
     Names, paths and settings are not broken.
     """
@@ -49,7 +49,7 @@ def wrapped(line: str, width: int) -> str:
 
 
 def journal(log: Path, text: str) -> None:
-    """Append lines with the time to a log. If the disk is full, they are dropped."""
+    """Append lines with the time to a log. If the disk is full, the lines are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
     with suppress(OSError), open_nofollow(log, "ab", folders=1) as file:

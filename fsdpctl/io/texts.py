@@ -1,4 +1,4 @@
-"""Text: numbers with units, names and values of others for terminals; and texts in batches."""
+"""Text for terminals: numbers with units, and untrusted names and values; batches of texts."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -6,11 +6,11 @@ from typing import TypeVar
 
 from fsdpctl.errors import UsageError
 
-# C0 without tab and line feed, C1, marks of direction, separators of lines, surrogates.
-_STEERING = re.compile(
+# C0 without tab and line feed, C1, direction marks, line separators, surrogates.
+_CONTROL_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# Secrets in URLs; repeats are bounded because a search would take the square of a length.
+# Secrets in URLs. Repeats are bounded: otherwise a search takes quadratic time.
 _NAME = r"[?&#;][^=\s&]{0,99}(?:token|sig|secret|passw|cred|key|auth)[^=\s&]{0,99}="
 _PARAMETER = re.compile(rf"({_NAME})[^\s&]+", re.IGNORECASE)
 _USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")  # paths have one slash
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 def shorten_snapshots(text: str) -> str:
-    """Return a text with ORG/NAME@REVISION, cut short, for the directory of a model or of data."""
+    """Replace directories in the Hub's cache by ORG/NAME@REVISION, with a short revision."""
     return _SNAPSHOT.sub(r"\1/\2@\3", text)
 
 
 def hub_name(path: str) -> tuple[str, str] | None:
-    """Return the name and the commit of a directory in the cache of the Hugging Face Hub."""
+    """Return the name and the commit of a directory in the Hub's cache; None: another path."""
     match = _SNAPSHOT.fullmatch(path)
     return (f"{match[1]}/{match[2]}", match[3] + match[4]) if match else None
 
 
 def printable(text: str) -> str:
-    """Replace control characters of terminals and text, and secrets in URLs."""
+    """Replace control characters, and secrets in URLs."""
     if text.isprintable() and ":/" not in text:
         return text
-    text = _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
+    text = _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
     return _PARAMETER.sub(r"\1***", _USER.sub(r":\1***@", text))
 
 
@@ -51,12 +51,12 @@ def one_line(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Replace what is not printable, except line feeds, by escapes of strings in YAML."""
+    """Replace unprintable characters, except line feeds, by YAML's string escapes."""
     return "".join(x if x.isprintable() or x == "\n" else f"\\U{ord(x):08x}" for x in text)
 
 
 def refuse_credentials(text: str, location: str) -> None:
-    """Refuse a setting or an argument that has a URL with a user, a token or a signature."""
+    """Raise a UsageError if a text has a URL with a user, a token or a signature."""
     if _SECRET.search(text):
         raise UsageError(
             f"{location}: a URL with a user, password, token or signature, which would be "
@@ -70,14 +70,14 @@ def format_bytes(count: float) -> str:
 
 
 def three_digits(amount: float) -> str:
-    """Format a number with three digits, or all before the point."""
+    """Format a number with three digits, or with all digits of a larger integer part."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:#.3g}"
 
 
 def batched_by_size(
     items: Iterable[T], size: Callable[[T], int], min_size: int
 ) -> Iterator[list[T]]:
-    """Yield items in order, as many as have `least` together; the last ones may have less."""
+    """Yield lists of successive items. All but the last have a total size of `min_size` or more."""
     batch, total = list[T](), 0
     for item in items:
         batch.append(item)

@@ -1,4 +1,4 @@
-"""Untrusted JSON and YAML: limited in size and depth, without duplicate keys, type-checked."""
+"""Reads untrusted JSON and YAML: limits size and depth, rejects duplicate keys, checks types."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import ErrorType, read_text_file
 
 MIB = 1 << 20
-MAX_DEPTH = 64  # levels; a tokenizer.json has ten
+MAX_DEPTH = 64  # nested levels; a tokenizer.json has 10
 T = TypeVar("T")
 MAX_COUNT = 1 << 60  # bytes, elements, steps
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -36,16 +36,16 @@ def parse_json(
     *,
     finite: bool = True,
 ) -> T:
-    """Decode JSON into the type `schema`, or raise `refusal`; `finite` refuses infinity and NaN.
+    """Decode JSON into the type `schema`, or raise `error_type`; `finite` rejects inf and NaN.
 
-    msgspec decodes faster, but accepts duplicate keys, of which the last one wins.
+    msgspec would decode faster, but it accepts duplicate keys.
     """
     numbers: dict[str, Any] = {}
     if finite:
         numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        content = json.loads(text, object_pairs_hook=_without_doubles, **numbers)
+        content = json.loads(text, object_pairs_hook=_reject_duplicates, **numbers)
     except RecursionError:
         raise error_type(f"{location}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -58,10 +58,10 @@ def parse_json(
 def as_type(
     content: object, schema: type[T], location: str, error_type: ErrorType = UsageError
 ) -> T:
-    """Convert `content`, made of built-in types, to the type `schema`, or raise `refusal`."""
+    """Convert `content`, made of built-in types, to the type `schema`, or raise `error_type`."""
     try:
         return msgspec.convert(content, schema)
-    except ValueError as error:  # another type, or text that isn't valid Unicode
+    except ValueError as error:  # wrong type, or invalid Unicode
         raise error_type(f"{location}: not as expected: {error}") from None
 
 
@@ -72,25 +72,24 @@ def check_version(
     location: str,
     error_type: ErrorType,
 ) -> None:
-    """Raise `refusal` unless a document of fsdpctl declares the `expected` format and version."""
+    """Raise `error_type` unless `content` declares the `expected` format and version."""
     format_name, version = expected
     if content.get("format") != format_name:
         raise error_type(f"{location}: not {noun}")
     if content.get("version") != version:
         way = f"expected version {version}"
-        raise error_type(
-            f"{location}: version {content.get('version')!s:.20} is not supported; {way}"
-        )
+        problem = f"version {content.get('version')!s:.20} is not supported"
+        raise error_type(f"{location}: {problem}; {way}")
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"{_double(name for name, _ in pairs)} appears twice")
-    return found
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"{_most_frequent(name for name, _ in pairs)} appears twice")
+    return content
 
 
-def _double(names: Any) -> str:
+def _most_frequent(names: Any) -> str:
     return str(Counter(names).most_common(1)[0][0])[:80]
 
 
@@ -125,11 +124,11 @@ class _Loader(yaml.BaseLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            name = _double(self.construct_object(key) for key, _ in node.value)
+        content: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(content) < len(node.value):
+            name = _most_frequent(self.construct_object(key) for key, _ in node.value)
             raise yaml.YAMLError(f"{name} appears twice")
-        return found
+        return content
 
 
 def read_yaml(path: Path) -> object:
@@ -138,7 +137,7 @@ def read_yaml(path: Path) -> object:
 
 
 def parse_yaml(text: str, path: str) -> object:
-    """Decode YAML as `read_yaml` does; `path` begins messages."""
+    """Decode YAML as `read_yaml` does; errors begin with `path`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:

@@ -146,7 +146,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "a call behind text": ({"messages": [user(), answer(), {"role": "tool_call", "content":
         {"name": "f"}}]}, means(user(), calls(call(), content="b"))),
     "a call of another loss": ({"messages": [user(), answer(), {"role": "tool_call", "content":
-        {"name": "f"}, "loss": False}]}, "message 3: loss: conflicts with the message before"),
+        {"name": "f"}, "loss": False}]}, "message 3: loss: conflicts with message 2"),
     "two kinds of calls": (talk(tool_calls=[call()], function_call={"name": "f"}),
         "message 2: function_call: conflicts with tool_calls"),
     "a call that is no object": (talk(function_call="auto"), "message 2: function_call: not JSON"),

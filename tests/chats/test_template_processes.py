@@ -27,7 +27,7 @@ def setup(template=template_of("chatml"), most_bytes=2 << 30, seconds=10.0):
 
 @pytest.mark.slow
 def test_replies_of_several_processes_are_in_order(monkeypatch):
-    monkeypatch.setattr(running, "_BATCH", 4000)
+    monkeypatch.setattr(running, "_BATCH_BYTES", 4000)
     chats = [(Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)]
     texts = [made.samples[0].text for made in render_chats(setup(), "t", chats)]
     assert texts == [
@@ -58,7 +58,7 @@ def test_processes_are_ended_with_the_first_error(monkeypatch):
 
     start_as_before = running._start
     monkeypatch.setattr(running, "_start", start)
-    monkeypatch.setattr(running, "_BATCH", 1)
+    monkeypatch.setattr(running, "_BATCH_BYTES", 1)
     monkeypatch.setattr(running, "num_cores", lambda: 2)
     endless = "{% if messages[0].content == 'c' %}{{ raise_exception('no') }}{% endif %}" + ENDLESS
     chats = [(Chat(say("c", "b"), [True, True]), "line 1"), *PLACES]

@@ -169,7 +169,7 @@ NOT_FOUND = {
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}"
     "{% endfor %}": "its beginning was not found: .* add_generation_prompt",
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}": (
-        "message 2: the template does not write it"
+        "message 2: the chat template drops this message"
     ),
     "{% for m in messages %}{% if m.role == 'assistant' %}{% set text %}{% generation %}"
     "{{ m.content }}{% endgeneration %}{% endset %}{{ 'assistant: ' + text }}{% else %}"

@@ -55,7 +55,7 @@ ERRORS = {"killed": Killed, "denied": PermissionError, "lost": FileNotFoundError
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return the directory of a run with checkpoints, in a process with an empty store."""
-    monkeypatch.setattr(stores, "_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(stores, "STORES", ("memory",))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])

@@ -183,8 +183,8 @@ ASKS = {
         "several sets to train on, data/train_gen, data/train_sft",
     "dataset_dict.json=OTHER en/data-00000-of-00001.arrow fr/data-00000-of-00001.arrow":
         "several sets to train on, en, fr",
-    "train_test.jsonl a.jsonl": "train_test.jsonl: named after several splits, test and train",
-    "test/train/a.jsonl": "a.jsonl: named after several splits, test and train",
+    "train_test.jsonl a.jsonl": "train_test.jsonl: name matches several splits, test and train",
+    "test/train/a.jsonl": "a.jsonl: name matches several splits, test and train",
     "test.jsonl val.jsonl": "no files to train on, but val.jsonl, test.jsonl; name those to read",
     ".gitattributes": "no text found",
 }  # fmt: skip
@@ -365,7 +365,7 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     found = open_data(DataConfig("text", str(tmp_path), val_fraction=0))
     assert isinstance(found.train, TokenStream)
     assert bytes(found.train.tokens[:]) == b"a bc"
-    notes = ("2 documents without text, passed over", "columns ignored: label (2 rows)")
+    notes = ("2 documents without text, skipped", "columns ignored: label (2 rows)")
     assert found.notes == notes
     done = tokenize_files(str(tmp_path), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
     assert (done.tokens, done.about) == (4, "1 file of 2; left out: README.md")

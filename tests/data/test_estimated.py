@@ -129,7 +129,7 @@ def test_estimated_tokens_and_rows_are_those_of_a_run(kind, files, tokenizer, tm
     assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
     assert found.val.num_tokens == pytest.approx(found.train.num_tokens * 0.02 / 0.98, abs=1)
     assert 0 < (found.relative_error or 0) < 0.06
-    assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 places)")
+    assert found.notes[-1].endswith(f" in {size:,} bytes (estimated from 64 excerpts)")
     again = open_estimated(config)  # the cache has the tokens now
     assert (again.fingerprint, again.relative_error) == (exact.fingerprint, None)
 
@@ -169,7 +169,7 @@ def test_a_small_source_is_counted_and_files_of_validation_have_their_share(toke
     assert few.content.num_tokens == exact.train.sources[0].content.num_tokens
     assert near(found.train.num_tokens, exact.train.num_tokens, found.relative_error)
     assert near(len(found.train.samples(512)), len(exact.train.samples(512)), 0.05)
-    assert any(each.startswith("many: ") and "places" in each for each in found.notes)
+    assert any(each.startswith("many: ") and "excerpts" in each for each in found.notes)
     for about in (
         {"path": "both"},
         {"path": "few"},

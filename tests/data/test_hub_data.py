@@ -78,7 +78,7 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
     with pytest.raises(UsageError, match="no such files"):
         names("hf://org/bare/test")
     for number, (about, word) in enumerate({
-        "- config_name: en\n  data_dir: en\n": "data_dir of the data set's card, without files",
+        "- config_name: en\n  data_dir: en\n": "data_dir without data_files in the card",
         "- config_name: en\n  data_dir: en\n  - split: x\n": "README.md: not YAML",
     }.items()):  # fmt: skip
         cached(

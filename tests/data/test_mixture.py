@@ -99,7 +99,7 @@ def test_sources_are_named_in_the_path(tmp_path):
         text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
         once = absolute_paths(text)
         assert absolute_paths(once) == once
-    with pytest.raises(UsageError, match=r"web: its share is less than one of 4,096 samples"):
+    with pytest.raises(UsageError, match=r"web: the share is below 1 of 4,096 samples"):
         open_data(DataConfig(name="text", path=f"{web}:0.0001,{code}:1"))
     with pytest.raises(UsageError, match=r"data\.val_path=.*not found"):
         open_data(DataConfig(name="text", path=f"{web},{code}", val_path=f"{tmp_path}/v.txt"))

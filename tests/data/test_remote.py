@@ -25,7 +25,7 @@ from tests.data.test_token_formats import TOKENS, write_datatrove, write_llm_c
 def bucket(tmp_path, monkeypatch):
     """Return a directory, and a function that copies it into the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(stores, "_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(stores, "STORES", ("memory",))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     folder = tmp_path / "files"
@@ -84,7 +84,7 @@ def test_a_store_that_fails_at_random_changes_no_sample(bucket, monkeypatch):
             raise rng.choice([OSError("reset"), TimeoutError(), ValueError("500")])
         return plain(self, path, start=start, end=end, **about)
 
-    monkeypatch.setattr(stores, "_TRIES", 40)
+    monkeypatch.setattr(stores, "_ATTEMPTS", 40)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", failing)
     assert same(batches(str(folder)), batches("memory://bucket"))
 
@@ -160,9 +160,9 @@ def test_documents_and_damage_in_a_store_are_known(bucket, monkeypatch):
     there = batches("memory://bucket", packing=True)
     assert same(batches(str(folder), packing=True), there)
     MemoryFileSystem().pipe_file("/bucket/a.ds", TOKENS[:30].astype("<u2").tobytes())
-    with pytest.raises(FsdpctlError, match=r"a\.ds: cut at byte"):
+    with pytest.raises(FsdpctlError, match=r"a\.ds: truncated at byte"):
         there.validation(9, 0, 0)
-    with pytest.raises(UsageError, match=r"a\.ds: cut: expected 999"):
+    with pytest.raises(UsageError, match=r"a\.ds: truncated: expected 999"):
         batches("memory://bucket")
     MemoryFileSystem().rm("/bucket/a.ds")
     with pytest.raises(FsdpctlError, match=r"a\.ds: FileNotFoundError"):
@@ -202,7 +202,7 @@ def test_other_data_and_unknown_stores_are_refused():
 def test_the_window_of_samples_that_wait_is_limited(bucket, monkeypatch):
     _, upload = bucket
     upload()
-    monkeypatch.setattr(remote_tokens, "_MOST_AHEAD", 5)
+    monkeypatch.setattr(remote_tokens, "_MAX_PREFETCHED", 5)
     rows = batches("memory://bucket").samples
     rows.fetch(range(30))
     held = [len(each.prefetched) for each in rows.stream.tokens.shards]

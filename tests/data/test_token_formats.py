@@ -118,17 +118,17 @@ def test_shards_are_one_stream_in_the_order_of_their_names(tmp_path):
 
 
 @pytest.mark.parametrize(("spoil", "word"), [
-    (lambda at: write_llm_c(at / "a.bin", count=1000), "cut: expected 1000 tokens"),
+    (lambda at: write_llm_c(at / "a.bin", count=1000), "truncated: expected 1000 ids"),
     (lambda at: write_llm_c(at / "a.bin", version=3), "is missing"),
-    (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "cut"),
-    (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: cut"),
+    (lambda at: os.truncate(write_megatron(at / "a.bin"), 998), "truncated"),
+    (lambda at: os.truncate(write_megatron(at / "a.bin").with_suffix(".idx"), 70), "idx: trunc"),
     (lambda at: write_megatron(at / "a.bin", version=2), "not supported"),
-    (lambda at: write_megatron(at / "a.bin", documents=(0, 2, 5)), "its documents are not"),
-    (lambda at: write_megatron(at / "a.bin", documents=(1, 2, 6)), "its documents are not"),
-    (lambda at: write_megatron(at / "a.bin", documents=(0, 4, 2, 6)), "its documents are not"),
-    (lambda at: write_megatron(at / "a.bin", documents=(0,)), "its documents are not"),
-    (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "cut: expected 999"),
-    (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: cut"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0, 2, 5)), "its documents do not have"),
+    (lambda at: write_megatron(at / "a.bin", documents=(1, 2, 6)), "its documents do not have"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0, 4, 2, 6)), "its documents do not have"),
+    (lambda at: write_megatron(at / "a.bin", documents=(0,)), "its documents do not have"),
+    (lambda at: os.truncate(write_datatrove(at / "a.ds"), 500), "truncated: expected 999"),
+    (lambda at: os.truncate(f"{write_datatrove(at / 'a.ds')}.index", 9), "index: truncated"),
     (lambda at: np.save(at / "a.npy", np.zeros((3, 3))), "expected a 1-D array"),
     (lambda at: (at / "a.bin").write_bytes(b""), "is missing"),
     (lambda at: (write_llm_c(at / "a.bin"), write_numpy(at / "b.npy")), "expected 50257"),
@@ -212,7 +212,7 @@ def test_tokens_whose_flag_is_false_are_no_targets(tmp_path):
             assert sample.targets.tolist() == expected.tolist()
     assert plain.fingerprint != opened(write_datatrove(tmp_path / "b.ds")).fingerprint
     data = open_data(DataConfig(name="tokens", path=str(path), val_fraction=0.5))
-    assert data.notes == ("tokens that NAME.loss excludes from the loss are not trained on",)
+    assert data.notes == ("the loss masks NAME.loss are used",)
     assert data.val is not None
     held = data.val.samples(100)[1].targets != IGNORE_INDEX
     assert held.tolist() == flags[len(TOKENS) - 499 + 101 :][:100].tolist()
@@ -239,7 +239,7 @@ def test_flags_that_do_not_match_the_tokens_are_refused(tmp_path):
         write_flags(write_datatrove(tmp_path / f"{name}.ds"), np.ones(len(TOKENS)))
     for size in (998, 1000, 0):
         write_flags(tmp_path / "b.ds", np.ones(size))
-        with pytest.raises(UsageError, match=rf"b\.ds\.loss: .*expected 999 .* got {size}"):
+        with pytest.raises(UsageError, match=rf"b\.ds\.loss: .*expected 999 .* found {size}"):
             opened(tmp_path)
     (tmp_path / "b.ds.loss").unlink()
     with pytest.raises(UsageError, match=r"b\.ds\.loss: not found; expected one next to every"):

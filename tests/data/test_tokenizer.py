@@ -134,7 +134,7 @@ def test_a_tokenizer_without_positions_makes_text_but_no_chats(tmp_path):
     found = open_tokenizer(str(folder))
     assert isinstance(found, FileTokenizer)
     assert len(encoded(found, "ab"))
-    with pytest.raises(UsageError, match="CTRLTokenizer gives no positions of tokens"):
+    with pytest.raises(UsageError, match="CTRLTokenizer returns no positions of tokens"):
         found.encode_texts(["ab"])
 
 

@@ -16,9 +16,9 @@ from fsdpctl.io.activity import BYTES, Display
 @pytest.fixture
 def display(monkeypatch) -> Iterator[Display]:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(activity, "_PATIENCE", 0.05)
-    monkeypatch.setattr(activity, "_AT_ONCE", 0.05)
-    monkeypatch.setattr(activity, "_REDRAWN", 0.01)
+    monkeypatch.setattr(activity, "_LOG_DELAY", 0.05)
+    monkeypatch.setattr(activity, "_TERMINAL_DELAY", 0.05)
+    monkeypatch.setattr(activity, "_REDRAW_INTERVAL", 0.01)
     found = Display()
     yield found
     found.stop()
@@ -48,7 +48,7 @@ def test_a_log_gets_lines_at_growing_distances(display):
 
 
 def test_output_counts_as_a_sign_of_life(display, monkeypatch):
-    monkeypatch.setattr(activity, "_PATIENCE", 1.0)
+    monkeypatch.setattr(activity, "_LOG_DELAY", 1.0)
     log = io.StringIO()
     display.before_output("a line\n")
     display.start(log, "working")

@@ -104,10 +104,10 @@ def test_a_server_decides_neither_the_length_of_an_answer_nor_how_long_it_takes(
         headers["Content-Encoding"] = "gzip"
         return gzip.compress(bytes(1 << 20))
 
-    monkeypatch.setattr(hub_responses, "_MOST_PAGES", 5)
+    monkeypatch.setattr(hub_responses, "_MAX_PAGES", 5)
     for change in (one_more, the_same):
         assert all("lists files without an end" in each for each in changed(change))
-    monkeypatch.setattr(hub_responses, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(hub_responses, "_MAX_BYTES", 1 << 16)
     assert all("sends more than 0 MiB" in each for each in changed(bomb))
     monkeypatch.setattr(hub_responses, "time", Mock(monotonic=count(0, 100).__next__))
     assert all("for an answer" in each for each in changed(lambda headers, body: body))

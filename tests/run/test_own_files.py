@@ -69,7 +69,7 @@ def test_a_link_in_place_of_a_step_is_named_and_the_one_to_the_newest_is_followe
         link.symlink_to(target)
         for words in ("status",), ("verify-checkpoint",), ("sample",):
             assert invoke(*words, str(run)) == (
-                2, f"{link}: is a link to {target}; remove it, or copy what it leads to"
+                2, f"{link}: is a link to {target}; remove it, or replace the link by its target"
             )  # fmt: skip
         link.unlink()
 
