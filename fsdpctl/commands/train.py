@@ -106,7 +106,7 @@ def _composed(asked: ConfigArguments, files: list[Path], first: OnChecked | None
     names = " and ".join(each.name for each in files)
     note(*(f"{names}: {line}" for line in describe_omissions(recipe) if first))
     return compose_config(
-        words, str(source), converted=recipe.words, on_checked=first, for_training=True
+        words, str(source), converted=recipe.settings, on_checked=first, for_training=True
     )
 
 

@@ -1,1 +1,1 @@
-"""From the words a person types to typed, checked values. Nothing here imports torch."""
+"""Typed, checked settings from text and YAML. Modules of this package do not import torch."""

@@ -256,7 +256,7 @@ def _refuse_duplicates(typed: Sequence[Setting]) -> None:
     seen: dict[str, str] = {}
     for name, value in typed:
         if name in seen:
-            raise UsageError(f"{name}: given twice, as {seen[name]} and as {value}")
+            raise UsageError(f"{name}: set twice, as {seen[name]} and as {value}")
         seen[name] = value
 
 

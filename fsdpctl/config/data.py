@@ -19,14 +19,11 @@ TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "keep")
 TEMPLATE, ALPACA = "template", "alpaca"
+_CHAT_KEYS = ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long")
 _ONLY_WITH = {
-    **dict.fromkeys(
-        ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long"), (CHAT,)
-    ),
-    "new_tokens": (TEXT, CHAT),
-    "packing": (CHAT, TOKENS),
+    **dict.fromkeys(_CHAT_KEYS, (CHAT,)), "new_tokens": (TEXT, CHAT), "packing": (CHAT, TOKENS),
     "format": (TOKENS,),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

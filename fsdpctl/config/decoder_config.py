@@ -39,12 +39,10 @@ SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
     "intermediate_size": ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "vocab_size": ("vocab_size",),
+    "num_heads": ("num_attention_heads", "n_head"), "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",), "vocab_size": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len"),
-}
+}  # fmt: skip
 
 
 def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str]:

@@ -27,25 +27,19 @@ _FAMILIES = {
 _NORMS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
 # transformers' names of sizes; a configuration class has at most one name of each row.
 _NAMES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size ffn_hidden_size",
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size ffn_hidden_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads num_kv_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": _NORMS,
-    "attention.layer_norm_epsilon": _NORMS,
-    "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": _NORMS,
+    "attention.layer_norm_epsilon": _NORMS, "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_experts",
+    "final_logit_softcapping": "final_logit_softcapping", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
-}
+    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
+}  # fmt: skip
 _REQUIRED = ("context_length", "block_count", "embedding_length", "attention.head_count")
 _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_", "final_")
 # Keys that other code reads, or that change nothing.
@@ -83,11 +77,9 @@ def _config(path: Path, changed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise UsageError(f"{path}: architecture {kind}: not supported{families}")
     if problem := _problem(header):
         raise UsageError(f"{path}: {problem}")
-    if (exported := header.metadata.get(GGUF_CONFIG_JSON)) is None:
+    if (config := header.metadata.get(GGUF_CONFIG_JSON)) is None:
         return _made(header)
-    return _made(header)[0] | parse_json(
-        exported, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}"
-    ), ()
+    return _made(header)[0] | parse_json(config, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}"), ()
 
 
 def _problem(header: GgufHeader) -> str:

@@ -152,11 +152,8 @@ def optional_key(meaning: str, **fields: Any) -> Any:
 
 
 _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-}
+    bool: "true or false", int: "whole number", float: "number", str: "text",
+}  # fmt: skip
 
 
 def keys_of(section: str, schema: type) -> dict[str, Key]:

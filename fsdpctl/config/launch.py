@@ -31,13 +31,11 @@ _TRAINER = EmulatedProgram(
     transformers_norms=True, fused_dequantization=True, seconds_per_tensor=0.3e-3
 )
 PROGRAMS = {
-    NO_EMULATION: EmulatedProgram(),
-    "torchtitan": EmulatedProgram(keeps_logits=True),
-    "transformers": _TRAINER,
-    "transformers_foreach": replace(_TRAINER, fused_optimizer=False),
+    NO_EMULATION: EmulatedProgram(), "torchtitan": EmulatedProgram(keeps_logits=True),
+    "transformers": _TRAINER, "transformers_foreach": replace(_TRAINER, fused_optimizer=False),
     "liger": replace(_TRAINER, transformers_norms=False, fused_experts=True),
     "reentrant": EmulatedProgram(reentrant_checkpoints=True),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Settings that follow from files: of `model.path`, of a named model, of `model.lora.path`."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,7 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
             raise UsageError(f"{CONFIG_JSON_KEY}: not that of {location}; leave it out")
 
 
-def adapter_values(
-    choices: Settings, settings: Settings, typed: Collection[str]
-) -> dict[str, Value]:
+def adapter_values(choices: Settings, settings: Settings, typed: set[str]) -> dict[str, Value]:
     """Return the settings of the adapters in `model.lora.path`, if it is set.
 
     They replace settings of a recipe, except for the dropout. UsageError if `typed` names of the
@@ -197,9 +195,7 @@ def model_settings(path: str) -> dict[str, str]:
         if name.startswith("model.") and name not in _RUN_KEYS
     }
     if not settings and has_adapters(folder):
-        advice = (
-            f"set model.path to the model that they were trained on, and model.lora.path={path}"
-        )
+        advice = f"set model.path to their base model, and model.lora.path={path}"
         raise UsageError(f"model.path={path}: adapters without a model; {advice}")
     if not settings:
         problem = f"no model found; expected {CONFIG_JSON}, a run, or a checkpoint"

@@ -15,10 +15,8 @@ from fsdpctl.plan.recomputation import BLOCKS, Recomputation
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
 MICRO_BATCH = "train.micro_batch_size"
 PREFETCHES = (
-    PrefetchConfig("none", 0, 0),
-    PrefetchConfig("backward", 0, 1),
-    PrefetchConfig("both", 1, 1),
-)
+    PrefetchConfig("none", 0, 0), PrefetchConfig("backward", 0, 1), PrefetchConfig("both", 1, 1),
+)  # fmt: skip
 _HAS_DEFAULT = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
 
 
@@ -52,11 +50,9 @@ class Selection:
     def settings(self, names: Sequence[str], default: "Selection | None" = None) -> list[str]:
         """Return the settings of `names`, except for values that `default` has too."""
         values = {
-            STRATEGY: self.strategy,
-            RECOMPUTATION: self.recomputation.text,
-            PREFETCH: self.prefetch.name,
-            MICRO_BATCH: self.micro_batch_size,
-        }
+            STRATEGY: self.strategy, RECOMPUTATION: self.recomputation.text,
+            PREFETCH: self.prefetch.name, MICRO_BATCH: self.micro_batch_size,
+        }  # fmt: skip
         same = [] if default is None else default.settings(names)
         texts = (f"{name}={values[name]}" for name in names)
         return [text for text in texts if text not in same]
@@ -115,10 +111,8 @@ def with_selection(config: C, selection: Selection) -> C:
     names = auto_names(config)
     values: dict[str, Value] = {}
     if RECOMPUTATION in names:
-        values = {
-            RECOMPUTATION: selection.recomputation.name,
-            BLOCKS: selection.recomputation.blocks,
-        }
+        mode = selection.recomputation
+        values = {RECOMPUTATION: mode.name, BLOCKS: mode.blocks}
     if MICRO_BATCH in names:
         values[MICRO_BATCH] = selection.micro_batch_size
     config = config.changed(values, Origin.SELECTED)

@@ -4,18 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT
+from fsdpctl.importers import training_arguments as hf
 from fsdpctl.importers.schedules import NO_LIMIT, add_schedule
 from fsdpctl.importers.source_config import SourceKey
-from fsdpctl.importers.training_arguments import (
-    first_rows,
-    hides_text,
-    is_fraction,
-    part_of_hub,
-    read_comparisons,
-    read_data,
-    read_held_out,
-    read_hugging_face_training,
-)
 from fsdpctl.importers.translation import Translation
 
 _MIN_WARMUP = 2  # axolotl extends a warmup of 1 step to 2 steps
@@ -70,24 +61,24 @@ def read_training(target: Translation, *, adapts: bool) -> None:
             target.refuse(changed, "", "trains something else")
     if adapts:
         target.add_same({"lora_alpha": "model.lora.alpha"})
-    steps = read_hugging_face_training(target, adapts=adapts)
+    steps = hf.read_hugging_face_training(target, adapts=adapts)
     if steps is None:
         target.add_same({"num_epochs": "train.epochs"})
     _read_schedule(target, steps)
     why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
     target.leave_out(SourceKey("loss", ""), why)
     _read_data(target)
-    read_comparisons(target)
+    hf.read_comparisons(target)
 
 
 def _read_schedule(target: Translation, steps: int | None) -> None:
-    schedule, lowest = target.value_or_default("lr_scheduler"), target.value("cosine_min_lr_ratio")
+    schedule, lowest = target.get("lr_scheduler"), target.value("cosine_min_lr_ratio")
     for key in _OWN_SCHEDULES:
         if (value := target.value(key)) and not value.is_off:
             target.refuse(value, "lr_scheduler", "not supported")
-    warmup, share = target.value("warmup_steps"), target.value_or_default("warmup_ratio")
+    warmup, share = target.value("warmup_steps"), target.get("warmup_ratio")
     most = 100 if target.value("warmup_ratio") is None else NO_LIMIT
-    is_share = is_fraction(share.text) or not share.text.strip("0.")
+    is_share = hf.is_fraction(share.text) or not share.text.strip("0.")
     if warmup is None and (steps is None or not is_share):
         target.leave_out(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
         settings = f"lr_scheduler.warmup_ratio={share.text} {_WARMUP_STEPS}={most}"
@@ -110,8 +101,8 @@ def _read_data(target: Translation) -> None:
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
     of_texts = _paths(texts)
-    firsts = first_rows(target, of_texts)
-    hides = any(map(hides_text, firsts)) or not all(map(target.path_of, of_texts))
+    firsts = hf.first_rows(target, of_texts)
+    hides = any(map(hf.hides_text, firsts)) or not all(map(target.path_of, of_texts))
     is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths)) if entries else None
     unsupported = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -119,10 +110,8 @@ def _read_data(target: Translation) -> None:
     columns = {str(x.get("field") or x.get("text_column") or TEXT) for x in texts} - {TEXT}
     if columns or (hides and not is_text):
         rewrite = f"{key}[].field: {min(columns)[:80]}" if columns else f"{key}[].type: completion"
-        rewrite += (
-            ": write rows with the column text, and no other, to a file and set data.path=FILE"
-        )
-    option = read_data(target, shown, paths, is_text=is_text, rewrite=rewrite)
+        rewrite += ": write rows with only the column text to a file and set data.path=FILE"
+    option = hf.read_data(target, shown, paths, is_text=is_text, rewrite=rewrite)
     if alpaca := kinds.intersection(_ALPACA):
         target.add(SourceKey(f"{key}[].type", min(alpaca)), "data.prompt=alpaca")
     if is_text:
@@ -161,23 +150,20 @@ def _read_template(target: Translation, sources: Iterable[Mapping[Any, Any]]) ->
 
 
 def _read_chats(target: Translation) -> None:
-    packing, inputs = (
-        target.value_or_default("sample_packing"),
-        target.value_or_default("train_on_inputs"),
-    )
+    packing, inputs = target.get("sample_packing"), target.get("train_on_inputs")
     target.add(packing, f"data.packing={str(packing.is_on).lower()}")
     target.add(inputs, f"data.train_on={'all' if inputs.is_on else 'assistant'}")
-    long = target.value_or_default("excess_length_strategy")
+    long = target.get("excess_length_strategy")
     target.add(long, f"data.too_long={long.text}")
 
 
 def _read_held_out(target: Translation) -> None:
     entries = list(_entries(target.source.content.get("test_datasets")))
     paths = _paths(entries)
-    held = target.value_or_default("val_set_size")
+    held = target.get("val_set_size")
     if entries:
-        read_held_out(target, SourceKey("test_datasets", ", ".join(paths)), paths)
-    elif held.is_off or not held.text.strip().strip("0.") or is_fraction(held.text):
+        hf.read_held_out(target, SourceKey("test_datasets", ", ".join(paths)), paths)
+    elif held.is_off or not held.text.strip().strip("0.") or hf.is_fraction(held.text):
         target.add(held, f"data.val_fraction={'0' if held.is_off else held.text}")
     else:
         target.refuse(held, "data.val_fraction", "a number of samples, not a share")
@@ -189,7 +175,7 @@ def _entries(content: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _paths(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    parts = [(x, part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries]
+    parts = [(x, hf.part_of_hub(x.get("name"), x.get("split"), x.get("revision"))) for x in entries]
     return {path: part for entry, part in parts for path in _files(entry)}
 
 

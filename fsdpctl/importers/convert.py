@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from fsdpctl.config.compose import FOR_ANY_OPTION, without_shorthands
 from fsdpctl.config.data import CHAT
-from fsdpctl.config.keys import Settings
+from fsdpctl.config.keys import Setting, Settings
 from fsdpctl.config.recipe import MISSING, MISSING_REASON
 from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
@@ -47,7 +47,7 @@ class ConvertedRecipe:
         return [why for name, why in self.missing if name not in HAVE_DEFAULTS]
 
     @property
-    def words(self) -> list[tuple[str, str]]:
+    def settings(self) -> list[Setting]:
         return list(settings_of(self.rows).items())
 
 
@@ -97,36 +97,34 @@ def rows_of(target: Translation, typed: Settings, num_ranks: int) -> list[Transl
         prefixes = {f"optimizer.{key}=" for row in OPTIMIZERS.values() for key in row.keys}
         prefixes -= {f"optimizer.{key}=" for key in optimizer.keys}
         rows = [each for each in rows if not each.settings[0].startswith((*prefixes,))]
-    return [*rows, *_rows_of_ranks(target, {**settings_of(rows), **typed}, num_ranks)]
+    return [*rows, *_rank_rows(target, {**settings_of(rows), **typed}, num_ranks)]
 
 
-def _rows_of_ranks(
-    target: Translation, known: Settings, num_ranks: int
-) -> Iterator[TranslationRow]:
+def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Iterator[TranslationRow]:
     """Yield settings that depend on the number of ranks: replicas, and the samples of a step.
 
-    `known` has the settings of the file and of the command line. UsageError if the number of
+    `settings` has the settings of the file and of the command line. UsageError if the number of
     replicas does not divide the number of ranks.
     """
-    shared, degrees = int(known.get("train.context_parallel", "1")), target.degrees
-    if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in known:
-        is_known = "cluster" in known and "launch.nnodes" not in known
+    shared, degrees = int(settings.get("train.context_parallel", "1")), target.degrees
+    if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in settings:
+        is_known = "cluster" in settings and "launch.nnodes" not in settings
         on_node = num_ranks if is_known else _RANKS_OF_NODE
         total = degrees.replicate * degrees.shard * shared
         nodes = 1 if total % on_node else total // on_node
-        settings = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
+        ranks_of_file = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
         note = f"on nodes of {on_node}" if nodes > 1 else ""
-        yield (row := TranslationRow(*degrees.shown, settings, note))
-        known = {**settings_of([row]), **known}
+        yield (row := TranslationRow(*degrees.shown, ranks_of_file, note))
+        settings = {**settings_of([row]), **settings}
     ranks, origin = num_ranks, " on this machine; change it for others"
-    if (per_node := known.get("launch.nproc_per_node", "")).isdecimal():
-        ranks = int(per_node) * int(known.get("launch.nnodes", "1"))
-    if per_node.isdecimal() or "cluster" in known:
+    if (per_node := settings.get("launch.nproc_per_node", "")).isdecimal():
+        ranks = int(per_node) * int(settings.get("launch.nnodes", "1"))
+    if per_node.isdecimal() or "cluster" in settings:
         origin = " in the file or on the command line"
     if degrees:
         yield _arranged(target, degrees, shared, ranks)
     if target.batch is not None:
-        yield from _batch(target, target.batch, known, max(1, ranks // shared), origin)
+        yield from _batch(target, target.batch, settings, max(1, ranks // shared), origin)
 
 
 def _batch(

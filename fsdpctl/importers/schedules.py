@@ -29,9 +29,9 @@ def add_schedule(target: Translation, value: SourceKey, warmup: tuple[SourceKey,
         return
     target.add(value, *schedule)
     key, settings = warmup
-    for word in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
-        is_free = word.endswith(f"warmup_steps={NO_LIMIT}")
-        target.add(key, word, note="no limit: the share of all steps, rounded down" * is_free)
+    for setting in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
+        is_free = setting.endswith(f"warmup_steps={NO_LIMIT}")
+        target.add(key, setting, note="no limit: the share of all steps, rounded down" * is_free)
 
 
 def _schedule_words(
@@ -42,7 +42,7 @@ def _schedule_words(
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
     lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
     if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, target.value_or_default("learning_rate").text)
+        lowest = ratio(absolute, target.get("learning_rate").text)
     floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
     if name == "cosine_with_min_lr" and lowest is None:
         target.refuse(value, "lr_scheduler", "requires min_lr or min_lr_rate")

@@ -35,12 +35,10 @@ _SMALLER = re.compile(
     "schedule_free_sgd"
 )
 _ZERO_OFFLOADS = {
-    "optimizer": (
-        "gradients, master weights and moments on the host",
-        Offload.STATES | Offload.GRADIENTS,
-    ),
+    "optimizer": ("gradients, master weights and moments on the host",
+                  Offload.STATES | Offload.GRADIENTS),
     "param": ("", Offload.PARAMS),
-}
+}  # fmt: skip
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
     "shard_grad_op": "shard_grad_op", "2": "shard_grad_op",

@@ -168,7 +168,7 @@ def _by_strategy(target: Translation, value: SourceKey | None, key: str, ours: s
     elif how == "best" or strategy.is_off:
         target.add(strategy, f"{ours}=0", decides=False)
     else:
-        log = (target.value_or_default if target.tool == "TRL" else target.value)("logging_steps")
+        log = (target.get if target.tool == "TRL" else target.value)("logging_steps")
         if log is None or value is not None or key != "eval_steps":
             return False
         target.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)

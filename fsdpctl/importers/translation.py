@@ -147,7 +147,7 @@ class Translation:
     def add_same(self, names: Mapping[str, str]) -> None:
         """Add the values of keys (`names` maps them to fsdpctl's) that have the same meaning."""
         for theirs, ours in names.items():
-            value = self.value_or_default(theirs) if theirs in self.defaults else self.value(theirs)
+            value = self.get(theirs) if theirs in self.defaults else self.value(theirs)
             if value is None or ours in self.settings:
                 continue
             if not value.text or ("$" in value.text and theirs in self.defaults):
@@ -161,7 +161,7 @@ class Translation:
         """Return the first of `keys` that is set."""
         return self.source.value(*keys)
 
-    def value_or_default(self, key: str) -> SourceKey:
+    def get(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
         text = self.defaults[key]
         return self.value(key) or SourceKey(key, text, (text,))

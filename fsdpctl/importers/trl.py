@@ -8,20 +8,10 @@ from fsdpctl.config.data import CHAT, TEXT
 from fsdpctl.config.model_path import CONFIG_JSON_KEY
 from fsdpctl.errors import UsageError
 from fsdpctl.importers import adapters, shared
+from fsdpctl.importers import training_arguments as hf
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
 from fsdpctl.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.importers.training_arguments import (
-    first_rows,
-    hides_text,
-    is_fraction,
-    named_data,
-    part_of_hub,
-    read_comparisons,
-    read_data,
-    read_held_out,
-    read_hugging_face_training,
-)
 from fsdpctl.importers.translation import SourceBatch, Translation, patterns, table
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
@@ -141,27 +131,25 @@ def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
 
 def _read_training(target: Translation) -> None:
     adapts = "model.lora.rank" in target.settings
-    steps = read_hugging_face_training(target, adapts=adapts)
+    steps = hf.read_hugging_face_training(target, adapts=adapts)
     if steps is None:
         note = "" if target.value("num_train_epochs") else "the default of TRL"
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
-        epochs = target.value_or_default("num_train_epochs")
+        epochs = target.get("num_train_epochs")
         target.add(epochs, f"train.epochs={epochs.text}", note=note)
-    share, warmup = target.value("warmup_ratio"), target.value_or_default("warmup_steps")
+    share, warmup = target.value("warmup_ratio"), target.get("warmup_steps")
     if share and not warmup.text.strip("0."):
         warmup = share
     elif share:
         target.leave_out(share, "warmup_steps decides")
-    is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
+    is_share = warmup.key == "warmup_ratio" or hf.is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
-    add_schedule(
-        target, target.value_or_default("lr_scheduler_type"), (warmup, f"{name}={warmup.text}")
-    )
+    add_schedule(target, target.get("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not target.value("router_aux_loss_coef"):
         why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
         target.leave_out(SourceKey("router_aux_loss_coef", "(not set)"), why)
     _read_data(target)
-    read_comparisons(target)
+    hf.read_comparisons(target)
     if (loss := target.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
         target.refuse(loss, "", "another loss")
 
@@ -170,21 +158,19 @@ def _read_data(target: Translation) -> None:
     content = target.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    parts = (part_of_hub(each.get("name"), each.get("split")) for each in entries)
+    parts = (hf.part_of_hub(each.get("name"), each.get("split")) for each in entries)
     paths = dict(zip((str(each.get("path", "")) for each in entries), parts, strict=True))
     data = target.value("dataset_name")
     named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
-        named, paths = named_data(target, data, "dataset_config", "dataset_train_split")
-    rows = first_rows(target, paths)
+        named, paths = hf.named_data(target, data, "dataset_config", "dataset_train_split")
+    rows = hf.first_rows(target, paths)
     field, rewrite = target.value("dataset_text_field"), ""
     if field and field.text != TEXT and any(_trains_column(field.text, row) for row in rows):
-        rewrite = (
-            f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; rename it in a file "
-        )
-        rewrite += "and set data.path=FILE"
-    is_text = any(_trains_column(TEXT, row) and hides_text(row) for row in rows)
-    option = read_data(target, named, paths, is_text=is_text, rewrite=rewrite)
+        advice = "rename the column to text in a file and set data.path=FILE"
+        rewrite = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; {advice}"
+    is_text = any(_trains_column(TEXT, row) and hf.hides_text(row) for row in rows)
+    option = hf.read_data(target, named, paths, is_text=is_text, rewrite=rewrite)
     for entry in entries:
         is_here = target.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
@@ -192,14 +178,14 @@ def _read_data(target: Translation) -> None:
                 target.leave_out(
                     SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed"
                 )
-    held = target.value_or_default("eval_strategy")
-    test, tested = named_data(target, data, "dataset_config", "dataset_test_split", "test")
+    held = target.get("eval_strategy")
+    test, tested = hf.named_data(target, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:
         target.add(held, "data.val_fraction=0")
     elif test is None or entries or target.path_of(test.text) is not None:
-        read_held_out(target, held, {})
+        hf.read_held_out(target, held, {})
     else:
-        read_held_out(target, SourceKey(f"{held.key}, {test.key}", test.text), tested)
+        hf.read_held_out(target, SourceKey(f"{held.key}, {test.key}", test.text), tested)
     _read_template(target)
     if option == CHAT:
         _read_chats(target, rows, is_known=bool(paths) and all(map(target.path_of, paths)))
@@ -230,21 +216,19 @@ def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def _read_chats(target: Translation, rows: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
-    packing, long = target.value_or_default("packing"), target.value_or_default("truncation_mode")
+    packing, long = target.get("packing"), target.get("truncation_mode")
     target.add(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":
         target.add(long, "data.too_long=truncate")
     else:
         target.refuse(long, "data.too_long", "fsdpctl keeps the start of a sample")
-    only = target.value_or_default("assistant_only_loss")
+    only = target.get("assistant_only_loss")
     completion = target.value("completion_only_loss")
     if only.is_on or (completion and completion.is_on):
         target.add(only if only.is_on else completion or only, "data.train_on=assistant")
     elif completion is None and not is_known:
         why = "of rows with prompt and completion TRL trains on the completion, of others on all"
-        advice = (
-            "set data.train_on=assistant or all, or data=text for rows with text and other keys"
-        )
+        advice = "set data.train_on=assistant or all, or data=text for rows with a text"
         target.require_for_training("data.train_on", f"dataset_name: {why}; {advice}")
     elif completion is None and all("completion" in row for row in rows):
         note = "rows with prompt and completion: TRL trains on the completion"

@@ -94,9 +94,6 @@ def fill_auto(config: C, stage: Stage, inputs: AutoInputs = AutoInputs()) -> C:
     return config
 
 
-# ---- on a machine or cluster -------------------------------------------------------------------
-
-
 def has_bf16() -> bool:
     """Return whether the GPUs compute in bf16 in hardware; without a GPU here, it is assumed."""
     is_here = torch.cuda.is_available()
@@ -119,16 +116,10 @@ def _default_warmup(c: Config, f: AutoInputs) -> int | None:
     return None if c.lr_scheduler.warmup_ratio is not None else _WARMUP
 
 
-# ---- with the files of the model ---------------------------------------------------------------
-
-
 def _tokenizer(c: Config, f: AutoInputs) -> str | None:
     path = Path(str(c.model.path))
     reads_text = c.data.name != TOKENS or c.model.is_pretrained
     return find_tokenizer(path) if c.model.path and reads_text and path.exists() else None
-
-
-# ---- with the data -----------------------------------------------------------------------------
 
 
 def _length(c: Config, f: AutoInputs) -> int:
@@ -183,9 +174,6 @@ def _rounded_down(count: float) -> int:
 
 def _vocabulary(c: Config, f: AutoInputs) -> int | None:
     return None if f.data is None else vocabulary_of(c, f.data)
-
-
-# ---- with the model ----------------------------------------------------------------------------
 
 
 def _peak_rate(c: Config, f: AutoInputs) -> float | None:
@@ -274,9 +262,6 @@ def _run_dir(c: Config, f: AutoInputs) -> str | None:
     return str(
         Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(SCRIPT_PREFIX)}-{run_identity(c)}"
     )
-
-
-# ---- for a number of ranks ---------------------------------------------------------------------
 
 
 def _owners(c: Config, f: AutoInputs) -> str:

@@ -91,13 +91,10 @@ def on_cluster(config: C) -> C:
     else:
         host = host_memory() / _GIB if is_here else None
     values = {
-        "launch.device": device,
-        "launch.nproc_per_node": ranks,
-        "cluster.memory": memory,
-        "cluster.host_memory": cluster.host_memory or host,
-        "cluster.ranks_per_node": ranks,
+        "launch.device": device, "launch.nproc_per_node": ranks, "cluster.memory": memory,
+        "cluster.host_memory": cluster.host_memory or host, "cluster.ranks_per_node": ranks,
         "cluster.architecture": cluster.architecture or (architecture_here() if devices else None),
-    }
+    }  # fmt: skip
     return config.changed(values)
 
 

@@ -56,11 +56,10 @@ from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
 _DATA_KEYS = ("train.seq_len", BATCH_KEYS[0])  # `auto` of these keys depends on the data
-_REPLACED_KEYS = (
-    "train.epochs",
-    "train.tokens",
-    "train.global_batch_tokens",
-)  # by steps and samples
+# Keys that are replaced by steps and samples once the data is known.
+_REPLACED_KEYS = ("train.epochs", "train.tokens", "train.global_batch_tokens")
+
+Notes = tuple[str, ...]  # printed before a run starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Prepared:
     """A configuration, its data and its module. Values that depend on the ranks are still open."""
 
     config: Filled  # for a run, settings that decide the losses and the directory are final
-    notes: tuple[str, ...]  # settings that are not applied, and facts about the data
+    notes: Notes  # settings that are not applied, and facts about the data
     data_or_error: DataSet | UsageError | None  # the error if an estimate could not open the data
     module_or_none: nn.Module | None  # on the meta device, unless a script passed it
 
@@ -157,7 +156,7 @@ class _Preparation:
             config = config.changed({"train.run_dir": run_dir})
         return Prepared(Filled(config), notes, data, module)
 
-    def _placed(self, inputs: AutoInputs) -> tuple[WithRanks, tuple[str, ...]]:
+    def _placed(self, inputs: AutoInputs) -> tuple[WithRanks, Notes]:
         if self.is_run:
             check_preflight(self.composed.config)
         config = assign_ranks(self.composed.config, self.role, inputs)
@@ -178,10 +177,8 @@ class _Preparation:
         note = f"train.compile=true: {missing}; blocks run uncompiled"
         return config.changed({"train.compile": False}), (note, *notes)
 
-    def _with_model(
-        self, config: WithRanks, inputs: AutoInputs
-    ) -> tuple[WithRanks, tuple[str, ...]]:
-        notes = tuple[str, ...]()
+    def _with_model(self, config: WithRanks, inputs: AutoInputs) -> tuple[WithRanks, Notes]:
+        notes: Notes = ()
         if self.role.is_here:
             notes = notes_on_cores(config) + notes_on_kernel(config)
         if self.is_run:
@@ -196,7 +193,7 @@ class _Preparation:
         notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
         return config, notes + notes_on_gguf(config.model.path)
 
-    def _data(self, config: WithRanks) -> tuple[DataSet | UsageError | None, tuple[str, ...]]:
+    def _data(self, config: WithRanks) -> tuple[DataSet | UsageError | None, Notes]:
         """Open the data. An estimate that can do without it may return None or the error."""
         if self.task is not None:
             check_validation(config, self.task.data)
@@ -219,9 +216,7 @@ class _Preparation:
                 raise
             return error, ()  # without a tokenizer, the estimate assumes the default length
 
-    def _module(
-        self, config: WithRanks, inputs: AutoInputs
-    ) -> tuple[nn.Module | None, tuple[str, ...]]:
+    def _module(self, config: WithRanks, inputs: AutoInputs) -> tuple[nn.Module | None, Notes]:
         if not self.is_run:
             return None, ()
         module = self.task.module if self.task else build_model(config.model)
@@ -254,9 +249,7 @@ def _stored_values(config: Config) -> dict[str, Any]:
     if (begun := _stored_config(config)) is None:
         return {}
     before, typed = begun
-    keys = {
-        row.key for row in AUTO_VALUES if row.kept_on_resume and config.is_auto(row.key)
-    } - typed
+    keys = {x.key for x in AUTO_VALUES if x.kept_on_resume and config.is_auto(x.key)} - typed
     if config.is_set("train.global_batch_tokens"):
         keys.discard(BATCH_KEYS[0])
     if not can_run(config, before.model.attention):

@@ -1,7 +1,7 @@
 """Rules for settings that depend on one another: one row per rule, for every command.
 
 A row has a message, in which `{section.key}` is a value, and a condition. A condition may return
-text, which replaces `{found}` in the message. A setting that is still `auto` breaks no rule.
+text, which replaces `{detail}` in the message. A setting that is still `auto` breaks no rule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ def _broken(config: Config) -> Iterator[str]:
     constants = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
     for rule in RULES:
         if mistake := rule.is_broken(config):
-            yield rule.message.replace("{found}", str(mistake)).format(**sections, **constants)
+            yield rule.message.replace("{detail}", str(mistake)).format(**sections, **constants)
 
 
 def _unused_keys(config: Config) -> Iterator[str]:
@@ -200,8 +200,8 @@ RULES = (
             and c.precision.master_dtype in ("bfloat16", "float16")
         ),
     ),
-    Rule("{found}: requires engine={FSDPCTL}, got engine={engine.name}", _requires_fsdpctl),
-    Rule("strategy.offload={strategy.offload}: {found}", _cannot_offload),
+    Rule("{detail}: requires engine={FSDPCTL}, got engine={engine.name}", _requires_fsdpctl),
+    Rule("strategy.offload={strategy.offload}: {detail}", _cannot_offload),
     Rule(
         "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1, engine={FSDPCTL} "
         "and no params in strategy.offload; got {launch.device}, {launch.nnodes}, {engine.name} "
@@ -224,7 +224,7 @@ RULES = (
     ),
     Rule(
         "activation_checkpointing.blocks={activation_checkpointing.blocks}: conflicts with "
-        "activation_checkpointing{found}",
+        "activation_checkpointing{detail}",
         _conflict_of_blocks,
     ),
     Rule(

@@ -194,7 +194,7 @@ def test_words_of_convert_are_those_of_train(here, word):
         code, said = invoke(*words)
         assert ((code, "\n" in said), word.partition("=")[0] in said) == ((2, False), True), said
     code, said = invoke("convert", "x.yaml", "train.steps=1", "train.steps=2")
-    assert (code, "given twice" in said) == (2, True)
+    assert (code, "set twice" in said) == (2, True)
 
 
 STEP: dict[str, Any] = {"step": 2, "samples": 8, "loss": 1.0, "grad_norm": 1.0}

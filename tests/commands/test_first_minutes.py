@@ -57,7 +57,7 @@ def test_keys_may_have_dashes(typed):
 def test_ranks_are_said_as_in_torchrun():
     assert printed("--nproc-per-node", "3")["launch.nproc_per_node"] == "3"
     code, said = invoke("train", "--nproc-per-node", "3", "launch.nproc_per_node=2")
-    assert (code, "given twice" in said) == (2, True)
+    assert (code, "set twice" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("word", "ours"), [

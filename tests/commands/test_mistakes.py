@@ -45,7 +45,7 @@ TABLE = [
     ("train --train.stepz 7", "train.stepz: no such key; did you mean train.steps?"),
     ("train --learning-rate 7", "use optimizer.lr"),
     ("train train.steps=ten", "train.steps=ten: expected a whole number of at least 1"),
-    ("train train.steps=3 train.steps=4", "train.steps: given twice, as 3 and as 4"),
+    ("train train.steps=3 train.steps=4", "train.steps: set twice, as 3 and as 4"),
     ("train train.steps=3 train.epochs=1", "train.steps and train.epochs: conflict"),
     ("train optimizer=adam", "optimizer=adam: no such option; did you mean adamw? (adamw, muon"),
     ("train precision=fp16", "precision=fp16: no such option", "set precision=bf16"),

@@ -191,7 +191,7 @@ def test_the_command_line_overrides_the_recipe(recipe):
 @pytest.mark.parametrize(("content", "word"), [
     ("- a\n", "mapping"), ("train.steps: [1, 2]\n", "expected a plain value"),
     ("a: b: c\n", "not YAML"), ("train.steps: null\n", "whole number"),
-    ("a: &a {b: *a}\n", "not YAML"), ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
+    ("a: &a {b: *a}\n", "not YAML"), ("train.steps: 3\ntrain: {steps: 4}\n", "set twice"),
     ("train.stepz: 3\n", "did you mean train.steps?"), ("defaults: {model: x}\n", "defaults.model"),
     ("base_model: x\nlr: 1\n", "axolotl; pass it as --from"),
     ("distributed_type: FSDP\n", "a file of accelerate"),

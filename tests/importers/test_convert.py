@@ -27,13 +27,13 @@ def converted(name: str) -> ConvertedRecipe:
 @pytest.mark.parametrize("name", [each.name for each in FILES.iterdir()])
 def test_a_recipe_has_the_training_of_the_file(name, tmp_path):
     recipe = converted(name)
-    names = [key for key, _ in recipe.words]
+    names = [key for key, _ in recipe.settings]
     assert not [key for key in names if key.startswith(("engine", "cluster", "train.loss_chunk"))]
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe_text(recipe, name))
     # As `train` reads it, which requires what is missing.
     added = [("model", "hf")] if "model" not in names else []
-    assert [each for each in read_recipe(file) if each[1] != "???"] == [*recipe.words, *added]
+    assert [each for each in read_recipe(file) if each[1] != "???"] == [*recipe.settings, *added]
 
 
 def test_what_is_missing_and_left_out_stands_in_comments():
@@ -51,7 +51,7 @@ def test_what_is_missing_and_left_out_stands_in_comments():
 def test_the_command_line_takes_precedence():
     typed = {"strategy": "no_shard", "train.global_batch_size": "7", "data.path": "chats.jsonl"}
     recipe = convert(read_other_tool(FILES / "axolotl-full.yaml"), typed, 8)
-    words = dict(recipe.words)
+    words = dict(recipe.settings)
     assert {key: words[key] for key in typed} == typed
     assert not [key for key in words if key.startswith("strategy.")]
     assert recipe.required == []
@@ -74,7 +74,7 @@ def test_replicas_are_those_of_the_file(tmp_path):
         degrees = {"dp_replicate_size": replicate, "dp_shard_size": shard}
         lines = (f"  parallelism_config_{name}: {size}\n" for name, size in degrees.items())
         file.write_text(start + "".join(lines))
-        found = dict(convert(read_other_tool(file), {}, 1).words)
+        found = dict(convert(read_other_tool(file), {}, 1).settings)
         assert (found["strategy"], found.get("strategy.dp_shard_size")) == words
     typed = {"launch.nproc_per_node": "3"}
     with pytest.raises(UsageError, match="8: does not divide the 3 ranks; set the number"):
@@ -104,6 +104,6 @@ def test_names_of_data_on_the_hub_are_kept(text, path, missing, tmp_path, monkey
     Path("tests").mkdir()
     Path("a.yml").write_text(f"base_model: x/y\nadapter: lora\n{text}\n")
     recipe = convert(read_other_tool(Path("a.yml")), {}, 1)
-    assert dict(recipe.words).get("data.path") == path
+    assert dict(recipe.settings).get("data.path") == path
     assert dict(recipe.missing).get("data.path", "") == missing
     assert not [each for each in recipe.left_out if "datasets" in each]

@@ -61,8 +61,8 @@ def pair(training: dict[str, Any], launch: dict[str, Any]) -> ConvertedRecipe:
 def test_a_pair_has_the_training_of_one_file_and_the_ranks_of_the_other(
     tool, launch, strategy, ranks
 ):
-    words = dict(pair(TRAININGS[tool], launch).words)
-    alone = dict(convert(read_other_tool(Path("run.yaml")), {}, 1).words)
+    words = dict(pair(TRAININGS[tool], launch).settings)
+    alone = dict(convert(read_other_tool(Path("run.yaml")), {}, 1).settings)
     assert (words["launch.nproc_per_node"], words.get("launch.nnodes")) == ranks
     count = int(ranks[0]) * int(ranks[1] or 1)
     assert (words["strategy"], words["train.global_batch_size"]) == (strategy, str(8 * count))
@@ -99,7 +99,7 @@ def test_what_the_training_file_decides_is_named(tool, launch, lines):
 def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
     launch = {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}
     recipe = pair({**TRAININGS[tool], **own}, launch)
-    words = dict(recipe.words)
+    words = dict(recipe.settings)
     assert (words["strategy"], words["launch.nnodes"]) == (strategy, "2")
     assert "distributed_type=FSDP: run.yaml decides it" in recipe.left_out
     assert any(each.startswith("fsdp_config.fsdp_sharding_strategy") for each in recipe.left_out)
@@ -108,7 +108,7 @@ def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
 @pytest.mark.parametrize(("value", "precision"), [("bf16", "bf16"), ("no", "fp32")])
 def test_the_precision_is_accelerates_if_the_training_file_has_none(value, precision):
     for training in TRAININGS.values():
-        words = dict(pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).words)
+        words = dict(pair({**training, "bf16": False}, {**ZERO, "mixed_precision": value}).settings)
         assert words["precision"] == precision
 
 

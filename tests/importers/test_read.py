@@ -43,7 +43,7 @@ def check_recipe(file: Path, *typed: str) -> None:
     """Check that the estimate of a file is that of its recipe, with what its program does."""
     words = [H100, *typed]
     given = dict(word.split("=", 1) for word in words)
-    known = dict(convert(read_other_tool(file), given, 8).words)
+    known = dict(convert(read_other_tool(file), given, 8).settings)
     recipe = [(name, text) for name, text in known.items() if name not in given]
     alone = asked(file, *typed, "engine.program=fsdpctl").composed
     expected = compose_config(words, converted=recipe)

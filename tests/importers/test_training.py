@@ -54,7 +54,7 @@ def converted(tool: str, content: dict[str, Any], **typed: str) -> ConvertedReci
 def settings(tool: str, **changes: Any) -> dict[str, str]:
     """Return the recipe of a tool's file; None removes a key."""
     content = {key: each for key, each in (TOOLS[tool][1] | changes).items() if each is not None}
-    return dict(converted(tool, content).words)
+    return dict(converted(tool, content).settings)
 
 
 def keys_of(recipe: ConvertedRecipe) -> dict[str, str]:
@@ -217,7 +217,7 @@ def test_what_trains_something_else_is_refused_unless_it_is_typed(tool, changes,
     with pytest.raises(UsageError, match=message) as refusal:
         converted(tool, content)
     if name := re.search(r"; set ([a-z_.]+)$", str(refusal.value)):
-        assert converted(tool, content, **{name[1]: "1"}).words
+        assert converted(tool, content, **{name[1]: "1"}).settings
 
 
 @pytest.mark.parametrize(("tool", "changes"), [
@@ -252,7 +252,7 @@ def test_held_out_files_are_validated_on():
     assert words["data.val_path"] == "hf://a/b:c/test"
     part = {**TRL, "dataset_name": "a/b", "eval_strategy": "epoch", "dataset_test_split": "x[:9]"}
     recipe = converted("TRL", part)
-    assert dict(recipe.words)["data.val_fraction"] == "0"
+    assert dict(recipe.settings)["data.val_fraction"] == "0"
     assert any(line.endswith("set data.val_path=hf://a/b/x") for line in recipe.left_out)
     assert settings("TRL", eval_strategy="steps")["data.val_fraction"] == "0"  # a file
 
@@ -344,10 +344,10 @@ def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, ch
     content = {**TOOLS[tool][1], **changes}
     recipe = converted(tool, content)
     assert dict(recipe.missing)[name].startswith(why)
-    assert name not in dict(recipe.words)
+    assert name not in dict(recipe.settings)
     is_marked = f"\n{name}: ???\n" in recipe_text(recipe, "run.yml")
     assert is_marked == (name not in ("data.path", "train.eval_every"))
-    assert name in dict(converted(tool, content, **{name: "adamw"}).words)
+    assert name in dict(converted(tool, content, **{name: "adamw"}).settings)
 
 
 @pytest.mark.parametrize(("tool", "changes", "key"), [
@@ -390,7 +390,7 @@ def test_adapters_of_trl_without_targets_have_those_of_peft(family, targets):
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps({"model_type": family}))
     recipe = converted("TRL", {**TRL, "model_name_or_path": "model"})
-    assert dict(recipe.words).get("model.lora.targets") == targets
+    assert dict(recipe.settings).get("model.lora.targets") == targets
     assert ("model.lora.targets" in dict(recipe.missing)) == (targets is None)
 
 
@@ -450,7 +450,7 @@ def test_a_chat_template_in_a_file_is_kept(place):
     Path("folder").mkdir()
     Path("folder/chat_template.jinja").write_text("x")
     recipe = converted("TRL", {**TRL, "chat_template_path": "folder"})
-    assert dict(recipe.words)["data.template"] == "folder/chat_template.jinja"
+    assert dict(recipe.settings)["data.template"] == "folder/chat_template.jinja"
     assert any("fsdpctl adds no tokens of that tokenizer" in line for line in recipe.left_out)
     about["chat_template_jinja"] = "{% for each in messages %}"
     missing = dict(converted("axolotl", {**AXOLOTL, **about}).missing)
