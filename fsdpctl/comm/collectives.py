@@ -1,4 +1,4 @@
-"""The collectives that the engine needs, over any process group or none."""
+"""The interface of the collectives that the engine uses, implemented for a single rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AllGatherInput:
-    """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
+    """A buffer of an all-gather, in place: each rank's span of `full` is filled from that rank.
 
-    This rank's part is first copied (and cast) from `shard`, if any; otherwise it is there once
-    `arrived` is reached.
+    This rank's span is first copied (and cast) from `shard`. Without a `shard`, the values are in
+    `full` already, or arrive there by a copy that ends with `ready`.
     """
 
     full: Tensor
@@ -32,18 +32,20 @@ class AllGatherInput:
 class Handle:
     """A collective in flight."""
 
-    wait: Callable[[], Tensor]  # returns the result for the current stream; to be called once
+    # Lets the current stream wait, and returns the result. Call it exactly once: until then, the
+    # collective uses the memory of its inputs.
+    wait: Callable[[], Tensor]
 
 
 class Reduction(Protocol):
-    """A reduction in flight. It owns the given gradients until `finish` or `wait` is called."""
+    """A reduction in flight. The caller must keep its input until `finish` or `wait` returns."""
 
-    workspace_nbytes: int  # allocated for it
+    workspace_nbytes: int  # bytes that the reduction has allocated
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """Wait, and write this rank's part of the sum times `scale` to `out`.
+        """Wait, and write this rank's shard of the sum times `scale` to `out`.
 
-        `out` may be its part of the given buffer; `dtype` is that of the additions, if it adds.
+        `out` may be this rank's span of the input. `dtype` is used for additions on this rank.
         """
 
     def wait(self) -> None:
@@ -51,34 +53,37 @@ class Reduction(Protocol):
 
 
 class Collectives:
-    """A set of ranks and their collectives, all of which sum. This base class is a single rank."""
+    """A set of ranks and their collectives, which sum. This base class is a single rank."""
 
     rank = 0
     size = 1
     waits: Waits = HostWaits()
     transport = Transport.GLOO
-    not_shared_reason = ""  # why the ranks do not share memory, if they were to
+    not_shared_reason = ""  # why ranks that should share memory do not
 
     @property
     def shares_memory(self) -> bool:
         return self.transport is Transport.SHARED
 
     def allocate_shared(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return bytes of zeros of each size, if the ranks share memory. Collective."""
+        """Return shared memory of each size in bytes, zeroed; none without sharing. Collective."""
         return []
 
     def wait_for_readers(self) -> None:
-        """Before parameters are written: if ranks share them, wait until none reads them."""
+        """Wait until no rank reads the shared parameters. Call it before writing to them."""
 
     def reserve_outbox(self, nbytes: int) -> int:
-        """Return the bytes that are kept to have reductions of `nbytes` in flight. Collective."""
+        """Reserve memory for reductions of `nbytes` in flight; return its bytes. Collective."""
         return 0
 
     def use_own_reduce_group(self) -> None:
-        """Let reductions overlap with gathers from now on. Collective."""
+        """Use a process group of their own for reductions, which overlap with gathers. Collective.
+
+        In one group, a reduction and a gather would run one after the other.
+        """
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Gather several buffers as one collective; the result is the first buffer's `whole`."""
+        """Gather several buffers as one collective; the result is the first buffer's `full`."""
         for each in buffers:
             if each.shard is not None:
                 self._own_span(each).copy_(each.shard)
@@ -92,11 +97,11 @@ class Collectives:
         return Handle(finish)
 
     def _own_span(self, buffer: AllGatherInput) -> Tensor:
-        own = buffer.spans[self.rank]
-        return buffer.full[own.start : own.stop]
+        span = buffer.spans[self.rank]
+        return buffer.full[span.start : span.stop]
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Start to add the ranks' gradients; each rank receives its part of the sum."""
+        """Start to sum the ranks' `whole` buffers; each rank receives its span of the sum."""
         return InPlaceReduction(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -104,19 +109,19 @@ class Collectives:
         return values
 
     def start_all_reduce(self, values: Tensor) -> Handle:
-        """Start an all-reduce, which owns `values` until its handle has been waited for."""
+        """Start an all-reduce in place. Keep `values` until its handle has been waited for."""
         return Handle(lambda: values)
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Return what each rank sent here, in rank order; row i of `values` is sent to rank i."""
+        """Send row i of `values` to rank i; return the received rows in rank order."""
         return values.clone()
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `values` with those of rank `source`, and return them."""
+        """Overwrite `values` with the values of rank `source`, and return them."""
         return values
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks in rank order; all are plain values or dataclasses."""
+        """Return the values of all ranks in rank order: plain values or dataclasses. Collective."""
         return [value]
 
     def barrier(self) -> None:
@@ -124,7 +129,7 @@ class Collectives:
 
 
 class InPlaceReduction:
-    """A reduction whose result is a window of the given buffer, which `handle` returns."""
+    """A reduction whose result is a view of its input, which `handle` returns."""
 
     workspace_nbytes = 0
 
@@ -146,10 +151,10 @@ class InPlaceReduction:
 
 
 class AsyncHostCopy:
-    """A copy of `values` on its way to the host. Later writes to `values` do not change it."""
+    """An asynchronous copy to the host. Later writes on the current stream do not change it."""
 
     def __init__(self, values: Tensor) -> None:
-        """Start the copy; on the CPU, take ownership of `values` instead."""
+        """Start the copy. On the CPU, `values` itself is kept: do not write to it."""
         self._values = values
         self._ready: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -157,7 +162,7 @@ class AsyncHostCopy:
             self._ready = torch.cuda.current_stream().record_event()
 
     def tolist(self) -> list[float]:
-        """Return the values. May wait for the device."""
+        """Return the values; wait for the copy if necessary."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._values.tolist()
@@ -166,8 +171,8 @@ class AsyncHostCopy:
 def any_rank_flags(
     ranks: Collectives, flags: Sequence[bool], device: torch.device
 ) -> AsyncHostCopy:
-    """Start to count the ranks that have raised each of the flags. Collective."""
-    own = torch.tensor(flags, dtype=torch.float64)
+    """Start to count the ranks that set each of the `flags`; 0: no rank. Collective."""
+    values = torch.tensor(flags, dtype=torch.float64)
     if device.type == "cuda":
-        own = own.pin_memory().to(device, non_blocking=True)
-    return AsyncHostCopy(ranks.all_reduce(own))
+        values = values.pin_memory().to(device, non_blocking=True)
+    return AsyncHostCopy(ranks.all_reduce(values))

@@ -1,4 +1,4 @@
-"""A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
+"""A rank's shard of a flat buffer, which engines, optimizers, checkpoints and training share."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,44 +23,46 @@ class HostScalars(NamedTuple):
 
 
 T = TypeVar("T")
-# Steps the master weights of a shard with a gradient in host memory, in a thread of the host. The
-# last argument is to be called with each span of the flat buffer once it is stepped.
+
+# A function that steps the master weights of a shard with its gradient, both in host memory. It
+# runs in the host's optimizer thread, and calls its last argument with each span of the flat buffer
+# once that span is stepped: the span is cast at once, while it is in the cache.
 HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedGradient:
-    """A reduced gradient that has left for host memory."""
+    """A reduced gradient that is being copied, or was copied, to host memory."""
 
-    values: Tensor  # on the host, once `arrived` is reached
+    values: Tensor  # in host memory; valid once the device has passed `arrived`
     norm: Tensor  # the 2-norm, on the device
     arrived: torch.cuda.Event | None
 
     def synchronize(self) -> Tensor:
-        """Return the gradient, once it has arrived."""
+        """Wait on the host until the gradient has arrived; return it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values
 
 
 class HostSteps(Protocol):
-    """The steps of a model's master weights, which are in host memory."""
+    """The steps of a model's master weights in host memory."""
 
     def start(self, update: HostUpdate, scalars: HostScalars) -> None:
-        """Start to step all of them; the step takes the gradients.
+        """Start to step all master weights; the step takes the gradients.
 
         In the next forward, each unit waits for its own step.
         """
 
     def synchronize(self) -> None:
-        """Wait until they are what the last step makes of them."""
+        """Wait until the last step is complete."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of `function()` in the thread that steps them."""
+        """Return the result of `function()`, called in the thread that steps master weights."""
 
 
 class FlatShard:
-    """This rank's master weights of one flat buffer, and their gradient."""
+    """This rank's master weights of a flat buffer, and their gradient."""
 
     def __init__(
         self,
@@ -73,47 +75,49 @@ class FlatShard:
         saved_span: Span,
         num_owners: int = 1,
     ) -> None:
-        """Wrap `master`, the elements `held` in 1-D.
+        """Wrap `master`, the elements `span` of the flat buffer as a 1-D tensor.
 
-        `held` is the full buffer if masters are replicated, else `owned`, the part whose gradient
-        this rank reduces and counts in norms, like `num_owners` ranks. Replicas share the work to
-        save it: this rank saves `written`.
+        `owned_span` has the elements whose gradient this rank reduces, and counts in norms together
+        with `num_owners` ranks that own them too. `span` is the full buffer if masters are
+        replicated, else `owned_span`. In a checkpoint, this rank saves `saved_span`: replicas share
+        that work.
         """
         self.unit, self.layout = unit, layout
         self.span, self.owned_span, self.saved_span = span, owned_span, saved_span
         self.num_owners = num_owners
-        self.is_replicated = span != owned_span  # every rank holds all master weights
+        self.is_replicated = span != owned_span  # each rank stores all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
-        self.remainder: Tensor | None = None  # of masters of 24 bits, besides their bf16 half
+        self.remainder: Tensor | None = None  # the lower 8 bits of 24-bit masters
         self.grad_dtype = master.dtype
-        self.device = master.device  # of its gradient
+        self.device = master.device  # where gradients are reduced
         self._synchronize: Callable[[], None] | None = None
-        self._grad: Tensor | None = None  # if the masters are on another device
-        self.offloaded_grad: OffloadedGradient | None = None  # if it is on the host, too
+        # If masters are in host memory: torch requires `param.grad` to be on the device of `param`.
+        self._grad: Tensor | None = None
+        self.offloaded_grad: OffloadedGradient | None = None
 
     def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
-        """Turn the master weights, which are bf16, into the upper half of 24 bits."""
+        """Make the bf16 master weights the upper half of 24-bit weights."""
         self.remainder, self.grad_dtype = remainder, grad_dtype
         self.param.grad_dtype = grad_dtype
 
     def mark_on_host(self, device: torch.device, synchronize: Callable[[], None]) -> None:
-        """Declare that the masters are in host memory.
+        """Mark the masters as being in host memory; gradients are reduced on `device`.
 
-        Gradients are on `device`. `settle()` waits for a step that writes the masters, and for
-        copies that read them.
+        The host's thread writes the masters while training continues, and copies to the device read
+        them. `synchronize()` waits for both: before it returns, a read or write would race.
         """
         self.device, self._synchronize = device, synchronize
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the masters are in host memory; if they are trained, they are stepped there."""
+        """Whether the masters are in host memory, where the host steps them if they are trained."""
         return self._synchronize is not None
 
     @property
     def master(self) -> Tensor:
-        """The weights that the optimizer updates, or their upper half; 1-D, the elements `held`.
+        """The weights that the optimizer updates, or their upper half; 1-D, the elements `span`.
 
-        Waits for what the host does with them.
+        Waits until the host neither steps nor copies them.
         """
         if self._synchronize is not None:
             self._synchronize()
@@ -124,11 +128,11 @@ class FlatShard:
         return self.param.itemsize + (self.remainder is not None)
 
     def weights(self) -> Tensor:
-        """Return the exact master weights: the tensor itself, or a float32 copy of 24 bits."""
+        """Return the exact master weights: the tensor itself, or a float32 copy."""
         return self.master if self.remainder is None else join_24_bits(self.master, self.remainder)
 
     def write_span(self, span: Span, values: Tensor) -> None:
-        """Overwrite the elements `span` of the flat buffer, rounded to the master weights' bits."""
+        """Overwrite the elements `span` of the flat buffer, rounded to the bits of the masters."""
         half = self.view(self.master, span)
         if self.remainder is None:
             half.copy_(values)
@@ -142,7 +146,7 @@ class FlatShard:
 
     @property
     def grad(self) -> Tensor | None:
-        """The reduced gradient, shaped like `master`; None before the first reduction."""
+        """The reduced gradient in the shape of `master`; None before the first reduction."""
         return self._grad if self.is_on_host else self.param.grad
 
     @grad.setter
@@ -154,7 +158,7 @@ class FlatShard:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a reduced gradient, here or on the host."""
+        """Whether there is a reduced gradient, on the device or in host memory."""
         return self.grad is not None or self.offloaded_grad is not None
 
     @property
@@ -168,7 +172,7 @@ class FlatShard:
         return self.view(self.grad, self.owned_span)
 
     def view(self, values: Tensor, span: Span) -> Tensor:
-        """Return the elements `span` of the flat buffer in `values`, a tensor like `master`."""
+        """Return the elements `span` of the flat buffer as a view of `values`, as `master`."""
         return values[span.start - self.span.start : span.stop - self.span.start]
 
     def param_slices(self) -> tuple[ParamSlice, ...]:
@@ -176,7 +180,7 @@ class FlatShard:
 
 
 class ShardedModelProtocol(Protocol):
-    """A sharded model as optimizers and checkpoints use it."""
+    """The interface of a sharded model that optimizers and checkpoints use."""
 
     @property
     def module(self) -> nn.Module:
@@ -184,7 +188,7 @@ class ShardedModelProtocol(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """Its groups of ranks."""
+        """The groups of ranks of the model."""
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
         """Return this rank's shards, in the same order on every rank."""
@@ -193,7 +197,7 @@ class ShardedModelProtocol(Protocol):
         """Return the module's buffers that belong in a checkpoint, by name."""
 
     def sync_gradients(self) -> None:
-        """Reduce the gradients that were held back."""
+        """Reduce the gradients that `no_sync` held."""
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank."""
@@ -213,12 +217,12 @@ class ShardedModelProtocol(Protocol):
 
 
 def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for prefix, each in module.named_modules():
         for key, buffer in each._buffers.items():
             if buffer is not None and key not in each._non_persistent_buffers_set:
-                found[f"{prefix}.{key}" if prefix else key] = buffer
-    return found
+                buffers[f"{prefix}.{key}" if prefix else key] = buffer
+    return buffers
 
 
 def require_sharded(model: object, call: str) -> None:
@@ -231,13 +235,13 @@ def require_sharded(model: object, call: str) -> None:
 
 def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
     """Return the 2-norm of each gradient, in at least float32."""
-    # In bf16 a norm would have 8 bits, too few to decide on clipping.
+    # A bf16 norm would have 8 significant bits, too few to decide on clipping.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     return torch._foreach_norm(gradients, 2, dtype=dtype)
 
 
 def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None:
-    """Multiply the reduced gradients; waits for those that are on the host."""
+    """Multiply the reduced gradients by `factor`; wait for gradients in host memory."""
     on_device = []
     for shard in shards:
         if shard.offloaded_grad is not None:
@@ -257,31 +261,31 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(values: Tensor) -> Tensor:
-    """Return the bits of values; their sum is a checksum in any order."""
+    """Return the bits of `values` as integers, whose sum does not depend on their order."""
     return values.view(_INTEGERS[values.itemsize])
 
 
 def compare_replicas(
-    world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
+    world: Collectives, shard_index: int, checksums: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare parameters by `checksums` with those of ranks with an equal `place`.
+    """Compare the `checksums` of parameters on all ranks with an equal `shard_index`. Collective.
 
     EngineError names a parameter that differs, and the rank.
     """
-    places = world.all_gather_object(place)
+    shard_indices = world.all_gather_object(shard_index)
     answers = world.all_gather_object(dict(checksums))
-    for part in sorted(set(places)):
-        of_part = {
+    for shard in sorted(set(shard_indices)):
+        replicas = {
             rank: {name: tuple(sums) for name, sums in answers[rank].items()}
-            for rank, place in enumerate(places)
-            if place == part
+            for rank, place in enumerate(shard_indices)
+            if place == shard
         }
-        for name in next(iter(of_part.values()), {}):
-            found = {rank: checksums[name] for rank, checksums in of_part.items()}
-            usual = Counter(found.values()).most_common(1)[0][0]
-            odd = [str(rank) for rank, checksum in found.items() if checksum != usual]
-            if odd:
+        for name in next(iter(replicas.values()), {}):
+            by_rank = {rank: checksums[name] for rank, checksums in replicas.items()}
+            expected = Counter(by_rank.values()).most_common(1)[0][0]
+            different = [str(rank) for rank, checksum in by_rank.items() if checksum != expected]
+            if different:
                 raise EngineError(
-                    f"{name} on rank {', '.join(odd)} differs from the other replicas, because of "
-                    "a hardware fault or a write to the parameters of one rank only"
+                    f"{name} on rank {', '.join(different)} differs from the other replicas, "
+                    "because of a hardware fault or a write to the parameters of one rank only"
                 )

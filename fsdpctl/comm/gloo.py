@@ -1,8 +1,9 @@
 """Collectives over gloo.
 
-Note: why gloo's own reductions are not used. gloo reduces by an all-reduce of everything, in ring
-order. Ranks that send each other what the other owns move half the bytes and add in rank order: the
-result does not depend on which rank owns what, so every strategy gives the same bits.
+Note: why gloo's own reductions are not used. gloo's reduce-scatter is an all-reduce of the full
+buffer, in ring order. Here, each rank sends every other rank the elements that the other rank owns,
+and adds what it receives in rank order. This moves half the bytes. The order of additions does not
+depend on the owner of an element, so every strategy gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Send every rank's part to every other, in both directions at once unlike broadcasts."""
+        """Send this rank's span to every other rank. Unlike broadcasts, both directions overlap."""
         works = []
         for each in buffers:
             source = self._own_span(each)
@@ -34,19 +35,19 @@ class GlooCollectives(ProcessGroupCollectives):
         return self._after(works, buffers[0].full, "all-gather")
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Send every rank its part, and add what others send."""
+        """Send each rank its span. `finish` then adds the spans received from other ranks."""
         sent = [whole[part.start : part.stop] for part in parts]
-        own = sent[self.rank]
-        workspace = own.new_empty(self.size - 1, own.numel())
+        shard = sent[self.rank]
+        workspace = shard.new_empty(self.size - 1, shard.numel())
         rows = list(workspace)
-        rows.insert(self.rank, own)
+        rows.insert(self.rank, shard)
         works = self._exchange(sent, rows, self.reduce_group)
         return LocalReduction(rows, workspace.nbytes, self._wait(works, "reduce-scatter"))
 
     def _exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Start to exchange a message with every other rank; empty ones are not sent."""
+        """Start to exchange messages with every other rank; empty messages are not sent."""
         others = [each for each in range(self.size) if each != self.rank]
         come, go = ([n for n in others if each[n].numel()] for each in (received, sent))
         works = [dist.irecv(received[n], group=group, group_src=n) for n in come]
@@ -58,8 +59,8 @@ class GlooCollectives(ProcessGroupCollectives):
         assert isinstance(work, dist.Work)
         return self._after([work], values, "all-reduce")
 
-    def _after(self, works: list[dist.Work], result: Tensor, what: str) -> Handle:
-        wait = self._wait(works, what)
+    def _after(self, works: list[dist.Work], result: Tensor, name: str) -> Handle:
+        wait = self._wait(works, name)
 
         def finish() -> Tensor:
             wait()
@@ -67,19 +68,19 @@ class GlooCollectives(ProcessGroupCollectives):
 
         return Handle(finish)
 
-    def _wait(self, works: list[dist.Work], what: str) -> Callable[[], None]:
-        return partial(self.waits.around, partial(_wait_for, works, f"{what} over gloo"))
+    def _wait(self, works: list[dist.Work], name: str) -> Callable[[], None]:
+        return partial(self.waits.around, partial(_wait_for, works, f"{name} over gloo"))
 
 
-def _wait_for(works: list[dist.Work], what: str) -> None:
-    UNRECORDED.pending = what
+def _wait_for(works: list[dist.Work], name: str) -> None:
+    UNRECORDED.pending = name
     while works:
         works.pop().wait()
     UNRECORDED.pending = ""
 
 
 class LocalReduction:
-    """The contributions of all ranks to this rank's part, which it adds itself."""
+    """The contributions of all ranks to this rank's shard, which this rank adds itself."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class LocalReduction:
     ) -> None:
         """Take contributions in rank order, which are complete after `arrive()`.
 
-        `has_read()` is called once they are not needed any more.
+        `has_read()` is called after the last read: then their memory may be overwritten.
         """
         self.workspace_nbytes = workspace_nbytes
         self._rows, self._arrive, self._has_read = rows, arrive, has_read
@@ -108,5 +109,6 @@ class LocalReduction:
             total = first.to(dtype)
             for each in others:
                 total = total + each if total is first else total.add_(each)
-            torch.mul(total, scale, out=out[chunk])  # last, since `out` may be one of them
+            # `out` may be the memory of a contribution, so it is written after the last addition.
+            torch.mul(total, scale, out=out[chunk])
         self._has_read()

@@ -1,4 +1,4 @@
-"""Selection of the collectives for the ranks of this run, on both axes of data parallelism.
+"""The groups of ranks on both axes of data parallelism, and their collectives.
 
 dp_shard_size = 2 on 4 ranks            dp_shard ->
                                          rank 0   rank 1     one replica
@@ -21,7 +21,7 @@ from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
 from fsdpctl.plan.step_plan import MeshPosition
 
-_PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
+_PATIENCE = timedelta(days=1)  # disks may be slow; an exited rank breaks the connection at once
 
 
 def _is_alone() -> bool:
@@ -33,7 +33,7 @@ def collectives_for(
 ) -> Collectives:
     """Return the collectives of this rank's group in `groups`, or of all ranks.
 
-    Those of another `purpose` may overlap with these.
+    Collectives with another `purpose` have their own process group, so that both may overlap.
     """
     if _is_alone() or (groups is not None and len(groups[0]) == 1):
         return Collectives()
@@ -43,9 +43,9 @@ def collectives_for(
 
 
 def shared_memory_collectives() -> Collectives:
-    """Return the collectives of all ranks, on the CPU, over memory that they share. Collective.
+    """Return collectives of all ranks over shared memory, on the CPU. Collective.
 
-    If they cannot share any, returns those over gloo, with `not_shared`.
+    If the ranks cannot share memory, the collectives use gloo, and `not_shared_reason` is set.
     """
     if _is_alone():
         return Collectives()
@@ -76,14 +76,14 @@ Chain = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's groups."""
+    """The groups that this rank belongs to."""
 
     world: Collectives
-    shard: Collectives  # the ranks that share a replica with this one
-    replicas: Collectives | None  # the ranks that hold the same part; None if there is one replica
+    shard: Collectives  # the ranks of this rank's replica
+    replicas: Collectives | None  # the ranks with the same shard; None if there is one replica
 
     def take_waits(self) -> Seconds:
-        """Return the time that computation has waited for any group since the previous call."""
+        """Return the exposed communication of all groups since the previous call, in seconds."""
         taken = [each.waits.take() for each in self._groups()]
         return lambda: sum(seconds() for seconds in taken)
 
@@ -93,12 +93,12 @@ class Mesh:
                 each.waits.measures = True
 
     def _groups(self) -> list[Collectives]:
-        found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
-        return list({id(each): each for each in found}.values())
+        groups = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
+        return list({id(each): each for each in groups}.values())
 
     @property
     def chain(self) -> Chain | None:
-        """The function that starts the sum over replicas right after a reduction, on streams."""
+        """The function that enqueues the sum over replicas right behind a reduction, over NCCL."""
         if self.replicas is None or not isinstance(self.shard, NcclCollectives):
             return None
         return self.shard.chain
@@ -123,8 +123,8 @@ def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> M
         world.use_own_reduce_group()
         return Mesh(world, world, None)
     starts = range(0, world.size, dp_shard_size)
-    copies = [range(start, start + dp_shard_size) for start in starts]
-    same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
-    shard = collectives_for(device, copies)
+    replicas = [range(start, start + dp_shard_size) for start in starts]
+    same_shard = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
+    shard = collectives_for(device, replicas)
     shard.use_own_reduce_group()
-    return Mesh(world, shard, collectives_for(device, same_part))
+    return Mesh(world, shard, collectives_for(device, same_shard))

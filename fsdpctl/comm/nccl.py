@@ -24,8 +24,8 @@ class NcclCollectives(ProcessGroupCollectives):
     """Collectives on CUDA: gathers and reductions have a stream each.
 
     Memory is allocated on the compute stream only, and freed after the compute stream has waited
-    for its last use, so no tensor needs `record_stream`. A shard that is copied from must outlive
-    its all-gather.
+    for its last use. Otherwise the allocator could hand it out while a collective still uses it,
+    and each tensor would need `record_stream`. A `shard` must outlive its all-gather.
     """
 
     transport = Transport.NCCL
@@ -37,7 +37,7 @@ class NcclCollectives(ProcessGroupCollectives):
         groups: Sequence[Sequence[int]] | None = None,
         purpose: str = "gather",
     ) -> None:
-        """Join this rank's group; EngineError if `device` is not the current one."""
+        """Join this rank's group; EngineError if `device` is not the current device."""
         current = torch.cuda.current_device()
         if device.index not in (None, current):
             raise EngineError(
@@ -51,9 +51,9 @@ class NcclCollectives(ProcessGroupCollectives):
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Gather on the gather stream, in one launch per dtype if the parts are even."""
-        # Earlier uses of this memory were on the current stream; a prefetch is issued before the
-        # running unit's work, so it overlaps with that.
+        """Gather on the gather stream, in one launch per dtype if the spans are even."""
+        # Kernels on the current stream may still read the old contents of this memory. A prefetch
+        # is issued before the running unit's work, so it does not wait for that work.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
             together: dict[torch.dtype, list[AllGatherInput]] = defaultdict(list)
@@ -71,7 +71,7 @@ class NcclCollectives(ProcessGroupCollectives):
                             values = each.full[part.start : part.stop]
                             dist.broadcast(values, group=self.gather_group, group_src=owner)
             for alike in together.values():
-                # All-gathers within become one launch; torch requires one dtype for that.
+                # Torch merges the all-gathers of a block into one launch if they have one dtype.
                 one_launch: AbstractContextManager[object] = (
                     dist.distributed_c10d._coalescing_manager(self.gather_group)
                     if len(alike) > 1
@@ -85,12 +85,12 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
-        own = parts[self.rank]
-        part = whole[own.start : own.stop]
+        span = parts[self.rank]
+        shard = whole[span.start : span.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             if are_even(parts):
-                reduce_scatter_single(part, whole, group=self.reduce_group)
+                reduce_scatter_single(shard, whole, group=self.reduce_group)
             else:
                 with self._one_launch(self.reduce_group):
                     for owner, span in enumerate(parts):
@@ -98,7 +98,7 @@ class NcclCollectives(ProcessGroupCollectives):
                             values = whole[span.start : span.stop]
                             dist.reduce(values, group=self.reduce_group, group_dst=owner)
             done = self.reduce_stream.record_event()
-        return InPlaceReduction(self._after(done, part))
+        return InPlaceReduction(self._after(done, shard))
 
     def chain(
         self,
@@ -110,10 +110,11 @@ class NcclCollectives(ProcessGroupCollectives):
     ) -> tuple[Handle, Handle]:
         """Run a reduction's `finish` on the reduce stream, then start `follow` with its result.
 
-        The compute stream waits for neither. Returns a handle that is done once the given gradients
-        have been read, and that of `follow`.
+        The compute stream waits for neither. Returns two handles: the first ends once the
+        reduction's input has been read and may be freed, the second is the handle of `follow`.
         """
-        self.reduce_stream.wait_stream(torch.cuda.current_stream())  # earlier uses of `out`
+        # `out` may be memory that kernels on the current stream still use.
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             reduction.finish(out, scale, dtype)
             done = self.reduce_stream.record_event()
@@ -127,8 +128,8 @@ class NcclCollectives(ProcessGroupCollectives):
         return self._after(done, values)
 
     def _one_launch(self, group: dist.ProcessGroup) -> AbstractContextManager[object]:
-        """Launch the broadcasts or reductions of the block as one group of NCCL."""
-        # Without a device, torch's manager runs them one by one.
+        """Launch the broadcasts or reductions in a `with` block as one NCCL group."""
+        # Without a device, torch's manager launches each collective separately.
         return dist.distributed_c10d._coalescing_manager(group, self._device)
 
     def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:

@@ -1,4 +1,4 @@
-"""The process groups of gloo and NCCL, and what both backends do alike."""
+"""The process groups of gloo and NCCL, and collectives that are the same over both."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,7 +17,7 @@ _Collective = Callable[..., dist.Work]
 
 
 def _renamed(name: str, before: str) -> _Collective:
-    """Return a function that torch 2.13 renamed; its old name warns there."""
+    """Return a function of torch.distributed that torch 2.13 renamed; the old name warns there."""
     return getattr(dist, name, None) or getattr(dist, before)  # type: ignore[no-any-return]
 
 
@@ -33,8 +33,9 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]
 class ProcessGroupCollectives(Collectives):
     """The common part of the collectives over gloo and NCCL.
 
-    All ranks use the default process group. If gathers and reductions overlap, reductions have a
-    group of their own. Each group costs sockets and threads, or memory of a GPU.
+    The group of all ranks is the default process group. If gathers and reductions overlap,
+    reductions have a separate group: collectives of one group run one after the other. Each group
+    costs sockets and threads, or GPU memory.
     """
 
     _device_type = "cpu"
@@ -42,15 +43,15 @@ class ProcessGroupCollectives(Collectives):
     def __init__(
         self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
     ) -> None:
-        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
+        """Join this rank's group of `groups`, which partition all ranks; None: one group of all.
 
-        Collectives with the same groups and another `purpose` overlap with these.
+        Collectives with the same `groups` and another `purpose` may overlap with these.
         """
         self._groups = groups or [range(dist.get_world_size())]
         self.gather_group = (
             dist.distributed_c10d._get_default_group()
             if groups is None
-            else _own_group(groups, self._device_type, purpose)
+            else _get_group(groups, self._device_type, purpose)
         )
         self.reduce_group = self.gather_group
         self.rank = dist.get_rank(self.gather_group)
@@ -58,7 +59,7 @@ class ProcessGroupCollectives(Collectives):
         self.waits: Waits = HostWaits()
 
     def use_own_reduce_group(self) -> None:
-        self.reduce_group = _own_group(self._groups, self._device_type, "reduce")
+        self.reduce_group = _get_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
         self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
@@ -81,18 +82,19 @@ class ProcessGroupCollectives(Collectives):
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
+    """Return the values of all ranks in rank order; unlike in torch, nothing is unpickled.
 
-    All have one type, else msgspec raises: plain values or dataclasses of them. Tuples and other
-    containers within them arrive as lists.
+    All values must have one type, else msgspec raises: plain values, or dataclasses of plain
+    values. Containers within them, such as tuples, arrive as lists.
     """
-    device = dist.distributed_c10d._get_object_coll_device(group)  # the one that torch's uses
+    # The device of torch's `all_gather_object`.
+    device = dist.distributed_c10d._get_object_coll_device(group)
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
-    found = zip(_all_gather(padded, group), sizes, strict=True)
-    texts = (each[: int(size)].cpu().numpy().tobytes() for each, size in found)
+    padded_texts = zip(_all_gather(padded, group), sizes, strict=True)
+    texts = (each[: int(size)].cpu().numpy().tobytes() for each, size in padded_texts)
     return [msgspec.msgpack.decode(each, type=type(value)) for each in texts]
 
 
@@ -102,24 +104,24 @@ def _all_gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def _own_group(
+def _get_group(
     groups: Sequence[Sequence[int]], device_type: str, purpose: str
 ) -> dist.ProcessGroup:
-    """Return the process group of this rank; every rank creates its own at the same time.
+    """Return this rank's process group of `groups`; create it if necessary. Collective.
 
-    This is one call for any number of groups: NCCL splits the default group's communicator on all
-    ranks together. All models share the groups, because their threads, sockets and NCCL memory
-    exist as long as the default group. They have its timeout.
+    One call creates any number of groups, because NCCL splits the default group's communicator on
+    all ranks together. All models share the groups: their threads, sockets and NCCL memory exist
+    as long as the default group. The timeout is that of the default group.
     """
     default = dist.distributed_c10d._get_default_group()
-    made = _GROUPS.setdefault(default, {})
+    groups_by_key = _GROUPS.setdefault(default, {})
     key = (tuple(map(tuple, groups)), device_type, purpose)
-    if key not in made:
+    if key not in groups_by_key:
         options = default._get_backend(torch.device(device_type)).options
         timeout = None if options is None else options._timeout  # torch's fake backend has none
         rank = dist.get_rank()
         ranks = next(list(each) for each in groups if rank in each)
-        own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
-        made[key] = own
-    return made[key]
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups_by_key[key] = group
+    return groups_by_key[key]

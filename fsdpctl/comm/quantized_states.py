@@ -1,8 +1,8 @@
-"""Numbers in fewer bits: moments in blocks of 64 elements that share a scale, and 24-bit weights.
+"""Optimizer states in fewer bits: 8-bit moments with a scale per 64 elements, and 24-bit weights.
 
-All operations are elementwise and round alike in the body and the tail of a vectorized loop, so
-that results do not depend on the position in a tensor: every number of ranks computes the same
-bits.
+All operations are elementwise, and round the same way in the body and the tail of a vectorized
+loop. Results then do not depend on the position in a tensor, so any number of ranks computes the
+same bits.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,13 +16,13 @@ from fsdpctl.plan.optimizers import SCALE_BLOCK, scale_blocks
 
 CODES, SCALES = ".codes", ".scales"  # suffixes of the tensors of a moment
 _SIGNED, _ROOT_CODES = 254.0, 255.0
-_LEAST = 1e-35  # divides in place of smaller scales
+_LEAST = 1e-35  # smaller scales, including 0, are replaced by it before a division
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _INFINITY = 0x7F800000  # the bits of float32
 
 
 def masked_copy_(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
-    """Write `values`, unless the scalar `skip` is true; integers lose their upper bits."""
+    """Copy `values` to `target`, unless the scalar `skip` is true; integers wrap around."""
     if skip is not None:
         values = torch.where(skip, target, values.to(target.dtype))
     target.copy_(values)
@@ -30,11 +30,12 @@ def masked_copy_(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of an optimizer, or a window into it: numbers, or codes with a scale per block.
+    """A moment of an optimizer or a view of it: numbers, or codes with a scale per block.
 
-    Codes of int8 are signed numbers x: 127 y, where y = 2 x / (1 + |x|) for x relative to the
-    scale. Codes of uint8 are non-negative numbers, whose square root is 255ths of the scale; only
-    zeros have the code 0. A scale is the largest absolute value of its block, rounded up to bf16.
+    int8 codes store a signed number x, relative to the scale, as 127 y, where y = 2 x / (1 + |x|).
+    uint8 codes store a non-negative number by its square root, in 255ths of the scale; only zero
+    has the code 0. A scale is the largest absolute value of its block, rounded up to bf16. For
+    uint8 codes it is the largest square root.
     """
 
     values: Tensor  # 1-D; numbers or codes
@@ -42,11 +43,11 @@ class Moment:
 
     @property
     def has_roots(self) -> bool:
-        """Whether it is read and written as square roots."""
+        """Whether `write` expects square roots."""
         return self.values.dtype == torch.uint8
 
     def window(self, span: Span) -> "Moment":
-        """Return the elements `span`; that of codes begins at a block."""
+        """Return a view of the elements `span`, which must start at a block if there are codes."""
         blocks, scales = scale_blocks(span), self.scales
         if scales is not None:
             scales = scales[blocks.start : blocks.stop]
@@ -65,7 +66,7 @@ class Moment:
         return codes
 
     def read(self, out: Tensor, work: Tensor, factor: float = 1.0) -> None:
-        """Write `factor` times the numbers to `out`, of whole blocks; `work` is overwritten."""
+        """Write `factor` times the numbers to `out`, in full blocks; `work` is overwritten."""
         out.copy_(self.values)
         if self.scales is None:
             if factor != 1.0:
@@ -84,9 +85,9 @@ class Moment:
     def write(
         self, new: Tensor, work: Tensor, skip: Tensor | None = None, unit: float = 1.0
     ) -> None:
-        """Replace the numbers, unless the scalar `skip` is true; both arguments are overwritten.
+        """Replace the numbers by `unit` times `new`, unless the scalar `skip` is true.
 
-        The new numbers are `unit` times `new`. Codes of uint8 are given the square roots.
+        `new` has the square roots for uint8 codes. `new` and `work` are overwritten.
         """
         if self.scales is None:
             masked_copy_(self.values, new if unit == 1.0 else new.mul_(unit), skip)
@@ -97,7 +98,7 @@ class Moment:
             rows = (_ROOT_CODES * unit) / scales.float().clamp_(min=_LEAST)
             _blocks(new).mul_(rows.unsqueeze(1))
             torch.maximum(new.round_(), least, out=new)
-            codes = work.view(torch.int32).copy_(new)  # from these to bytes is faster than from new
+            codes = work.view(torch.int32).copy_(new)  # int32 to uint8 is faster than float32
         else:
             torch.abs(new, out=work)
             scales = _rounded_up(_largest(work))
@@ -130,23 +131,23 @@ def get_moment(states: Mapping[str, Tensor], name: str) -> Moment:
 
 
 def moment_names(states: Iterable[str]) -> list[str]:
-    """Return the names of the moments, in order, of the names of their tensors."""
+    """Return the names of the moments, given the names of their tensors, in the same order."""
     return list(dict.fromkeys(name.partition(".")[0] for name in states if name != "step"))
 
 
 def new_moment(name: str, numel: int, like: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a moment of zeros; with dtype int8 or uint8 codes and scales."""
+    """Return the tensors of a moment of zeros: codes and scales if `dtype` is int8 or uint8."""
     if dtype.is_floating_point:
         return {name: like.new_zeros(numel, dtype=dtype)}
     scales = like.new_zeros(numel // SCALE_BLOCK, dtype=torch.bfloat16)
     return {name + CODES: like.new_zeros(numel, dtype=dtype), name + SCALES: scales}
 
 
-# ---- weights of 24 bits: 16 bits of float32 rounded to nearest, and a signed remainder ----------
+# ---- 24-bit weights: a float32 rounded to bf16, and a signed 8-bit remainder -------------------
 
 
 def join_24_bits(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the float32 weights of a bf16 half and its remainder, which is exact."""
+    """Return the exact float32 values of 24-bit weights: a bf16 half and its remainder."""
     out = half.new_empty(half.shape, dtype=torch.float32) if out is None else out
     bits = out.view(torch.int32).copy_(half.view(torch.int16))
     bits.bitwise_left_shift_(8).add_(remainder).bitwise_left_shift_(8)
@@ -158,7 +159,7 @@ def split_24_bits(
 ) -> None:
     """Round float32 weights, which are overwritten, to 24 bits, and write both parts of them."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
-    # Both are rounded to nearest, and the offset makes the low byte the remainder + 128.
+    # Half and remainder are rounded to nearest. The offset makes the low byte the remainder + 128.
     bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)
     masked_copy_(remainder, bits, skip)
     masked_copy_(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)

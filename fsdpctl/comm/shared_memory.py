@@ -1,15 +1,16 @@
 """Collectives of ranks that share memory.
 
-Parameters are gathered where every rank reads them: each rank writes its part, and waits for the
-others. Gradients are copied to where their owner reads and adds them. Everything else, and what
-does not fit, is sent over gloo.
+The unsharded parameters are in shared memory once: to gather them, each rank writes its shard and
+waits for the other ranks. Gradients are copied to an outbox, where their owners read and add them.
+All other tensors, and gradients that do not fit into the outbox, are sent over gloo.
 
 Note: why the memory has no name. A file of `memfd_create` exists as long as a process maps it, so
-nothing is left when ranks are killed. It does not need /dev/shm, which containers keep small. The
-other ranks open it through /proc, which only processes of the same user may.
+nothing is left when ranks are killed. It does not need /dev/shm, which is small in containers. The
+other ranks open it through /proc, which only allows processes of the same user.
 
-Note: why a counter is raised by the kernel. `FUTEX_WAKE_OP` adds to the counter and wakes who waits
-for it in one call, and orders the writes before it on every architecture.
+Note: why the kernel increments a counter. `FUTEX_WAKE_OP` adds to the counter and wakes its waiters
+in one call. It also orders the writes before it on every architecture: a rank that sees the new
+count can read the values.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ _GATHERED, _SENT, _READ, _MET = range(4)  # counters
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The gradients of a reduction in a rank's outbox, at the same place in all of them."""
+    """The gradients of a reduction in an outbox; each rank puts them at the same offset."""
 
     number: int
     start: int  # bytes
@@ -61,11 +62,11 @@ class SharedCollectives(GlooCollectives):
         self.memory = SharedMemory(self.all_gather_object, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
         self._num_gathered = self._num_sent = self._num_met = 0
-        self._unread: deque[_Message] = deque()  # by this rank
-        self._read: list[_Message] = []  # by this rank, maybe not by others
+        self._unread: deque[_Message] = deque()  # messages that this rank has not read yet
+        self._read: list[_Message] = []  # messages that this rank has read, but others may not have
 
     def use_own_reduce_group(self) -> None:
-        """Do nothing: reductions do not pass gathers in a process group."""
+        """Do nothing: over shared memory, reductions do not wait for gathers."""
 
     def wait_for_readers(self) -> None:
         self._num_met += 1
@@ -83,12 +84,12 @@ class SharedCollectives(GlooCollectives):
     def reserve_outbox(self, nbytes: int) -> int:
         """Provide an outbox for gradients of `nbytes`. Collective."""
         if not self._outboxes or 2 * nbytes > len(self._outboxes[0]):
-            # Twice, for a message that does not fit between others; what is not used is not taken.
+            # Twice the size, because free space may be split in two. Untouched pages cost nothing.
             self._outboxes = self.allocate_shared([2 * nbytes] * self.size)
         return nbytes
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        """Write this rank's part; over gloo, if the result is not in shared memory."""
+        """Write this rank's shard; use gloo if the result is not in shared memory."""
         if not all(self.memory.contains(each.full) for each in buffers):
             return super().all_gather(buffers)
         for each in buffers:
@@ -105,8 +106,8 @@ class SharedCollectives(GlooCollectives):
         return Handle(finish)
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Copy what others own to this rank's outbox; over gloo, if there is no room."""
-        message = self._place(whole.nbytes)
+        """Copy the spans of other ranks to this rank's outbox; use gloo if they do not fit."""
+        message = self._reserve_message(whole.nbytes)
         if message is None:
             return super().reduce_scatter(whole, parts)
         boxes = [each[message.start : message.stop].view(whole.dtype) for each in self._outboxes]
@@ -114,14 +115,18 @@ class SharedCollectives(GlooCollectives):
             if owner != self.rank:
                 boxes[self.rank][part.start : part.stop].copy_(whole[part.start : part.stop])
         self.memory.raise_counter(_SENT)
-        own = parts[self.rank]
-        rows = [each[own.start : own.stop] for each in boxes]
-        rows[self.rank] = whole[own.start : own.stop]
+        span = parts[self.rank]
+        rows = [each[span.start : span.stop] for each in boxes]
+        rows[self.rank] = whole[span.start : span.stop]
         wait = self._wait_for(_SENT, message.number, "gradients")
         return LocalReduction(rows, 0, wait, self._has_read)
 
-    def _place(self, nbytes: int) -> _Message | None:
-        """Return the first place that fits, once all ranks have read what was there."""
+    def _reserve_message(self, nbytes: int) -> _Message | None:
+        """Return a message at the first free offset, once all ranks have read its old contents.
+
+        None if no offset is free. All ranks compute the same offset, since they send and read the
+        same messages in the same order.
+        """
         start = 0
         for each in sorted(self._unread, key=lambda each: each.start):
             if start + nbytes <= each.start:
@@ -152,18 +157,18 @@ _NUM_COUNTERS = 4  # of each rank
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)
-_CHECKED_EVERY = 0.5  # seconds after which a rank that waits looks whether the others live
+_CHECKED_EVERY = 0.5  # seconds after which a waiting rank checks whether the other ranks live
 _EVERYONE = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-Exchange = Callable[[list[str]], list[list[str]]]  # gathers a value of every rank, in rank order
+Exchange = Callable[[list[str]], list[list[str]]]  # all-gather of texts, in rank order
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class NotShared(Exception):  # noqa: N818  # an answer
+class NotShared(Exception):  # noqa: N818  # no error: gloo is used instead
     """The ranks cannot share memory; the message says why."""
 
 
@@ -173,25 +178,25 @@ class SharedMemory:
     def __init__(self, exchange: Exchange, rank: int, timeout: float) -> None:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
         self.rank, self._exchange, self._timeout = rank, exchange, timeout
-        found = exchange([_place(), str(os.getpid())])
-        if len({place for place, _ in found}) > 1 or not found[0][0]:
+        ranks = exchange([_host_key(), str(os.getpid())])
+        if len({place for place, _ in ranks}) > 1 or not ranks[0][0]:
             raise NotShared(
                 "the ranks run on several machines or in several containers"
-                if found[0][0]
+                if ranks[0][0]
                 else f"not supported on {sys.platform} {platform.machine()}"
             )
-        self._pids = [int(pid) for _, pid in found]
+        self._pids = [int(pid) for _, pid in ranks]
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
         self._watched = select.poll()
         self._watch()
-        (self._lines,) = self.allocate([len(found) * _NUM_COUNTERS * _LINE])
+        (self._lines,) = self.allocate([len(ranks) * _NUM_COUNTERS * _LINE])
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
 
     def _watch(self) -> None:
         error = ""
         try:
             for pid in self._pids:
-                process = os.pidfd_open(pid)  # is ready once it has ended
+                process = os.pidfd_open(pid)  # becomes readable when the process ends
                 self._watched.register(process, select.POLLIN)
                 weakref.finalize(self, os.close, process)
         except OSError as caught:
@@ -208,16 +213,16 @@ class SharedMemory:
         """Return zeros of each size in bytes, or raise NotShared on all ranks. Collective."""
         starts = list(accumulate((-(-size // _PAGE) * _PAGE for size in sizes), initial=0))
         total = max(starts[-1], _PAGE)
-        own, error = -1, ""
+        own_fd, error = -1, ""
         if self.rank == 0:
             try:
-                own = os.memfd_create("fsdpctl")
-                os.fchmod(own, 0o600)
-                os.ftruncate(own, total)
+                own_fd = os.memfd_create("fsdpctl")
+                os.fchmod(own_fd, 0o600)
+                os.ftruncate(own_fd, total)
             except OSError as caught:
                 error = str(caught)
-        (first, *_) = self._exchange([str(own), error])
-        file = own
+        (first, *_) = self._exchange([str(own_fd), error])
+        file = own_fd
         try:
             if not first[1]:
                 if self.rank:
@@ -232,7 +237,7 @@ class SharedMemory:
             raise NotShared(f"{errors[0]} ({total:,} bytes)")
         begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
         self._ranges.append((weakref.ref(mapped), range(begin, begin + total)))
-        return [  # each begins its storage
+        return [  # each tensor has its own storage
             torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
             if size
             else torch.empty(0, dtype=torch.uint8)
@@ -240,11 +245,11 @@ class SharedMemory:
         ]
 
     def contains(self, values: Tensor) -> bool:
-        """Return whether the values are in memory that `allocate` returned."""
+        """Return whether `values` is in memory that `allocate` returned."""
         return any(mapped() and values.data_ptr() in each for mapped, each in self._ranges)
 
     def raise_counter(self, kind: int) -> None:
-        """Add 1 to a counter of this rank; what was written before can be read by who sees it."""
+        """Add 1 to a counter of this rank; ranks that see the new count also see earlier writes."""
         UNRECORDED.count += 1
         address = self._address(self.rank, kind)
         number = ctypes.c_long(_SYS_FUTEX or 0)
@@ -254,15 +259,15 @@ class SharedMemory:
     def wait(self, kind: int, count: int, what: str) -> None:
         """Wait until a counter of every rank has reached `count`.
 
-        EngineError if a rank has ended, or after the time that ranks may wait.
+        EngineError if a rank has exited, or after the timeout of the process group.
         """
         UNRECORDED.pending = f"{what} over shared memory"
         began = 0.0
         for rank in range(self.size):
-            place = rank * _NUM_COUNTERS + kind
-            while _is_before(found := int(self._counts[place]), count):
+            index = rank * _NUM_COUNTERS + kind
+            while _is_before(value := int(self._counts[index]), count):
                 began = began or time.monotonic()
-                self._sleep(self._address(rank, kind), found)
+                self._sleep(self._address(rank, kind), value)
                 if time.monotonic() - began > _CHECKED_EVERY:
                     self._check(rank, what, time.monotonic() - began)
         UNRECORDED.pending = ""
@@ -270,24 +275,24 @@ class SharedMemory:
     def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
 
-    def _sleep(self, address: ctypes.c_void_p, found: int) -> None:
-        """Wait until a counter is not `found`, or for a while."""
+    def _sleep(self, address: ctypes.c_void_p, value: int) -> None:
+        """Wait until a counter differs from `value`, at most for `_CHECKED_EVERY` seconds."""
         until = ctypes.byref(_Timespec(0, int(_CHECKED_EVERY * 1e9)))
-        _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, found, until, None, 0)
+        _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, until, None, 0)
 
     def _check(self, rank: int, what: str, waited: float) -> None:
         if waited > self._timeout:
             raise EngineError(f"timed out after {waited:.0f} s: waiting for {what} of rank {rank}")
         if self._watched.poll(0):
-            raise EngineError(f"a rank has ended while this one waited for {what} of rank {rank}")
+            raise EngineError(f"a rank has ended while this rank waited for {what} of rank {rank}")
 
 
-def _is_before(found: int, count: int) -> bool:
-    return (found - count) & 0x80000000 != 0
+def _is_before(value: int, count: int) -> bool:
+    return (value - count) & 0x80000000 != 0
 
 
-def _place() -> str:
-    """Return what ranks that can share memory have in common; empty: none can here."""
+def _host_key() -> str:
+    """Return a key that is equal on ranks that can share memory, or "" if this rank cannot."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Time stamps, and the time that computation waits for communication."""
+"""Time stamps, and exposed communication: the time that computation waits for collectives."""
 
 import time
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 from fsdpctl.comm.rank_status import RANK_STATUS
 
 Mark = float | torch.cuda.Event
-Seconds = Callable[[], float]  # may be called once the device has reached the last time stamp
+Seconds = Callable[[], float]  # call it only after the device has reached the last time stamp
 
 
 def mark(*, on_cuda: bool) -> Mark:
-    """Return a time stamp: of the host's clock, or on CUDA an event in the current stream."""
+    """Return a time stamp of the host's clock, or on CUDA an event in the current stream."""
     if not on_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -31,7 +31,7 @@ def seconds_between(before: Mark, after: Mark) -> float:
 
 
 class HostWaits:
-    """The time that the host waits."""
+    """Measures how long the host waits."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -50,7 +50,7 @@ class HostWaits:
 
 
 class CudaWaits:
-    """The time that the compute stream waits, if `measures` is set: events have a cost."""
+    """Measures how long the compute stream waits, if `measures` is set, since events take time."""
 
     def __init__(self) -> None:
         self.measures = False
@@ -65,7 +65,7 @@ class CudaWaits:
         self._pairs.append((before, mark(on_cuda=True)))
 
     def take(self) -> Seconds:
-        """Return the sum since the previous call; call it once the device has passed the events."""
+        """Return a function for the sum since the previous call, valid after the last event."""
         pairs, self._pairs = self._pairs, []
         return lambda: sum(seconds_between(*pair) for pair in pairs)
 

@@ -1,4 +1,4 @@
-"""The process group of this worker, and the stores in which processes meet."""
+"""The process group of this worker, and the stores of its rendezvous."""
 
 import os
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ class World:
     device: torch.device
 
 
-# Torch's flight recorder keeps 2,000 over gloo by default, and a rank grows by megabytes until it
-# is full. These are more than a step of most models that a CPU trains.
+# Torch's flight recorder stores 2,000 collectives over gloo by default, and a rank's memory grows
+# by megabytes until it is full. 500 are more than a step of most models that are trained on CPUs.
 RECORDED_COLLECTIVES = 500
 
 
@@ -39,17 +39,18 @@ def joined_world(
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it after the block.
 
-    Ranks meet in `store`, or by default in the launcher's store at MASTER_ADDR and MASTER_PORT,
-    under the number of the current round (FSDPCTL_ROUND).
+    The rendezvous uses `store`, by default the launcher's store at MASTER_ADDR and MASTER_PORT,
+    with a prefix for the current restart round (FSDPCTL_ROUND).
 
-    After an exception the group remains, and the process should exit at once: leaving takes all
-    ranks, over NCCL also their collectives in flight, and they may be waiting for this rank.
+    After an exception, the group is not destroyed and the process should exit at once. Destroying a
+    group needs all ranks, and over NCCL the end of their collectives in flight. Other ranks may be
+    waiting for this rank in a collective, so this rank would hang.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if device_type == "cuda":
-        # A launcher of ranks may show each of them its own device alone.
+        # Slurm, for example, may make a single device visible to each rank.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:

@@ -16,7 +16,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.estimate.summary import describe_suggestions, note_on_local_cpu
 from fsdpctl.io.texts import format_bytes, three_digits
-from fsdpctl.plan.strategy import STRATEGIES, strategies_of
+from fsdpctl.plan.strategy import STRATEGIES, engine_strategies
 
 _WITHOUT_COLUMN = ("rounding", "workspaces")  # categories with few bytes
 _VERDICTS = {
@@ -34,7 +34,7 @@ def show_all(
     say(*notes_on_price(config) if has_length(config) else ())
     shown = {each.config.strategy.name for each in estimates}
     engine = config.engine.name
-    known = strategies_of(engine)
+    known = engine_strategies(engine)
     if missing := [name for name in STRATEGIES if name not in known]:
         say(f"engine={engine} does not support {', '.join(missing)}")
     if same := [name for name in known if not is_distinct_on_cluster(config, name)]:

@@ -23,7 +23,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.io.activity import doing
 from fsdpctl.io.run_files import MANIFEST
 from fsdpctl.plan.recomputation import Recomputation
-from fsdpctl.plan.strategy import strategies_of
+from fsdpctl.plan.strategy import engine_strategies
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.run_data import vocabulary_of
 from fsdpctl.resolve.run_plan import make_run_plan
@@ -76,7 +76,7 @@ def _settings_of_data(source: Path) -> list[tuple[str, str]]:
 
 def _evaluate(opened: Prepared) -> ValidationLoss:
     # All strategies compute the same on one rank: `auto` selects none.
-    strategy = strategies_of(opened.config.engine.name)[0]
+    strategy = engine_strategies(opened.config.engine.name)[0]
     plan = make_run_plan(
         opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None)
     )

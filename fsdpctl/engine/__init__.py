@@ -1,5 +1,5 @@
-"""The engine: gathers, releases and reduces the units of a model while it runs.
+"""The engine: gathers, frees and reduces the units of a model while it runs.
 
-hooks.py binds module and autograd events to runtime.py, which follows the plan. unit.py has the
-states of a unit and the memory that it is gathered into.
+hooks.py connects module and autograd events to runtime.py, which executes the plan. unit.py has the
+states of a unit and its unshard buffer.
 """

@@ -75,7 +75,7 @@ class _Routing(TorchDispatchMode):
 
     def __init__(self, chosen: list[Tensor], *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._chosen, self._again, self._next = chosen, again, 0
+        self._experts, self._is_recompute, self._next = chosen, again, 0
 
     def __enter__(self) -> Self:
         self._next = 0  # a graph that is kept can be recomputed twice
@@ -85,11 +85,11 @@ class _Routing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.topk.default:
             return func(*args, **(kwargs or {}))
-        if not self._again:
+        if not self._is_recompute:
             result = func(*args, **(kwargs or {}))
-            self._chosen.append(result[1])
+            self._experts.append(result[1])
             return result
-        indices = self._chosen[self._next]
+        indices = self._experts[self._next]
         self._next += 1
         return args[0].gather(args[2] if len(args) > 2 else -1, indices), indices
 
@@ -99,7 +99,7 @@ def _routing_contexts() -> tuple[_Routing, _Routing]:
     return _Routing(chosen, again=False), _Routing(chosen, again=True)
 
 
-class _Both:
+class _NestedContexts:
     """Two contexts, the first one outside, that can be entered again."""
 
     def __init__(self, first: Any, second: Any) -> None:
@@ -118,7 +118,7 @@ class _Both:
 def _selective_routing_contexts() -> Any:
     # The policy's mode is above, so that it sees the operators of forward again.
     pairs = zip(_routing_contexts(), _selective_contexts(), strict=True)
-    return tuple(_Both(*pair) for pair in pairs)
+    return tuple(_NestedContexts(*pair) for pair in pairs)
 
 
 # By mode: of a block without experts, and with experts.
@@ -136,36 +136,36 @@ class _BuffersBefore:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._places = [
+        self._buffers = [
             (each._buffers, key, buffer)
             for each in block.modules()
             for key, buffer in each._buffers.items()
             if each.training and buffer is not None
         ]
-        self._before = {id(each): each.detach().clone() for *_, each in self._places}
+        self._before = {id(each): each.detach().clone() for *_, each in self._buffers}
 
     def __enter__(self) -> None:
         # Copies again: a graph that is kept can be recomputed twice.
         copies = {number: each.clone() for number, each in self._before.items()}
-        self._after = [buffers[key] for buffers, key, _ in self._places]
-        for buffers, key, before in self._places:
+        self._after = [buffers[key] for buffers, key, _ in self._buffers]
+        for buffers, key, before in self._buffers:
             buffers[key] = copies[id(before)]
 
     def __exit__(self, *about: Any) -> None:
-        for (buffers, key, _), after in zip(self._places, self._after, strict=True):
+        for (buffers, key, _), after in zip(self._buffers, self._after, strict=True):
             buffers[key] = after
 
 
 def _recomputed_in(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the contexts of a forward, and of its recomputation within another one."""
     forward, recomputation = contexts()
-    return forward, _Both(outer(), recomputation)
+    return forward, _NestedContexts(outer(), recomputation)
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    keeps = block._is_random
+    preserve_rng = block._is_random
     return checkpoint(
-        block._plain_forward, *args, use_reentrant=False, preserve_rng_state=keeps, **kwargs
+        block._plain_forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs
     )  # fmt: skip
 
 
@@ -180,43 +180,45 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _offloading_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that sends its first floating-point tensor to the host."""
 
     def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        given = next((x for x in tensors if x.is_floating_point()), None)
-        if given is None or not _is_saved(given, block):
+        block_input = next((x for x in tensors if x.is_floating_point()), None)
+        if block_input is None or not _is_saved(block_input, block):
             return _recomputed_within(contexts)(block, *args, **kwargs)
-        with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
-            args = tuple(sent if each is given else each for each in args)
-            kwargs = {name: sent if each is given else each for name, each in kwargs.items()}
+        with block._send(block_input) as offloaded:  # type: ignore[operator]  # not a submodule
+            args = tuple(offloaded if each is block_input else each for each in args)
+            kwargs = {
+                name: offloaded if each is block_input else each for name, each in kwargs.items()
+            }
             keeps = bool(block._is_random)
             run = partial(
-                checkpoint, _forward_with_sent, use_reentrant=False, preserve_rng_state=keeps
+                checkpoint, _forward_with_offloaded, use_reentrant=False, preserve_rng_state=keeps
             )
-            within = partial(_recomputed_in, lambda: sent, contexts)
+            within = partial(_recomputed_in, lambda: offloaded, contexts)
             # By the device of its tensors, checkpointing keeps the state of random numbers.
-            like = torch.empty(0, device=given.device)
+            like = torch.empty(0, device=block_input.device)
             return run(like, block, *args, context_fn=within, **kwargs)
 
     return sending
 
 
-def _is_saved(given: Tensor, block: nn.Module) -> bool:
+def _is_saved(tensor: Tensor, block: nn.Module) -> bool:
     """Return whether backward may need an input, and a copy has the same layout."""
-    if not torch.is_grad_enabled() or given.is_inference() or not given.is_contiguous():
+    if not torch.is_grad_enabled() or tensor.is_inference() or not tensor.is_contiguous():
         return False
-    return given.requires_grad or any(each.requires_grad for each in block.parameters())
+    return tensor.requires_grad or any(each.requires_grad for each in block.parameters())
 
 
-def _forward_with_sent(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_offloaded(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     named = {name: _value(each) for name, each in kwargs.items()}
     return block._plain_forward(*map(_value, args), **named)  # type: ignore[operator]  # not a submodule
 
 
-def _value(given: object) -> object:
-    return given.tensor if isinstance(given, OffloadedInput) else given
+def _value(value: object) -> object:
+    return value.tensor if isinstance(value, OffloadedInput) else value
 
 
 def checkpoint_block(
@@ -242,7 +244,7 @@ def checkpoint_block(
         vars(block)["_is_compiled_within"] = True
     if send is not None:
         vars(block).update(_send=send, _is_compiled_within=True)
-    forward = _recomputed_within(contexts) if send is None else _sent_within(contexts)
+    forward = _recomputed_within(contexts) if send is None else _offloading_within(contexts)
     block.forward = MethodType(forward, block)
 
 
@@ -275,13 +277,13 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     """Chunk, checkpoint and compile the blocks of `module` as configured."""
     chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
     blocks = list(map(module.get_submodule, block_names(module)))
-    about = config.activation_checkpointing
-    if about.is_on:
+    recompute = config.activation_checkpointing
+    if recompute.is_on:
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
         is_own = config.model.is_script_module
         is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
-        treatments = about.treatments(len(blocks))
+        treatments = recompute.treatments(len(blocks))
         checkpoint_blocks(blocks, treatments, keeps_buffers=is_own, is_random=is_random)
     for block in blocks if config.train.compile else ():
         compile_block(block)
@@ -337,6 +339,6 @@ def missing_compiler(device: str) -> str | None:
     It generates C++ for the CPU. For CUDA, Triton needs a C compiler.
     """
     variable, names = ("CC", ["gcc", "clang"]) if device == "cuda" else ("CXX", ["g++"])
-    given = os.environ.get(variable)
-    wanted = [given] if given else names
-    return None if any(map(which, wanted)) else f"compiler {' or '.join(wanted)} not found"
+    configured = os.environ.get(variable)
+    compilers = [configured] if configured else names
+    return None if any(map(which, compilers)) else f"compiler {' or '.join(compilers)} not found"

@@ -1,4 +1,4 @@
-"""The events of the engine, the bytes of its buffers, and its named ranges in a profile."""
+"""Records the engine's events, counts the bytes of its buffers, and names ranges in profiles."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,20 +12,20 @@ _NOTHING = nullcontext()
 
 
 class ProfilerRanges:
-    """Named ranges of a profile; while it is off, it records nothing and costs no time."""
+    """Named ranges of a profile. While `is_on` is false, they take no time."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._open: list[record_function] = []
 
-    def around(self, what: str, unit: str) -> AbstractContextManager[object]:
-        return record_function(f"{what} {unit}") if self.is_on else _NOTHING
+    def around(self, name: str, unit: str) -> AbstractContextManager[object]:
+        return record_function(f"{name} {unit}") if self.is_on else _NOTHING
 
-    def begin(self, what: str, unit: str) -> None:
+    def begin(self, name: str, unit: str) -> None:
         if self.is_on:
-            named = record_function(f"{what} {unit}")
-            named.__enter__()
-            self._open.append(named)
+            profiled = record_function(f"{name} {unit}")
+            profiled.__enter__()
+            self._open.append(profiled)
 
     def end(self) -> None:
         if self._open:
@@ -43,15 +43,15 @@ class BufferAccounting:
     """
 
     def __init__(self) -> None:
-        self.trace: list[Event] | None = None  # records events while it is a list
+        self.trace: list[Event] | None = None  # receives events if it is a list
         self.on_event: Callable[[], None] = lambda: None
         self.ranges = ProfilerRanges()
         self.nbytes = 0  # in all buffers, now
         self.peak_nbytes = 0
-        self._held: dict[tuple[BufferKind, str, int], int] = {}
+        self._nbytes: dict[tuple[BufferKind, str, int], int] = {}
 
     def record(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
-        """Record an event, also in this rank's status."""
+        """Record an event in the trace and in this rank's status."""
         RANK_STATUS.at(f"{kind} {unit}")
         if self.trace is not None:
             self._record(self.trace, Event(kind, unit, nbytes))
@@ -61,22 +61,22 @@ class BufferAccounting:
         self.on_event()
 
     def allocate(self, buffer: BufferKind, unit: str, index: int, nbytes: int) -> None:
-        """Count a buffer; it replaces an existing one with the same identity."""
+        """Count a buffer; it replaces a buffer with the same kind, unit and index."""
         key = (buffer, unit, index)
-        before = self._held.get(key)
-        self._held[key] = nbytes
+        before = self._nbytes.get(key)
+        self._nbytes[key] = nbytes
         self.nbytes += nbytes - (before or 0)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         if self.trace is not None and before is None:
             self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
 
     def free(self, buffer: BufferKind, unit: str, index: int) -> None:
-        nbytes = self._held.pop((buffer, unit, index), None)
+        nbytes = self._nbytes.pop((buffer, unit, index), None)
         if nbytes is None:
             return
         self.nbytes -= nbytes
         if self.trace is not None:
             self._record(self.trace, Event(EventKind.DEALLOCATE, unit, nbytes, buffer))
 
-    def held(self, buffer: BufferKind) -> int:
-        return sum(nbytes for key, nbytes in self._held.items() if key[0] is buffer)
+    def total(self, buffer: BufferKind) -> int:
+        return sum(nbytes for key, nbytes in self._nbytes.items() if key[0] is buffer)

@@ -1,4 +1,4 @@
-"""Building a runtime: dividing a module into units, with memory and this rank's shards."""
+"""Builds the runtime of a model: its units, their memory, and this rank's shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +31,13 @@ from fsdpctl.plan.units import UnitSpec
 
 @dataclass(frozen=True, slots=True)
 class WeightInit:
-    """The source of a model's values, and their device."""
+    """The source of a model's initial values, and its device."""
 
     device: torch.device
-    initialize: Callable[[str, Tensor], None] | None = None  # None: rank 0's parameters
-    is_empty: bool = False  # zeros that will be overwritten; no rank ever allocates a full unit
+    # Writes the values of a parameter, given by name; None: rank 0's parameters are broadcast.
+    initialize: Callable[[str, Tensor], None] | None = None
+    # Whether values are zeros that a checkpoint overwrites. No full unit is allocated for them.
+    is_empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,14 @@ class Sharding:
     owner_map: str | OwnerMap = "even"
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
-    offload: str | Offload = "none"  # in host memory, as strategy.offload: a word or a list
-    share_memory: bool = False  # between the ranks of one machine, on the CPU
+    offload: str | Offload = "none"  # states in host memory, as in strategy.offload
+    share_memory: bool = False  # CPU ranks of one machine share the unsharded parameters
 
     def __post_init__(self) -> None:
         for name, kind in (("prefetch", Prefetch), ("precision", Precision)):
-            if not isinstance(given := getattr(self, name), kind):
-                what = f"{name}: expected a fsdpctl.{kind.__name__}, got {given!r:.60}"
-                raise UsageError(f"{what}; pass {name}=fsdpctl.{kind.__name__}(…)")
+            if not isinstance(value := getattr(self, name), kind):
+                problem = f"{name}: expected a fsdpctl.{kind.__name__}, got {value!r:.60}"
+                raise UsageError(f"{problem}; pass {name}=fsdpctl.{kind.__name__}(…)")
 
     @property
     def on_host(self) -> Offload:
@@ -64,36 +66,40 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """The arguments with which every unit is built."""
+    """The arguments that are the same for every unit."""
 
     plan: StepPlan
     mesh: Mesh
     source: WeightInit
     params: dict[str, nn.Parameter]
-    host: HostStates | None  # of trained parameters
-    host_params: HostParams | None
+    host: HostStates | None  # master weights in host memory
+    host_params: HostParams | None  # parameters in host memory
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def init_dtype(self, layout: FlatLayout) -> torch.dtype:
-        """Return the dtype in which values are drawn, which has all bits of master weights."""
+        """Return the dtype of initial values, which has all bits of the master weights."""
         return torch_dtype(self.plan.dtypes_of(layout).initial)
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """Return memory for the largest buffer; many scratches would fragment the allocator."""
+        """Return memory for initial values, large enough for the largest flat buffer.
+
+        Memory per buffer would leave gaps of different sizes in the allocator, between the shards
+        that live as long as the model.
+        """
         if dtype not in self.scratches:
             layouts = (each for of in self.plan.layouts.values() for each in of)
             largest = max(each.numel for each in layouts if self.init_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
-    def unit(self, spec: UnitSpec, slot: UnshardBuffer) -> ShardedUnit:
+    def unit(self, spec: UnitSpec, unshard_buffer: UnshardBuffer) -> ShardedUnit:
         buffers, offset = [], 0
         for layout in self.plan.layouts[spec.name]:
             dtype = torch_dtype(self.plan.dtypes_of(layout).compute)
-            whole = slot.view(offset, layout.numel, dtype)
-            offset += whole.nbytes
-            buffers.append(self.buffer(spec.name, layout, whole))
-        unit = ShardedUnit(spec.name, buffers, slot)
+            full = unshard_buffer.view(offset, layout.numel, dtype)
+            offset += full.nbytes
+            buffers.append(self.buffer(spec.name, layout, full))
+        unit = ShardedUnit(spec.name, buffers, unshard_buffer)
         if not self.plan.strategy.shards_params:
             unit.unshard()
         else:
@@ -101,86 +107,78 @@ class _Builder:
         return unit
 
     @torch.no_grad()
-    def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> FlatBuffer:
-        place, rest = self.plan.position, self.plan.placement(layout)
-        master, resting = self.allocate(rest, whole, trainable=layout.trainable)
-        owned = layout.owned_span(place.rank, place.replica)
-        owners = place.num_replicas // layout.shares_per_shard
-        written = aligned_chunk(owned, place.replica % owners, owners)
-        shard = FlatShard(
-            unit,
-            layout,
-            master,
-            span=rest.master_span,
-            owned_span=owned,
-            saved_span=written,
-            num_owners=owners,
-        )
-        if rest.dtypes.has_remainder:
+    def buffer(self, unit: str, layout: FlatLayout, full: Tensor) -> FlatBuffer:
+        position, placement = self.plan.position, self.plan.placement(layout)
+        master, resident = self.allocate(placement, full, trainable=layout.trainable)
+        owned = layout.owned_span(position.rank, position.replica)
+        owners = position.num_replicas // layout.shares_per_shard
+        saved = aligned_chunk(owned, position.replica % owners, owners)
+        span = placement.master_span
+        spans = {"span": span, "owned_span": owned, "saved_span": saved}
+        shard = FlatShard(unit, layout, master, **spans, num_owners=owners)
+        if placement.dtypes.has_remainder:
             if self.host is not None:
-                remainder = self.host.remainder(rest.master_span.numel)
+                remainder = self.host.remainder(span.numel)
             else:
-                remainder = torch.zeros(
-                    rest.master_span.numel, dtype=torch.int8, device=whole.device
-                )
-            shard.add_remainder(remainder, torch_dtype(rest.dtypes.gradient))
+                remainder = torch.zeros(span.numel, dtype=torch.int8, device=full.device)
+            shard.add_remainder(remainder, torch_dtype(placement.dtypes.gradient))
         if not self.source.is_empty:
-            _fill(shard, resting, self.initial_values(layout))
+            _fill(shard, resident, self.initial_values(layout))
         else:
-            for target in [master, *([resting.values] if resting else [])]:
+            for target in [master, *([resident.values] if resident else [])]:
                 target.zero_()
-        if rest.master_location is StorageLocation.HOST:
+        # From here on, reading `shard.master` waits for the host; the values above are complete.
+        if placement.master_location is StorageLocation.HOST:
             shard.mark_on_host(self.source.device, self.synchronize)
         params = [self.params[p.name] for p in layout.params]
-        return FlatBuffer(shard, params, whole, resting, torch_dtype(rest.dtypes.reduce))
+        return FlatBuffer(shard, params, full, resident, torch_dtype(placement.dtypes.reduce))
 
     def allocate(
-        self, rest: ShardPlacement, whole: Tensor, *, trainable: bool
+        self, placement: ShardPlacement, full: Tensor, *, trainable: bool
     ) -> tuple[Tensor, ResidentParams | None]:
-        """Return memory for masters, and for parameters in the compute dtype if they are apart."""
-        dtype, numel, device = (
-            torch_dtype(rest.dtypes.master),
-            rest.master_span.numel,
-            self.source.device,
-        )
-        resting: ResidentParams | None = None
-        match rest.param_location:
+        """Return memory for the masters, and resident parameters unless masters serve as these."""
+        dtype, numel = torch_dtype(placement.dtypes.master), placement.master_span.numel
+        device, resident = self.source.device, None
+        match placement.param_location:
             case StorageLocation.UNSHARD_BUFFER:
-                resting = ResidentParams(rest.param_span, whole)
+                resident = ResidentParams(placement.param_span, full)
             case StorageLocation.DEVICE:
-                values = torch.empty(rest.param_span.numel, dtype=whole.dtype, device=device)
-                resting = ResidentParams(rest.param_span, values)
+                values = torch.empty(placement.param_span.numel, dtype=full.dtype, device=device)
+                resident = ResidentParams(placement.param_span, values)
             case StorageLocation.HOST:
                 assert self.host_params is not None
-                values = self.host_params.take(rest.param_span.numel, whole.dtype)
-                resting = ResidentParams(rest.param_span, values, is_on_host=True)
-        if rest.master_location is StorageLocation.DEVICE:
-            return torch.empty(numel, dtype=dtype, device=device), resting
-        if rest.master_location is StorageLocation.PARAMS:
-            assert resting is not None
-            return resting.view(rest.master_span), resting
+                values = self.host_params.take(placement.param_span.numel, full.dtype)
+                resident = ResidentParams(placement.param_span, values, is_on_host=True)
+        if placement.master_location is StorageLocation.DEVICE:
+            return torch.empty(numel, dtype=dtype, device=device), resident
+        if placement.master_location is StorageLocation.PARAMS:
+            assert resident is not None
+            return resident.view(placement.master_span), resident
         if not trainable:
             assert self.host_params is not None
-            return self.host_params.take(numel, dtype), resting
+            return self.host_params.take(numel, dtype), resident
         assert self.host is not None
         master = self.host.master(numel, dtype)
-        if rest.param_location is StorageLocation.MASTERS:
-            resting = ResidentParams(rest.master_span, master, is_on_host=True)
-        return master, resting
+        if placement.param_location is StorageLocation.MASTERS:
+            resident = ResidentParams(placement.master_span, master, is_on_host=True)
+        return master, resident
 
     def synchronize(self) -> None:
-        """Wait for what uses or writes parameters in host memory."""
+        """Wait until neither the host's thread nor copies use parameters in host memory."""
         if self.host is not None:
             self.host.synchronize()
         if self.host_params is not None:
             self.host_params.copier.synchronize()
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
-        """Return the full flat buffer with all bits of masters; valid until the next call."""
+        """Return the full flat buffer in master precision; valid until the next call. Collective.
+
+        All ranks must call this in the order of the units, since rank 0 broadcasts its values.
+        """
         flat = self.scratch(self.init_dtype(layout))[: layout.numel].zero_()
-        for placement in layout.param_spans:
-            name, span = placement.param.name, placement.span
-            view = flat[span.start : span.stop].view(placement.param.shape)
+        for param_span in layout.param_spans:
+            name, span = param_span.param.name, param_span.span
+            view = flat[span.start : span.stop].view(param_span.param.shape)
             if self.source.initialize is None:
                 view.copy_(self.params[name])
             else:
@@ -188,16 +186,19 @@ class _Builder:
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
 
 
-def _fill(shard: FlatShard, resting: ResidentParams | None, values: Tensor) -> None:
-    """Write a full flat buffer, which is overwritten, to a rank's masters and parameters."""
+def _fill(shard: FlatShard, resident: ResidentParams | None, values: Tensor) -> None:
+    """Write the full flat buffer `values` to a rank's masters and parameters; it is overwritten."""
     shard.write_span(shard.span, values[shard.span.start : shard.span.stop])
-    if resting is None:
+    if resident is None:
         return
-    part = values[resting.span.start : resting.span.stop]
+    shard_values = values[resident.span.start : resident.span.stop]
     if shard.remainder is None:
-        resting.values.copy_(part)
-    else:  # rounded as the masters that other ranks send
-        split_24_bits(part, resting.values, torch.empty_like(part, dtype=torch.int8))
+        resident.values.copy_(shard_values)
+    else:
+        # Other ranks send the upper half of their masters after a step. A plain cast would round
+        # some values otherwise, so parameters would differ before and after the first step.
+        remainder = torch.empty_like(shard_values, dtype=torch.int8)
+        split_24_bits(shard_values, resident.values, remainder)
 
 
 @torch.no_grad()
@@ -207,14 +208,17 @@ def move_buffers(module: nn.Module, device: torch.device, collectives: Collectiv
         for key, buffer in each._buffers.items():
             if buffer is not None:
                 moved = buffer.to(device).contiguous()
-                # As bytes, because no backend supports every dtype.
+                # Broadcast as bytes, because no backend supports every dtype.
                 collectives.broadcast(moved.view(-1).view(torch.uint8))
                 each._buffers[key] = moved
 
 
 def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightInit) -> Runtime:
-    """Shard `module`'s parameters in place, and hook its events. Ranks have agreed on both."""
-    empty = partial(torch.empty, 0, device=source.device)  # an object that can have memory
+    """Shard `module`'s parameters in place, and hook its events. Collective.
+
+    All ranks must have the same `module` and `plan`: otherwise their collectives would not match.
+    """
+    empty = partial(torch.empty, 0, device=source.device)  # a meta parameter cannot get memory
     replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
     move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
@@ -222,7 +226,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
     builder = _Builder(plan, mesh, source, params, host, host_params)
     units = _build_units(builder)
     for param in params.values():
-        param.grad = None  # it does not belong to the sharded model
+        param.grad = None  # gradients from before sharding would be added to the next ones
     reducer = GradientReducer(units, mesh, plan)
     if outbox := mesh.shard.reserve_outbox(plan.reductions.most_in_flight):
         reducer.accounting.allocate(BufferKind.OUTBOX, plan.order.root, 0, outbox)
@@ -256,23 +260,28 @@ def _on_host(
 
 
 def _build_units(builder: _Builder) -> list[ShardedUnit]:
-    plan, slots = builder.plan, builder.plan.unshard_buffers
-    slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
-    shared = builder.mesh.shard.allocate_shared([each.nbytes for each in slots])
-    made: dict[int, UnshardBuffer] = {}
+    plan, specs = builder.plan, builder.plan.unshard_buffers
+    buffer_index = {unit: number for number, slot in enumerate(specs) for unit in slot.units}
+    shared = builder.mesh.shard.allocate_shared([each.nbytes for each in specs])
+    buffers: dict[int, UnshardBuffer] = {}
     units = []
-    # In order: a slot that can be freed is freed before the next one is made.
+    # The builder frees a sharded unit before the next buffer is allocated, so that the full units
+    # of a large model never exist at the same time.
     for spec in plan.model_layout.units:
-        number = slot_of[spec.name]
-        if number not in made:
-            resident = slots[number].is_permanent or not plan.strategy.shards_params
-            size, device = slots[number].nbytes, builder.source.device
+        number = buffer_index[spec.name]
+        if number not in buffers:
+            resident = specs[number].is_permanent or not plan.strategy.shards_params
+            size, device = specs[number].nbytes, builder.source.device
             memory = (
                 shared[number] if shared else torch.empty(size, dtype=torch.uint8, device=device)
             )
             sharers = builder.mesh.shard.size if shared else 1
-            made[number] = UnshardBuffer(spec.name, memory, is_permanent=resident, sharers=sharers)
-        units.append(builder.unit(spec, made[number]))
+            buffers[number] = UnshardBuffer(
+                spec.name, memory, is_permanent=resident, sharers=sharers
+            )
+        units.append(builder.unit(spec, buffers[number]))
     if shared:
-        builder.mesh.shard.barrier()  # all ranks have written the same values
+        # Each rank writes the full values to the shared buffers. Without a barrier, a slow rank
+        # could overwrite a gathered unit with initial values after the first step.
+        builder.mesh.shard.barrier()
     return units

@@ -1,6 +1,6 @@
-"""One flat buffer of a unit, and the gradients of its parameters on their way to its shard.
+"""A flat buffer of a unit, and the gradients of its parameters before they are reduced.
 
-Gradients arrive one by one, as autograd made them, and end in one flat buffer, scaled.
+Autograd leaves one gradient per parameter. They are copied into one flat buffer, and scaled.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ from fsdpctl.plan.layout import FlatLayout, Span
 
 @dataclass(frozen=True, slots=True)
 class ResidentParams:
-    """Parameters in the compute dtype that remain between steps; may contain the masters."""
+    """Parameters in the compute dtype that are stored between steps.
+
+    Masters of the same dtype are a view of them.
+    """
 
     span: Span
     values: Tensor  # 1-D
@@ -29,7 +32,7 @@ class ResidentParams:
 
 
 class FlatBuffer:
-    """One flat buffer of a unit: its parameters, this rank's shard, and gradients in flight."""
+    """A flat buffer of a unit: its parameters, this rank's shard, and its unreduced gradients."""
 
     def __init__(
         self,
@@ -41,19 +44,19 @@ class FlatBuffer:
     ) -> None:
         """Wrap the tensors of a rank.
 
-        `whole` is a 1-D window of the slot, readable while the unit is unsharded. `resting` has all
-        parameters, or this rank's part if its masters are less; None if only masters remain.
+        `full` is a 1-D view of the unshard buffer, readable while the unit is unsharded. `resident`
+        has the stored parameters: all of them if the unit stays unsharded, else this rank's shard.
+        Pass None if the masters serve as the stored parameters.
         """
         self.shard = shard
         self.params = tuple(params)
         self.full, self.resident = full, resident
         self.reduce_dtype = reduce_dtype  # in which gradients are added
-        self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
-        self.params_with_grad: set[int] = (
-            set()
-        )  # parameters with a gradient since gradients were dropped
+        self.held_gradients: Tensor | None = None  # accumulated by `no_sync`, in a flat buffer
+        # Indices of parameters that had a gradient since gradients were last dropped.
+        self.params_with_grad: set[int] = set()
         self._padding = shard.layout.padding
-        # In float32, four bytes of 255 are NaN too.
+        # A sharded parameter reads NaN. For bytes it reads 255: four such bytes are a float32 NaN.
         nothing = float("nan") if full.dtype.is_floating_point else 255
         self.placeholder = torch.full((), nothing, dtype=full.dtype, device=full.device)
         rests = [
@@ -68,7 +71,7 @@ class FlatBuffer:
 
     @property
     def param_shard(self) -> Tensor:
-        """This rank's part of the parameters, from which they are gathered."""
+        """This rank's shard of the parameters, from which the unit is gathered."""
         return self.shard.param.detach() if self.resident is None else self.resident.values
 
     @property
@@ -76,10 +79,11 @@ class FlatBuffer:
         return self.shard.is_on_host if self.resident is None else self.resident.is_on_host
 
     def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
-        """Start to copy changed masters into the parameters that remain between steps.
+        """Start to copy changed masters into the stored parameters, on all ranks that need them.
 
-        If both have one dtype, the masters are a window into the parameters. `is_sent`: the host
-        has sent its own already.
+        If both have one dtype, the masters are a view of the parameters, and only other ranks'
+        values are copied. `is_sent`: the host has already copied this rank's masters. None if
+        nothing is in flight.
         """
         if self.resident is None:
             return None
@@ -88,9 +92,11 @@ class FlatBuffer:
         if shard.is_on_host:
             if not is_sent:
                 self.resident.view(shard.span).copy_(shard.master)
-            # Not by what this rank holds: of a buffer that one rank has all of, others need it.
+            # All ranks must decide alike, or some would wait in a collective that others skip. So
+            # the decision depends on the layout, not on what this rank stores: under an uneven
+            # owner map, one rank may own a full buffer that other ranks need.
             if self.layout.shares_per_shard == 1 and self.resident.values is not self.full:
-                return None  # every rank has its own part only
+                return None  # each rank stores its shard only
         elif shard.dtype != values.dtype:
             source = shard.master
         if mesh.replicas is not None and self.layout.shares_per_shard > 1:
@@ -104,7 +110,7 @@ class FlatBuffer:
         return None
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
-        """Return a window into `flat`, a tensor like the whole buffer, for each parameter."""
+        """Return the view of each parameter in `flat`, a tensor as long as the full buffer."""
         places = self.layout.param_spans
         return [flat[x.span.start : x.span.stop].view(x.param.shape) for x in places]
 
@@ -118,11 +124,11 @@ class FlatBuffer:
             param.data = rest
 
     def collect_piece(self, share: Span) -> Tensor:
-        """Return the gradients of the elements `share` of every rank's part, in rank order.
+        """Return the gradients of one piece: the elements `share` of each owned span, end to end.
 
-        Missing gradients are zero. The parameters keep theirs.
+        Missing gradients are zero. The parameters keep their gradients for the next pieces.
         """
-        size = self.layout.owned_spans[0].numel  # parts are even if reductions are in pieces
+        size = self.layout.owned_spans[0].numel  # spans are even if reductions are in pieces
         shape, dtype = (len(self.layout.owned_spans), share.numel), self.reduce_dtype
         flat = torch.zeros(shape, dtype=dtype, device=self.full.device)
         targets, sources = [], []
@@ -131,8 +137,10 @@ class FlatBuffer:
             if gradient is None or not span.numel:
                 continue
             values = gradient.reshape(-1)
-            first, end = -(-span.start // size), span.stop // size  # parts of this parameter only
-            if first < end:  # thousands of ranks can have a part of one matrix
+            # Ranks `first` to `end` own elements of this parameter only. They can be thousands, so
+            # their elements are copied at once.
+            first, end = -(-span.start // size), span.stop // size
+            if first < end:
                 inner = values[first * size - span.start : end * size - span.start]
                 flat[first:end].copy_(inner.view(-1, size)[:, share.start : share.stop])
             for rank in {span.start // size, (span.stop - 1) // size} - {*range(first, end)}:
@@ -146,7 +154,7 @@ class FlatBuffer:
         return flat.view(-1)
 
     def flatten_gradients(self, scale: float) -> Tensor:
-        """Return the gradients that have arrived times `scale` in a flat buffer, else zeros."""
+        """Return the gradients times `scale` in a flat buffer, with zeros for missing gradients."""
         gradients = [accumulated_grad(param) for param in self.params]
         flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.full.device)
         for gap in self._padding:
@@ -167,7 +175,7 @@ class FlatBuffer:
         return flat
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
-        """Add the gradients that have arrived times `scale` to a flat buffer."""
+        """Add the parameters' gradients times `scale` to a flat buffer."""
         arrived = [
             (view, gradient)
             for view, param in zip(self.param_views(flat), self.params, strict=True)
@@ -178,7 +186,7 @@ class FlatBuffer:
             torch._foreach_add_(targets, gradients, alpha=scale)
 
     def clear_param_grads(self) -> None:
-        """Remove the gradients from the parameters, after they were copied."""
+        """Remove the gradients from the parameters, once they are copied to a flat buffer."""
         if len(self.params_with_grad) < len(self.params):
             arrived = map(accumulated_grad, self.params)
             self.params_with_grad |= {

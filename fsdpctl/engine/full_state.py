@@ -1,4 +1,4 @@
-"""Full parameters in and out of a sharded model."""
+"""Reading and writing full parameters of a sharded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
     full = torch.empty(layout.numel, dtype=master.dtype, device=shard.device)
     if mesh.replicas is None or layout.shares_per_shard == 1:
         return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans, master)]).wait()
-    own = layout.shard_spans[mesh.shard.rank]
-    part = AllGatherInput(full[own.start : own.stop], layout.replica_spans, master)
-    mesh.replicas.all_gather([part]).wait()
+    span = layout.shard_spans[mesh.shard.rank]
+    shard_input = AllGatherInput(full[span.start : span.stop], layout.replica_spans, master)
+    mesh.replicas.all_gather([shard_input]).wait()
     return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans)]).wait()
 
 
@@ -37,13 +37,13 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
     full: dict[str, Tensor] = {}
     for shard in shards:
         flat = _full_values(shard, mesh).cpu()
-        for placement in shard.layout.param_spans:
-            span = placement.span
-            values = flat[span.start : span.stop].view(placement.param.shape)
-            full[placement.param.name] = values.clone()
+        for param_span in shard.layout.param_spans:
+            span = param_span.span
+            values = flat[span.start : span.stop].view(param_span.param.shape)
+            full[param_span.param.name] = values.clone()
     first_names = {id(param): name for name, param in module.named_parameters()}
-    found = all_named_parameters(module)
-    state = {name: full[first_names[id(param)]] for name, _, _, param in found}
+    all_params = all_named_parameters(module)
+    state = {name: full[first_names[id(param)]] for name, _, _, param in all_params}
     state.update({name: each.cpu().clone() for name, each in persistent_buffers(module).items()})
     return state
 
@@ -51,23 +51,23 @@ def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> di
 @contextmanager
 @torch.no_grad()
 def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
-    """Give the parameters the full values and the dtype of the masters in a block. Collective."""
+    """Give the parameters their full master weights within a `with` block. Collective."""
     runtime.free_all()
     runtime.param_sync.finish()
-    wholes = []
+    full_buffers = []
     for buffer in runtime.buffers:
-        whole = _full_values(buffer.shard, runtime.mesh).clone()
-        for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
+        full = _full_values(buffer.shard, runtime.mesh).clone()
+        for param, view in zip(buffer.params, buffer.param_views(full), strict=True):
             param.data = view
             expose_full_param(param, is_exposed=True)
-        wholes.append((buffer, whole))
+        full_buffers.append((buffer, full))
     try:
         yield
         if writeback:
-            for buffer, whole in wholes:
-                runtime.mesh.world.broadcast(whole)
-                held = buffer.shard.span
-                buffer.shard.write_span(held, whole[held.start : held.stop])
+            for buffer, full in full_buffers:
+                runtime.mesh.world.broadcast(full)
+                span = buffer.shard.span
+                buffer.shard.write_span(span, full[span.start : span.stop])
             runtime.masters_changed()
     finally:
         for unit in runtime.units.values():
@@ -91,27 +91,29 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
             raise EngineError(f"load_state_dict: unknown {name}{did_you_mean(name, names)}")
     values = {names[name]: value for name, value in state.items() if name in names}
     shards = [buffer.shard for buffer in runtime.buffers]
-    # Everything is checked before anything is written, on every rank.
+    # All tensors are checked before the first write, so that an error leaves the model unchanged.
     params = (param for shard in shards for param in shard.layout.params)
-    full = {each.name: _checked(values, each.name, each.shape) for each in params}
-    sources = {name: _checked(state, name, tuple(each.shape)) for name, each in buffers.items()}
+    full = {each.name: _get_tensor(values, each.name, each.shape) for each in params}
+    sources = {name: _get_tensor(state, name, tuple(each.shape)) for name, each in buffers.items()}
     runtime.mesh.shard.wait_for_readers()
     for shard in shards:
-        for piece in shard.param_slices():
-            part = full[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
-            shard.write_span(piece.in_flat, part)
+        for param_slice in shard.param_slices():
+            part = full[param_slice.param.name].reshape(-1)[
+                param_slice.in_param.start : param_slice.in_param.stop
+            ]
+            shard.write_span(param_slice.in_flat, part)
     for name, target in buffers.items():
         target.copy_(sources[name])
     runtime.masters_changed()
 
 
-def _checked(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
+def _get_tensor(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in state:
         raise EngineError(f"load_state_dict: {name} is missing")
     value = state[name]
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise EngineError(f"load_state_dict: {name}: expected shape {list(shape)}, got {found}")
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise EngineError(f"load_state_dict: {name}: expected shape {list(shape)}, got {got}")
     return value
 
 

@@ -1,13 +1,13 @@
-"""Gradients on their way from autograd to this rank's part of their mean.
+"""Reduces gradients: from the parameters to this rank's shard of their mean.
 
-One fused copy moves (and casts) a unit's gradients into a flat buffer when its backward is over;
-the buffer exists only until the reduction is done. Copying each gradient as it arrives would need
-that buffer when the unit's backward has just begun, and with it the memory in which the previous
-reduction overlaps. Units larger than every block are copied and sent in pieces. Missing gradients
-count as zero.
+When the backward of a unit is complete, one fused copy moves (and casts) its gradients into a flat
+buffer, which exists until the reduction is done. Copying each gradient as it arrives would need the
+buffer at the start of the unit's backward, while the buffer of the previous reduction is still in
+use. Units larger than every block are copied and sent in pieces. Missing gradients count as zero.
 
-A reduction ends with this rank's part of the sum. If that is not enough, a second collective adds
-it over the replicas, each of which may keep a share, or gathers the parts.
+A reduction ends with this rank's shard of the sum. If ranks are replicated, a second collective
+adds the shard over the replicas, each of which may keep a share. If each rank needs the full sum,
+the second collective gathers the shards.
 """
 
 from collections import deque
@@ -30,30 +30,30 @@ from fsdpctl.plan.step_plan import StepPlan, piece_span
 
 @dataclass(slots=True)
 class FlatReduction:
-    """The gradients of a flat buffer, or of a share of every rank's part, in flight."""
+    """The reduction of a flat buffer, or of one piece of it."""
 
     buffer: FlatBuffer
-    number: int  # of the buffer in its unit
-    key: tuple[str, int]  # of the ledger
-    share: Span | None  # the elements of this rank's part; None: all
-    whole: Tensor | None  # what is sent, until it has been read
+    number: int  # index of the buffer in its unit
+    key: tuple[str, int]  # unit and index in the accounting
+    piece: Span | None  # the elements of this rank's part; None: all
+    full: Tensor | None  # what is sent, until it has been read
     reduction: Reduction | None
-    read: Handle | None = None  # if the second collective follows at once: `whole` was read
+    chained: Handle | None = None  # if the second collective follows at once: `whole` was read
     mean: Tensor | None = None  # this rank's part of the mean, to be combined or added
     combined: Handle | None = None  # the second collective
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A unit whose gradients are being reduced, or a piece of it."""
+    """The reductions of a unit, or of one piece of it."""
 
     unit: ShardedUnit
-    is_last: bool  # of the unit's pieces
+    is_last: bool  # whether the unit has no further piece
     flats: list[FlatReduction] = field(default_factory=list)
 
 
 class GradientReducer:
-    """Does what the schedule says about gradients."""
+    """Executes the events of the schedule that concern gradients."""
 
     def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, plan: StepPlan) -> None:
         self.units = {unit.name: unit for unit in units}
@@ -73,14 +73,15 @@ class GradientReducer:
             case EventKind.HOLD:
                 for number, buffer in enumerate(unit.trained_buffers):
                     is_new = buffer.held_gradients is None
-                    held = self._accumulated(buffer)
+                    grads = self._accumulated(buffer)
                     if is_new:
                         self.accounting.allocate(
-                            BufferKind.UNSHARDED_GRADS, unit.name, number, held.nbytes
+                            BufferKind.UNSHARDED_GRADS, unit.name, number, grads.nbytes
                         )
                 self.accounting.record(EventKind.HOLD, unit.name)
             case EventKind.REDUCE:
-                # Kept before its first collective: if one fails, none is lost.
+                # Recorded before its first collective starts: if a later one fails, `abandon` must
+                # wait for the collectives in flight, which still use their memory.
                 self._reducing.append(_InFlight(unit, event.is_last))
                 with self.accounting.ranges.around("reduce", unit.name):
                     self._send(self._reducing[-1], event.index)
@@ -96,9 +97,9 @@ class GradientReducer:
                 self.accounting.record(EventKind.COMBINED, self._combining.popleft().unit.name)
 
     def abandon(self) -> None:
-        """Drop all gradients, also those in flight, after a backward that failed."""
+        """Drop all gradients after a failed backward; wait for reductions in flight first."""
         for flat in (e for each in (*self._reducing, *self._combining) for e in each.flats):
-            for pending in (flat.read or flat.reduction, flat.combined):
+            for pending in (flat.chained or flat.reduction, flat.combined):
                 if pending is not None:
                     pending.wait()
             for buffer in (
@@ -113,7 +114,7 @@ class GradientReducer:
         self.drop_gradients()
 
     def free_offloaded(self) -> None:
-        """Free the gradients that were sent to the host, once they have been read."""
+        """Free the gradients that were copied to the host, once the copies have read them."""
         unit = None if self.offload is None else self.offload.finish()
         if unit is not None:
             for index in range(len(unit.trained_buffers)):
@@ -128,7 +129,7 @@ class GradientReducer:
                 self.accounting.free(BufferKind.GRADS, unit.name, index)
 
     def _accumulated(self, buffer: FlatBuffer) -> Tensor:
-        """Return the full gradient so far in one buffer, in the dtype of the additions."""
+        """Accumulate the parameters' gradients in the held flat buffer, and return it."""
         before, _ = self._scales
         if buffer.held_gradients is None:
             buffer.held_gradients = buffer.flatten_gradients(before)
@@ -141,39 +142,39 @@ class GradientReducer:
         unit, shard = started.unit, self._mesh.shard
         pieces = 1 if started.is_last and not piece else self._plan.reductions.pieces[unit.name]
         for number, buffer in enumerate(unit.trained_buffers):
-            share, parts = None, buffer.layout.shard_spans
+            span, spans = None, buffer.layout.shard_spans
             if pieces == 1:
-                whole, buffer.held_gradients = self._accumulated(buffer), None
+                full, buffer.held_gradients = self._accumulated(buffer), None
             else:
-                share = piece_span(buffer.layout, piece, pieces)
-                if not share.numel:
+                span = piece_span(buffer.layout, piece, pieces)
+                if not span.numel:
                     continue
-                whole = buffer.collect_piece(share)
-                parts = EvenSpans(whole.numel() // shard.size, shard.size)
+                full = buffer.collect_piece(span)
+                spans = EvenSpans(full.numel() // shard.size, shard.size)
             if self._plan.uses_all_reduce:
-                reduction: Reduction = InPlaceReduction(shard.start_all_reduce(whole))
+                reduction: Reduction = InPlaceReduction(shard.start_all_reduce(full))
             else:
-                reduction = shard.reduce_scatter(whole, parts)
+                reduction = shard.reduce_scatter(full, spans)
             key = unit.name, number + piece * len(unit.trained_buffers)
-            started.flats.append(FlatReduction(buffer, number, key, share, whole, reduction))
-            self.accounting.allocate(BufferKind.UNSHARDED_GRADS, *key, whole.nbytes)
+            started.flats.append(FlatReduction(buffer, number, key, span, full, reduction))
+            self.accounting.allocate(BufferKind.UNSHARDED_GRADS, *key, full.nbytes)
             if reduction.workspace_nbytes:
                 self.accounting.allocate(BufferKind.WORKSPACE, *key, reduction.workspace_nbytes)
         if started.is_last and pieces > 1:
             for buffer in unit.trained_buffers:
                 buffer.clear_param_grads()
-        nbytes = sum(each.whole.nbytes for each in started.flats if each.whole is not None)
+        nbytes = sum(each.full.nbytes for each in started.flats if each.full is not None)
         self.accounting.record(EventKind.REDUCE, unit.name, nbytes)
 
     def _finish_reduction(self, started: _InFlight) -> None:
-        """Add this rank's part of the sums to its gradients, or keep it to be combined."""
+        """Take this rank's shard of the sums: add it to the gradients, or combine it next."""
         with self.accounting.ranges.around("take the sum of", started.unit.name):
             for flat in started.flats:
-                if flat.read is None:
+                if flat.chained is None:
                     self._take_sum(flat)
                 else:  # the second collective has started already
-                    flat.read.wait()
-                flat.whole = flat.reduction = flat.read = None
+                    flat.chained.wait()
+                flat.full = flat.reduction = flat.chained = None
                 self.accounting.free(BufferKind.WORKSPACE, *flat.key)
                 self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
         if not self._plan.combines:
@@ -183,37 +184,37 @@ class GradientReducer:
         self.accounting.record(EventKind.REDUCED, started.unit.name)
 
     def _take_sum(self, flat: FlatReduction) -> None:
-        """Wait for this rank's part of the mean, in memory of its own.
+        """Write this rank's shard of the mean to new memory, once the reduction is done.
 
-        If this rank keeps the full gradient, its part is in place within that, in the buffer of the
-        reduction if that has the right dtype.
+        If this rank stores the full gradient, the shard is written to its position in a full
+        buffer: the buffer of the reduction, if that has the dtype of gradients.
         """
-        shard, whole = flat.buffer.shard, flat.whole
-        assert whole is not None
+        shard, full = flat.buffer.shard, flat.full
+        assert full is not None
         assert flat.reduction is not None
         if self._plan.reduces_in_place(shard.layout):
-            flat.mean = whole
+            flat.mean = full
             self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
         else:
             flat.mean = self._new_mean(flat)
         self.accounting.allocate(BufferKind.SUM, *flat.key, flat.mean.nbytes)
         is_part = shard.is_replicated and not self._plan.uses_all_reduce
-        part = shard.view(flat.mean, shard.owned_span) if is_part else flat.mean
-        flat.reduction.finish(part, *self._sum_options(flat))
+        shard_mean = shard.view(flat.mean, shard.owned_span) if is_part else flat.mean
+        flat.reduction.finish(shard_mean, *self._sum_options(flat))
 
     @staticmethod
     def _new_mean(flat: FlatReduction) -> Tensor:
         shard = flat.buffer.shard
-        own = shard.param.numel() if flat.share is None else flat.share.numel
-        numel = own * flat.buffer.layout.shares_per_shard
+        size = shard.param.numel() if flat.piece is None else flat.piece.numel
+        numel = size * flat.buffer.layout.shares_per_shard
         return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
 
     def _sum_options(self, flat: FlatReduction) -> tuple[float, torch.dtype]:
-        own = flat.buffer.shard.grad_dtype
-        return self._scales[1], torch.promote_types(flat.buffer.reduce_dtype, own)
+        grad_dtype = flat.buffer.shard.grad_dtype
+        return self._scales[1], torch.promote_types(flat.buffer.reduce_dtype, grad_dtype)
 
     def _combine(self, started: _InFlight) -> None:
-        """Start the second collective, over NCCL right behind the reduction."""
+        """Start the second collective; over NCCL, enqueue it right behind the reduction."""
         nbytes = 0
         for flat in started.flats:
             if self._chain is None:
@@ -229,12 +230,12 @@ class GradientReducer:
                     return self._start_combining(flat, total)
 
                 chained = self._chain(follow, flat.reduction, mean, *self._sum_options(flat))
-                flat.read, flat.combined = chained
+                flat.chained, flat.combined = chained
             nbytes += mean.nbytes
         self.accounting.record(EventKind.COMBINE, started.unit.name, nbytes)
 
     def _start_combining(self, flat: FlatReduction, total: Tensor) -> Handle:
-        """Start the second collective; its result is `total`, or this replica's share of it."""
+        """Start the second collective on `total`. Its result is `total`, or the replica's share."""
         layout, replicas = flat.buffer.layout, self._mesh.replicas
         if flat.buffer.shard.is_replicated:
             return self._mesh.shard.all_gather([AllGatherInput(total, layout.shard_spans)])
@@ -247,17 +248,17 @@ class GradientReducer:
             self.accounting.allocate(
                 BufferKind.REPLICA_WORKSPACE, *flat.key, reduction.workspace_nbytes
             )
-        own = total.narrow(0, replicas.rank * numel, numel)
+        share = total.narrow(0, replicas.rank * numel, numel)
 
         def finish() -> Tensor:
-            reduction.finish(own, 1.0, own.dtype)
+            reduction.finish(share, 1.0, share.dtype)
             self.accounting.free(BufferKind.REPLICA_WORKSPACE, *flat.key)
-            return own
+            return share
 
         return Handle(finish)
 
     def _add_gradients(self, started: _InFlight) -> None:
-        """Add complete means to this rank's gradients, which the host may get."""
+        """Add complete means to this rank's gradients, and start to offload these if planned."""
         for flat in started.flats:
             if flat.combined is not None:
                 flat.mean, flat.combined = flat.combined.wait(), None
@@ -267,15 +268,15 @@ class GradientReducer:
             self.offload.start(started.unit)
 
     def _add_gradient(self, flat: FlatReduction) -> None:
-        shard, share, gradient = flat.buffer.shard, flat.share, flat.mean
+        shard, span, gradient = flat.buffer.shard, flat.piece, flat.mean
         assert gradient is not None
         flat.mean = None
         if shard.grad is None:
-            if share is not None:
+            if span is not None:
                 dtype, device = shard.grad_dtype, shard.device
                 shard.grad = torch.zeros_like(shard.param, dtype=dtype, device=device)
             elif shard.layout.shares_per_shard > 1:
-                gradient = gradient.clone()  # so that the rest of its memory can be freed
+                gradient = gradient.clone()  # a view would keep the other replicas' shares alive
                 shard.grad = gradient
             else:
                 shard.grad = gradient
@@ -283,6 +284,6 @@ class GradientReducer:
             nbytes = shard.param.numel() * shard.grad_dtype.itemsize
             self.accounting.allocate(BufferKind.GRADS, flat.key[0], flat.number, nbytes)
         if shard.grad is not gradient:
-            part = shard.grad if share is None else shard.grad[share.start : share.stop]
-            part.add_(gradient)
+            target = shard.grad if span is None else shard.grad[span.start : span.stop]
+            target.add_(gradient)
         self.accounting.free(BufferKind.SUM, *flat.key)

@@ -1,4 +1,4 @@
-"""Binds module and autograd events to the runtime, and incorrect use of a module to errors."""
+"""Connects module and autograd events to the runtime, and turns incorrect use into errors."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError, ModuleError
 
 
-def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
-    """Return the tensors with a graph that a forward made.
+def _new_tensors(outputs: object, inputs: "_Inputs") -> list[Tensor]:
+    """Return the outputs with a graph that are new, not passed through from `inputs`.
 
-    Tensors passed through from `inputs` show nothing about this module's backward.
+    A gradient of a passed-through tensor does not mean that this module's backward begins.
     """
     if not torch.is_grad_enabled():
         return []
@@ -39,7 +39,7 @@ def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
 
 
 def _leaves(value: object) -> list[object]:
-    """Return the result of `tree_leaves`, which is slow for values that are not a tree."""
+    """Return the leaves of a pytree; tensors and tuples of tensors skip the slow `tree_leaves`."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
@@ -48,7 +48,7 @@ def _leaves(value: object) -> list[object]:
 
 
 class _Inputs:
-    """The inputs of a forward, by which its outputs are recognized as new."""
+    """The inputs of a forward, which distinguish new outputs from passed-through inputs."""
 
     def __init__(self, values: object = ()) -> None:
         leaves = _leaves(values) if torch.is_grad_enabled() else ()
@@ -56,7 +56,7 @@ class _Inputs:
         self._versions = {id(x): x._version for x in tensors if not x.is_inference()}
 
     def has_untouched(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is an input that was not written to since."""
+        """Return whether `tensor` is an input that was not written to in the forward."""
         return self._versions.get(id(tensor)) == tensor._version
 
 
@@ -66,17 +66,17 @@ def _hook(
     before: Callable[[Any, Any], Any],
     after: Callable[[Any], None],
 ) -> None:
-    """Register `before(args, kwargs)` and `after(outputs)` for this object.
+    """Register `before(args, kwargs)` and `after(outputs)` for this module object.
 
-    A copy of the module has the hooks too, and must not run them.
+    A copy of the module also has the hooks, but they must not run for the copy.
     """
-    own = id(module)
+    module_id = id(module)
 
     def before_own(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return before(args, kwargs) if id(module) == own else None
+        return before(args, kwargs) if id(module) == module_id else None
 
     def after_own(module: nn.Module, args: Any, outputs: Any) -> None:
-        if id(module) == own:
+        if id(module) == module_id:
             after(outputs)
 
     runtime.hooks += [
@@ -98,30 +98,30 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 
     def after(outputs: Any) -> None:
         forward = None if in_backward() else runtime.tracker.running
-        for made in _made_from(outputs, _Inputs()):
-            made.register_hook(lambda gradient: runtime.begin_backward(forward))
+        for output in _new_tensors(outputs, _Inputs()):
+            output.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()
 
     _hook(module, runtime, before, after)
 
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
-    given = _Inputs()
+    inputs = _Inputs()
 
     def before(args: Any, kwargs: Any) -> None:
-        nonlocal given
+        nonlocal inputs
         runtime.begin_unit(unit)
-        given = _Inputs((*args, *kwargs.values()))
+        inputs = _Inputs((*args, *kwargs.values()))
 
     def after(outputs: Any) -> None:
-        nonlocal given
-        own, given = _made_from(outputs, given), _Inputs()
-        if own:
+        nonlocal inputs
+        tensors, inputs = _new_tensors(outputs, inputs), _Inputs()
+        if tensors:
             call = None if in_backward() else runtime.tracker.add_call(unit.name)
-            for made in own:
-                witness = None if call is None else call.forward.probe(made)
-                made.register_hook(
-                    lambda gradient, _=witness: runtime.begin_unit_backward(unit, call)
+            for output in tensors:
+                probe = None if call is None else call.forward.probe(output)
+                output.register_hook(
+                    lambda gradient, _=probe: runtime.begin_unit_backward(unit, call)
                 )
         runtime.end_unit(unit)
 
@@ -131,16 +131,16 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
     """Begin a backward that reaches a parameter before any module.
 
-    A loss can depend only on parameters that stay unsharded after the forward.
+    This happens if the loss uses parameters that stay unsharded after the forward.
     """
-    # The garbage collector does not look into hooks of tensors: one that held the runtime, which
-    # has the parameters, would keep a model for ever.
-    known = weakref.ref(runtime)
+    # The garbage collector does not traverse tensor hooks: a strong reference to the runtime, which
+    # refers to the parameters, would leak the model.
+    runtime_ref = weakref.ref(runtime)
 
     def arrived(param: Tensor) -> None:
-        found = known()
-        if found is not None and not found.backward.is_running:
-            found.begin_backward()
+        runtime = runtime_ref()
+        if runtime is not None and not runtime.backward.is_running:
+            runtime.begin_backward()
 
     for buffer in unit.trained_buffers:
         for param in buffer.params:
@@ -148,8 +148,9 @@ def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
 
 
 _RUNTIME_REF = "_fsdpctl_runtime"
-_COMPILED = "_torchdynamo_orig_callable"  # what functions that torch.compile returns have
-_OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers read at once
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that torch.compile returns
+_MATRIX_OPTIMIZERS = ("Adafactor", "Muon")  # optimizers of torch that need full parameters
+_ALL_PARAM_OPTIMIZERS = ("LBFGS",)  # need all parameters at once
 
 
 def guard_module(module: nn.Module, runtime: Runtime) -> None:
@@ -159,11 +160,11 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
         raise impossible_after_sharding("moving or casting the model")
 
     module._apply = refuse  # type: ignore[method-assign]  # for this instance only
-    home = weakref.ref(runtime)
+    runtime_ref = weakref.ref(runtime)
     for each in module.modules():
         runtime.hooks.append(each.register_state_dict_pre_hook(_check_state))
     for buffer in runtime.buffers:
-        setattr(buffer.shard.param, _RUNTIME_REF, home)
+        setattr(buffer.shard.param, _RUNTIME_REF, runtime_ref)
         for param in buffer.params:
             mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.placeholder)
 
@@ -186,12 +187,12 @@ def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
-    """Let the first forward find modules that compute with parameters that are not gathered.
+    """Check in the first forward that no module computes with parameters that are not gathered.
 
-    Units are gathered when their modules are called: one that is called by `.forward`, or in parts,
-    would compute with NaN. Later forwards make the same calls and are not watched. Modules within a
-    compiled function are not watched: Dynamo would guard their hooks, compile each block apart, and
-    run all of them eagerly once the hooks are gone.
+    A unit is gathered when its module is called. If only `.forward` or submodules of a unit are
+    called, they would compute with NaN. Later forwards make the same calls and are not checked.
+    Modules within a compiled function are not checked: Dynamo guards on their hooks, so it would
+    compile each block separately, and run all blocks eagerly once the hooks are removed.
     """
     handles = [
         each.register_forward_pre_hook(partial(_check_gathered, name))
@@ -210,7 +211,7 @@ def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
 def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if module._compiled_call_impl is not None:
         return
-    yield name, module  # a compiled forward does not contain the hooks of its own module
+    yield name, module  # hooks of a module run outside its compiled forward
     if not any(hasattr(getattr(module, each, None), _COMPILED) for each in FORWARDS):
         for key, child in module.named_children():
             yield from _uncompiled(f"{name}.{key}" if name else key, child)
@@ -239,10 +240,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "ShardedAdamW(model), or any elementwise optimizer with model.flat_parameters()"
         )
     name = type(optimizer).__name__
-    if name not in _OF_MATRICES + _OF_ALL:
+    if name not in _MATRIX_OPTIMIZERS + _ALL_PARAM_OPTIMIZERS:
         return
     shards = any(home.strategy.shards_optimizer for home in _runtimes_of(optimizer))
-    if shards or (name in _OF_MATRICES and _runtimes_of(optimizer)):
+    if shards or (name in _MATRIX_OPTIMIZERS and _runtimes_of(optimizer)):
         raise EngineError(
             f"{name} needs more than one element at a time, and flat parameters are concatenated "
             "parts of tensors; use an elementwise optimizer"
@@ -251,8 +252,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
     references = {getattr(param, _RUNTIME_REF, None) for param in _params(optimizer)} - {None}
-    found = [home() for home in references if home is not None]
-    return [runtime for runtime in found if runtime is not None]
+    runtimes = [home() for home in references if home is not None]
+    return [runtime for runtime in runtimes if runtime is not None]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

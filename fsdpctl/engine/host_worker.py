@@ -1,8 +1,8 @@
 """A thread that updates tensors in host memory, and copies between host and device.
 
-Note: why the thread allocates what it works on. Pages belong to the NUMA node of the thread that
-first writes to them, and memory must be pinned before training: `cudaHostAlloc` waits for the
-device, so within a backward it can wait for a collective that waits for this rank.
+Note: why the thread allocates the memory that it works on. Pages belong to the NUMA node of the
+thread that first writes to them. Memory must be pinned before training, because `cudaHostAlloc`
+waits for the device: within a backward, it could wait for a collective that waits for this rank.
 """
 
 import os
@@ -22,18 +22,18 @@ from fsdpctl.io.resources import allowed_cpus, core_of, is_pinned, num_cores
 
 T = TypeVar("T")
 StreamEvent: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
-_Jobs: TypeAlias = "queue.SimpleQueue[tuple[HostTask, Callable[[], None]] | None]"
+_Tasks: TypeAlias = "queue.SimpleQueue[tuple[HostTask, Callable[[], None]] | None]"
 _JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
 
 
 def wait_event(moment: StreamEvent) -> None:
-    """Let the current stream wait for a moment of another one."""
+    """Let the current stream wait for an event of another stream."""
     if moment is not None:
         torch.cuda.current_stream().wait_event(moment)
 
 
 class HostTask:
-    """Work of the thread, in the order of submission."""
+    """A task of the host's thread. Tasks run in the order of their submission."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -41,12 +41,12 @@ class HostTask:
         self._error: BaseException | None = None
 
     def end(self, ready: StreamEvent = None, error: BaseException | None = None) -> None:
-        """Complete the job; its results are on the device after `ready`."""
+        """Complete the task; its results are on the device after `ready`."""
         self._ready, self._error = ready, error
         self._done.set()
 
     def wait(self) -> None:
-        """Wait until the current stream can use the results; EngineError if the job failed."""
+        """Wait until the current stream can use the results; EngineError if the task failed."""
         self._done.wait()
         if self._error is not None:
             if isinstance(self._error, FsdpctlError):
@@ -56,7 +56,7 @@ class HostTask:
 
 
 class Copier:
-    """Copies between host and device, on a stream for each direction."""
+    """Copies between host and device, with one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,11 +68,11 @@ class Copier:
         return None if self._down is None else torch.cuda.current_stream().record_event()
 
     def to_host(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
-        """Start a copy to the host, after a moment or all earlier work; return its end."""
+        """Start a copy to the host after event `after`, or all earlier work; return its end."""
         return self.copy(target, source, self._down, after or self.record_event())
 
     def to_device(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
-        """Start a copy to the device, after a moment or all earlier work; return its end."""
+        """Start a copy to the device after event `after`, or all earlier work; return its end."""
         return self.copy(target, source, self._up, after or self.record_event())
 
     def copy(
@@ -88,17 +88,17 @@ class Copier:
             return stream.record_event()  # type: ignore[no-any-return]  # torch's
 
     def synchronize(self) -> None:
-        """Have the host wait for all copies to the device."""
+        """Wait on the host for all copies to the device."""
         if self._up is not None:
             self._up.synchronize()
 
 
 class HostWorker:
-    """The thread of a rank. It starts with the first call, and ends with the process."""
+    """A thread for work on host memory; starts at the first call, ends with the process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._queue: _Jobs = queue.SimpleQueue()
+        self._queue: _Tasks = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> HostTask:
@@ -107,9 +107,9 @@ class HostWorker:
             self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._queue, self._thread)
-        job = HostTask()
-        self._queue.put((job, work))
-        return job
+        task = HostTask()
+        self._queue.put((task, work))
+        return task
 
     def call(self, function: Callable[[], T]) -> T:
         results: list[T] = []
@@ -117,51 +117,51 @@ class HostWorker:
         return results[0]
 
     def allocate(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return memory of the host; pinned if the device is to copy from or to it."""
+        """Return host memory, `pinned` if the device copies from or to it."""
         on_cuda = self.device.type == "cuda"
         return self.call(lambda: torch.empty(numel, dtype=dtype, pin_memory=pinned and on_cuda))
 
 
-def _work(jobs: _Jobs, device: torch.device) -> None:
+def _work(tasks: _Tasks, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
         cpus = host_cpus(_numa_node(device))
-        os.sched_setaffinity(0, cpus)  # of this thread, and of those that it starts
+        os.sched_setaffinity(0, cpus)  # for this thread, and the threads that it starts
         torch.set_num_threads(num_cores())
     with on_device, torch.no_grad():
-        while (next_one := jobs.get()) is not None:
-            job, work = next_one
+        while (item := tasks.get()) is not None:
+            task, work = item
             error: BaseException | None = None
             try:
                 work()
             except BaseException as caught:
                 error = caught
-            del next_one, work  # and what the work refers to, before the main thread continues
-            job.end(error=error)
+            del item, work  # and what the work refers to, before the main thread continues
+            task.end(error=error)
 
 
-def _end(jobs: _Jobs, thread: threading.Thread) -> None:
-    jobs.put(None)
+def _end(tasks: _Tasks, thread: threading.Thread) -> None:
+    tasks.put(None)
     if threading.current_thread() is not thread:
         thread.join(_JOIN_SECONDS)
 
 
 def host_cpus(node: str | None) -> set[int]:
-    """Return this rank's hardware threads: an equal share of those that its process may use.
+    """Return the CPUs of this rank: an equal share of the CPUs that the process may use.
 
-    `node` is the directory of a NUMA node, whose cores are preferred; None: all nodes are alike.
+    CPUs of the NUMA node with the directory `node` are preferred; None: no preference.
     """
     allowed = allowed_cpus()
-    near = allowed
+    preferred = allowed
     if node is not None:
-        near = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
+        preferred = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if is_pinned():
-        return near
+        return preferred
     count = max(1, len(allowed) // ranks)
-    ordered = sorted(near, key=lambda cpu: (core_of(cpu), cpu))
+    ordered = sorted(preferred, key=lambda cpu: (core_of(cpu), cpu))
     start = rank * count % len(ordered)
     return set((ordered + ordered)[start : start + min(count, len(ordered))])
 
@@ -172,10 +172,15 @@ def _listed(text: str) -> set[int]:
 
 
 def _numa_node(device: torch.device) -> str | None:
-    about: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
-        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        number = int(Path(f"/sys/bus/pci/devices/{place}/numa_node").read_text())
+        domain, bus, slot = (
+            properties.pci_domain_id,
+            properties.pci_bus_id,
+            properties.pci_device_id,
+        )
+        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        number = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return None
     node = Path(f"/sys/devices/system/node/node{number}")
@@ -183,9 +188,9 @@ def _numa_node(device: torch.device) -> str | None:
 
 
 def pinned_allocations(count: int, nbytes: int) -> Iterator[int]:
-    """Yield how many of `count` pieces of pinned memory, `nbytes` each, to allocate together.
+    """Yield how many of `count` buffers of pinned memory, `nbytes` each, to allocate together.
 
-    Torch rounds pinned memory up to a power of two: the number that fills most of it.
+    Torch rounds pinned memory up to a power of two. The numbers waste the least memory.
     """
 
     def filled(together: int) -> float:

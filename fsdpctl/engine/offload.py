@@ -1,11 +1,12 @@
-"""Master weights and reduced gradients in host memory, and their step behind the next forward.
+"""Master weights and reduced gradients in host memory, stepped while the next forward runs.
 
-The device keeps this rank's part of the parameters in the compute dtype. A thread of the host steps
-unit by unit, in the order of the next forward: the gradient comes from the device, is stepped in
-pieces that stay in the cache, each of which is cast at once, and the result goes to the device.
+The device stores this rank's shard of the parameters in the compute dtype. A thread of the host
+steps unit by unit, in the order of the next forward. It copies the gradient from the device, steps
+it in chunks that stay in the cache, casts each chunk at once, and copies the result to the device.
 
-Note: why so little is pinned. Only memory that the device copies from or to has to be, and pinning
-takes a second per few gigabytes: two buffers for each direction, of the largest part's size.
+Note: why so little is pinned. Only memory that the device copies from or to must be pinned, and
+pinning takes a second per few gigabytes. Two buffers per direction are enough, each as large as the
+largest shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,32 +25,32 @@ from fsdpctl.plan.step_plan import HOST_BUFFERS, HostMemory
 
 
 class PinnedRing:
-    """Pinned buffers that are used in turn."""
+    """A ring of pinned buffers."""
 
     def __init__(self, worker: HostWorker, nbytes: int) -> None:
-        self._slots: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         if nbytes:
             slab = worker.allocate(HOST_BUFFERS * nbytes, torch.uint8, pinned=True)
-            self._slots = list(slab.split(nbytes))
-        self.busy: list[StreamEvent] = [None] * HOST_BUFFERS  # until when each is used
+            self._buffers = list(slab.split(nbytes))
+        self.in_use_until: list[StreamEvent] = [None] * HOST_BUFFERS  # the copy from each buffer
         self._next = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._slots)
+        return sum(each.nbytes for each in self._buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
-        """Return the number of the next buffer and a window of it, once the device has read it."""
+        """Return the index of the next buffer and a view of it, once the device has read it."""
         number = self._next
         self._next = (number + 1) % HOST_BUFFERS
-        event, self.busy[number] = self.busy[number], None
+        event, self.in_use_until[number] = self.in_use_until[number], None
         if event is not None:
             event.synchronize()
-        return number, self._slots[number][: numel * dtype.itemsize].view(dtype)
+        return number, self._buffers[number][: numel * dtype.itemsize].view(dtype)
 
 
 class GradientOffload:
-    """Takes the reduced gradients of units to the host, one unit at a time during backward."""
+    """Copies reduced gradients to the host during backward, one unit at a time."""
 
     def __init__(self, copier: Copier, place: Callable[[FlatBuffer], Tensor]) -> None:
         """`place` returns the host memory for a buffer's gradient."""
@@ -58,7 +59,7 @@ class GradientOffload:
 
     @torch.no_grad()
     def start(self, unit: ShardedUnit) -> None:
-        """Start to send a unit's gradients, added to those that the host has."""
+        """Start to copy a unit's gradients to the host, added to gradients that are there."""
         self._unit = unit
         for buffer in unit.trained_buffers:
             shard = buffer.shard
@@ -77,7 +78,10 @@ class GradientOffload:
             )
 
     def finish(self) -> ShardedUnit | None:
-        """Free the gradients on the device that were sent last; return their unit."""
+        """Free the gradients on the device that were copied last; return their unit.
+
+        The stream waits for the copies first: the allocator could reuse the memory too early.
+        """
         unit, self._unit = self._unit, None
         for buffer in () if unit is None else unit.trained_buffers:
             if buffer.shard.offloaded_grad is not None:
@@ -91,18 +95,18 @@ class _Step:
     """A flat buffer to step."""
 
     buffer: FlatBuffer
-    gradients: list[Tensor]  # its gradient on the device; emptied when it may be freed
-    left: OffloadedGradient | None  # if the host has it
-    job: HostTask | None  # of its unit, which ends with this buffer
+    gradients: list[Tensor]  # the gradient on the device, if any; cleared once it may be freed
+    offloaded: OffloadedGradient | None  # the gradient in host memory
+    task: HostTask | None  # the task of the unit, if this is its last buffer
 
-    def sent(self) -> Tensor:
-        """Return the parameters at rest that the step replaces."""
+    def target(self) -> Tensor:
+        """Return the stored parameters that the step replaces."""
         assert self.buffer.resident is not None
         return self.buffer.resident.view(self.buffer.shard.span)
 
 
 class HostStates:
-    """This rank's states in host memory."""
+    """This rank's master weights and gradients in host memory."""
 
     def __init__(self, worker: HostWorker, memory: HostMemory) -> None:
         self._worker = worker
@@ -116,19 +120,21 @@ class HostStates:
         }
         self._taken = dict.fromkeys(self._slabs, 0)
         self._remainders = 0  # bytes
-        self._left = {
+        self._gradients_on_host = {
             torch_dtype(of): worker.allocate(memory.masters[of], torch_dtype(dtype), pinned=True)
             for of, dtype in memory.gradients.items()
         }
         self._gradients = PinnedRing(worker, memory.gradient_buffers)
         self._cast = PinnedRing(worker, memory.cast_buffers)
         self._scalars = worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
-        self._jobs: list[HostTask] = []
+        self._tasks: list[HostTask] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of master weights and buffers; the optimizer has its moments."""
-        slabs = sum(each.nbytes for of in (self._slabs, self._left) for each in of.values())
+        """The bytes of master weights, gradients and buffers, without the optimizer's moments."""
+        slabs = sum(
+            each.nbytes for of in (self._slabs, self._gradients_on_host) for each in of.values()
+        )
         buffers = self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
         return slabs + self._remainders + buffers
 
@@ -139,7 +145,7 @@ class HostStates:
         return self._slabs[dtype][start : start + numel]
 
     def remainder(self, numel: int) -> Tensor:
-        """Return memory for the lower bits of a buffer's master weights, which are zeros."""
+        """Return zeroed memory for the remainders of a buffer's master weights."""
         self._remainders += numel
         return self.call(lambda: torch.zeros(numel, dtype=torch.int8))
 
@@ -151,19 +157,19 @@ class HostStates:
         return self._worker.call(function)
 
     def gradients(self) -> GradientOffload | None:
-        if not self._left:
+        if not self._gradients_on_host:
             return None
 
         def place(buffer: FlatBuffer) -> Tensor:
             master = buffer.shard.param
             start, numel = master.storage_offset(), master.numel()
-            return self._left[master.dtype][start : start + numel]
+            return self._gradients_on_host[master.dtype][start : start + numel]
 
         return GradientOffload(self._copier, place)
 
     def synchronize(self) -> None:
-        """Wait until masters are what the last step makes of them; EngineError if it failed."""
-        for job in self._jobs:
+        """Wait until the last step is complete; EngineError if it failed."""
+        for job in self._tasks:
             job.wait()
 
     def step(
@@ -171,45 +177,47 @@ class HostStates:
     ) -> Mapping[str, tuple[HostTask, list[list[Tensor]]]]:
         """Start to step `units` in this order.
 
-        Returns for each its job, and the gradients on the device, to be dropped after the job.
+        Returns the task of each unit, with the unit's gradients on the device. Drop these after the
+        task: copies to the host read them until then.
         """
-        found: dict[str, tuple[HostTask, list[list[Tensor]]]] = {}
+        started: dict[str, tuple[HostTask, list[list[Tensor]]]] = {}
         steps: list[_Step] = []
         for unit in units:
-            of_unit = [_Step(each, *_taken(each), None) for each in unit.trained_buffers]
-            if of_unit:
-                of_unit[-1].job = job = HostTask()
-                found[unit.name] = job, [each.gradients for each in of_unit]
-                steps += of_unit
-        self._jobs = [job for job, _ in found.values()]
-        jobs, after = self._jobs, self._copier.record_event()
+            unit_steps = [_Step(each, *_take_gradient(each), None) for each in unit.trained_buffers]
+            if unit_steps:
+                unit_steps[-1].task = job = HostTask()
+                started[unit.name] = job, [each.gradients for each in unit_steps]
+                steps += unit_steps
+        self._tasks = [job for job, _ in started.values()]
+        jobs, after = self._tasks, self._copier.record_event()
 
         def work() -> None:
             try:
                 self._run(steps, update, scalars, after)
             except BaseException as error:
                 for job in jobs:
-                    job.end(error=error)  # also those that are done: their step is incomplete
+                    # Completed tasks fail too: other units of the step are missing.
+                    job.end(error=error)
 
         self._worker.submit(work)
-        return found
+        return started
 
     def _run(
         self, steps: Sequence[_Step], update: HostUpdate, scalars: HostScalars, after: StreamEvent
     ) -> None:
         if after is not None and any(each.buffer.is_on_host for each in steps):
-            after.synchronize()  # copies of the parameters may read what the step writes
+            after.synchronize()  # copies to the device may still read the parameters to be written
         fetched = self._fetched(steps, after)
         pairs = enumerate(scalars)
-        found = (None if x is None else self._fetch_scalar(n, x, after) for n, x in pairs)
-        on_host = HostScalars(*found)
+        host_scalars = (None if x is None else self._fetch_scalar(n, x, after) for n, x in pairs)
+        on_host = HostScalars(*host_scalars)
         for step, gradient in zip(steps, fetched, strict=True):
             ready = None
             if gradient is not None and gradient.numel():
                 ready = self._step(step, gradient, update, on_host, after)
             del gradient
-            if step.job is not None:
-                step.job.end(ready)
+            if step.task is not None:
+                step.task.end(ready)
 
     def _fetch_scalar(self, number: int, value: Tensor, after: StreamEvent) -> Tensor:
         target = self._scalars[number]
@@ -228,8 +236,8 @@ class HostStates:
             yield gradient
 
     def _fetch(self, step: _Step, after: StreamEvent) -> tuple[Tensor | None, StreamEvent]:
-        if step.left is not None:
-            return step.left.values, step.left.arrived
+        if step.offloaded is not None:
+            return step.offloaded.values, step.offloaded.arrived
         if not step.gradients or not step.gradients[0].numel():
             return None, None
         source = step.gradients[0]
@@ -244,11 +252,13 @@ class HostStates:
         scalars: HostScalars,
         after: StreamEvent,
     ) -> StreamEvent:
-        shard, sent, stays = step.buffer.shard, step.sent(), step.buffer.is_on_host
+        shard, target, stays_on_host = step.buffer.shard, step.target(), step.buffer.is_on_host
         master = shard.param.detach()
         number, cast = -1, master
-        if sent.dtype != master.dtype:
-            number, cast = (-1, sent) if stays else self._cast.take(master.numel(), sent.dtype)
+        if target.dtype != master.dtype:
+            number, cast = (
+                (-1, target) if stays_on_host else self._cast.take(master.numel(), target.dtype)
+            )
 
         num_written = 0
 
@@ -260,16 +270,16 @@ class HostStates:
 
         update(shard, gradient, scalars, written)
         if num_written < master.numel() and cast is not master:
-            cast.copy_(master)  # parameters without gradients are sent too
-        if stays:
+            cast.copy_(master)  # parameters without a gradient are copied to the device too
+        if stays_on_host:
             return None
-        ready = self._copier.to_device(sent, cast, after)
+        ready = self._copier.to_device(target, cast, after)
         if cast is not master:
-            self._cast.busy[number] = ready
+            self._cast.in_use_until[number] = ready
         return ready
 
 
-def _taken(buffer: FlatBuffer) -> tuple[list[Tensor], OffloadedGradient | None]:
+def _take_gradient(buffer: FlatBuffer) -> tuple[list[Tensor], OffloadedGradient | None]:
     shard = buffer.shard
     gradient, left = shard.grad, shard.offloaded_grad
     shard.grad = shard.offloaded_grad = None

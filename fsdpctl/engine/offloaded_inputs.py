@@ -1,8 +1,8 @@
 """The inputs of recomputed blocks in host memory.
 
-An input is copied while its block runs forward. Backward fetches it while the block after it is
-recomputed. Checkpointing saves a `SentInput` instead of the tensor, so that no hooks on saved
-tensors are needed.
+An input is copied while its block runs forward. Backward fetches it while the next block in forward
+is recomputed. Checkpointing saves an `OffloadedInput` instead of the tensor, so that no hooks on
+saved tensors are needed.
 """
 
 from collections.abc import Callable, Collection
@@ -24,10 +24,10 @@ from fsdpctl.errors import ModuleError
 
 
 class HostBuffers:
-    """Host memory for the inputs of one forward, and of more if several await their backward."""
+    """Host memory for the inputs of one forward, or of several before their backwards."""
 
     def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
-        """`count` inputs are sent in a forward; `allocate` returns a number of bytes."""
+        """Provide buffers for `count` inputs per forward; `allocate` takes a number of bytes."""
         self._count, self._allocate = count, allocate
         self._free: list[Tensor] = []
         self.nbytes = 0  # allocated, used or not
@@ -46,7 +46,7 @@ class HostBuffers:
 
 
 def host_inputs_bytes(sizes: Collection[int]) -> int:
-    """Return the bytes of host memory for inputs of these sizes, in the order of forward."""
+    """Return the bytes of host memory for inputs of `sizes` bytes, in the order of forward."""
     slots = HostBuffers(len(sizes), partial(torch.empty, device="meta"))
     for number, nbytes in enumerate(sizes):
         slots.take(number, nbytes)
@@ -54,26 +54,26 @@ def host_inputs_bytes(sizes: Collection[int]) -> int:
 
 
 class HostInputs:
-    """The inputs of a model's blocks, of which the last one stays: backward needs it at once."""
+    """Offloads inputs of blocks, but not of the last block: backward needs that at once."""
 
     def __init__(self, num_blocks: int) -> None:
         self._last = num_blocks - 1
-        self.sizes: dict[int, int] = {}  # bytes of the last input, by the number of its block
+        self.sizes: dict[int, int] = {}  # bytes of the last input of each block
         self.slots = HostBuffers(self._last, self._allocate)
         self._worker: HostWorker | None = None
         self.copier: Copier | None = None  # None on the meta device
         self._newest: ref[OffloadedInput] | None = None
 
-    def offload(self, number: int, given: Tensor) -> "OffloadedInput":
-        """Start to copy the input of the block with this number, which is about to run."""
-        if self.copier is None and not given.is_meta:
-            self._worker, self.copier = HostWorker(given.device), Copier(given.device)
+    def offload(self, number: int, tensor: Tensor) -> "OffloadedInput":
+        """Start to copy the input of block `number`, which is about to run."""
+        if self.copier is None and not tensor.is_meta:
+            self._worker, self.copier = HostWorker(tensor.device), Copier(tensor.device)
         stays = number == self._last
         if not stays:
-            self.sizes[number] = given.nbytes
+            self.sizes[number] = tensor.nbytes
         newest = None if self._newest is None else self._newest()
         follows = newest is not None and newest.number < number  # in the same forward
-        sent = OffloadedInput(self, number, given, newest if follows else None, stays=stays)
+        sent = OffloadedInput(self, number, tensor, newest if follows else None, stays=stays)
         self._newest = ref(sent)
         return sent
 
@@ -83,35 +83,35 @@ class HostInputs:
 
 
 class OffloadedInput:
-    """The input of one forward of a block: a context of that forward and of its recomputations."""
+    """The input of one forward of a block: a context for that forward and its recomputations."""
 
     def __init__(
         self,
         inputs: HostInputs,
         number: int,
-        given: Tensor,
+        value: Tensor,
         before: "OffloadedInput | None",
         *,
         stays: bool,
     ) -> None:
-        """`before` is the input that backward needs next; one that `stays` is never copied."""
+        """Start the copy; an input that `stays` is not copied. Backward needs `before` next."""
         self.number = number
-        self.tensor: Tensor | None = given  # for the block
+        self.tensor: Tensor | None = value  # for the block
         self._inputs = inputs
         self._previous = None if before is None else ref(before)
-        self._version: int | None = given._version  # until the end of the forward
-        self._like = given.shape, given.dtype, given.device, given.requires_grad
+        self._version: int | None = value._version  # until the end of the forward
+        self._like = value.shape, value.dtype, value.device, value.requires_grad
         self._slot: Tensor | None = None
         self._copied: StreamEvent = None
         self._fetched: tuple[Tensor, StreamEvent] | None = None
-        self._stays = given if stays else None
+        self._stays = value if stays else None
         self._copier = inputs.copier
         if self._copier is not None and not stays:
-            self._slot = inputs.slots.take(number, given.nbytes)
-            self._copied = self._copier.to_host(self._on_host(self._slot), given.detach())
+            self._slot = inputs.slots.take(number, value.nbytes)
+            self._copied = self._copier.to_host(self._on_host(self._slot), value.detach())
 
     def __enter__(self) -> Self:
-        """Have the tensor on the device; in backward, start to fetch the one that is next."""
+        """Provide the tensor on the device; in backward, start to fetch the next input."""
         if self.tensor is None:
             self.tensor = self._take() if self._stays is None else self._stays
             if self._previous is not None and (before := self._previous()) is not None:
@@ -119,11 +119,14 @@ class OffloadedInput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of the tensor on its way to the host; ModuleError if the forward wrote to it."""
-        given, self.tensor = self.tensor, None
+        """Drop the tensor once its copy is enqueued; ModuleError if the forward wrote to it.
+
+        The stream waits for the copy first: the allocator could reuse the memory too early.
+        """
+        value, self.tensor = self.tensor, None
         version, self._version = self._version, None
         wait_event(self._copied)
-        if kind is None and given is not None and version not in (None, given._version):
+        if kind is None and value is not None and version not in (None, value._version):
             problem = "not supported, because a block writes to its own input; set it to false"
             raise ModuleError(f"activation_checkpointing.offload=true: {problem}")
 
@@ -135,7 +138,7 @@ class OffloadedInput:
         return tensor.requires_grad_(self._like[-1])
 
     def fetch(self) -> None:
-        """Start to copy the input to the device, unless it is on its way."""
+        """Start to copy the input to the device, unless a copy is in flight."""
         if self._fetched is not None:
             return
         shape, dtype, device, _ = self._like

@@ -1,4 +1,4 @@
-"""The parameters of a sharded module as its user sees them, and checks that they are unchanged."""
+"""The Parameter objects of a sharded module: errors for incorrect use, and checks for changes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from fsdpctl.plan.layout import ParamSpec
 
 _GRAD: Any = Tensor.grad  # the descriptor
 accumulated_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-"""Return the gradient that autograd left at a parameter; `param.grad` is for its user."""
+"""Return the gradient that autograd accumulated in a parameter, without the checks of `grad`."""
 
 
 class _Sharded:
-    """A sharded parameter, which raises an error instead of being read or copied silently."""
+    """Mixin of sharded parameters: raises errors where a silent read or copy would be wrong."""
 
     _has_gradient_elsewhere: Callable[[], bool]
     _rest: int  # the storage of the NaN that it reads while it is sharded
-    _is_lent = False  # within full_parameters
+    _is_lent = False  # whether it has its full values, within full_parameters
 
     def _grad(self: Any) -> Tensor | None:
         gradient = accumulated_grad(self)
@@ -71,10 +71,10 @@ def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def mark_sharded(
     param: nn.Parameter, has_gradient: Callable[[], bool], placeholder: Tensor
 ) -> None:
-    """Make the parameter, the same object, raise errors for incorrect use.
+    """Change the class of `param` in place, so that incorrect use raises errors.
 
-    `has_gradient` returns whether its gradient is stored outside its `grad`. `rest` is the element
-    that the parameter reads while it is sharded.
+    `has_gradient` returns whether a gradient is stored outside `param.grad`. `placeholder` is the
+    element that the parameter reads while it is sharded.
     """
     param.__class__ = _sharded(type(param))
     param._rest = _storage(placeholder)  # type: ignore[attr-defined]
@@ -96,12 +96,12 @@ def is_marked(param: Tensor) -> bool:
 
 
 def impossible_after_sharding(what: str) -> EngineError:
-    """Return the error for a call that a sharded model cannot serve."""
+    """Return the error for a call that a sharded model does not support."""
     return EngineError(f"{what} is not possible after sharding; do it before shard_model")
 
 
 def has_placeholder(param: Tensor) -> bool:
-    """Return whether the parameter is sharded now and reads NaN."""
+    """Return whether the parameter is sharded now, so that it reads NaN."""
     return getattr(param, "_rest", None) == _storage(param)
 
 
@@ -111,7 +111,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class ShardedParameters:
-    """The parameters as they were when the model was sharded, by unit, and its CUDA stream."""
+    """The parameters as they were when the model was sharded, and the CUDA stream of sharding."""
 
     def __init__(
         self, params: Sequence[tuple[str, ParamSpec, nn.Parameter]], device: torch.device
@@ -120,22 +120,23 @@ class ShardedParameters:
         self._names = [spec.name for _, spec, _ in params]
         self._flags = [spec.trainable for _, spec, _ in params]
         self._trained = [(unit, param) for unit, spec, param in params if spec.trainable]
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._locations: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._modules: list[tuple[str, nn.Module]] = []
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def remember(self, module: nn.Module, *, gathers: bool) -> None:
-        found = all_named_parameters(module)
-        self._places = [(name, x._parameters, key, param) for name, x, key, param in found]
+        all_params = all_named_parameters(module)
+        self._locations = [(name, x._parameters, key, param) for name, x, key, param in all_params]
         self._modules = [(n, each) for n, each in module.named_modules() if gathers]
 
     def check(self) -> None:
-        """Check what must not change after sharding; EngineError names it.
+        """Check that parameters, their `requires_grad` and the CUDA stream have not changed.
 
-        Autograd brings gradients on the stream of sharding, with which another one would race.
+        EngineError names what has changed. Autograd accumulates gradients on the stream of
+        sharding: a forward on another stream would race with it.
         """
-        for name, params, key, param in self._places:
+        for name, params, key, param in self._locations:
             if params.get(key) is not param:
                 raise ModuleError(
                     f"{name} is not the parameter that was sharded; write to it within "
@@ -150,10 +151,10 @@ class ShardedParameters:
                 )
         now = [param.requires_grad for param in self._params]
         if now != self._flags:
-            place = next(i for i, flag in enumerate(self._flags) if flag is not now[i])
+            index = next(i for i, flag in enumerate(self._flags) if flag is not now[i])
             raise ModuleError(
-                f"{self._names[place]}: requires_grad was {self._flags[place]} when the model was "
-                f"sharded and is {now[place]}, which would change how it is sharded; unwrap() it, "
+                f"{self._names[index]}: requires_grad was {self._flags[index]} when the model was "
+                f"sharded and is {now[index]}, which would change how it is sharded; unwrap() it, "
                 "change requires_grad, and shard it again"
             )
         if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
@@ -163,7 +164,7 @@ class ShardedParameters:
             )
 
     def check_gradients(self) -> None:
-        """Check that a reduction has taken all gradients; ModuleError if one is left."""
+        """Check that no parameter has an unreduced gradient; ModuleError if one has."""
         for unit, param in self._trained:
             if accumulated_grad(param) is not None:
                 raise ModuleError(

@@ -1,4 +1,4 @@
-"""Comparison between ranks: parameters with gradients, gathered units, and replicated values."""
+"""Comparisons between ranks: parameters with gradients, gathered units, and replicated values."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,13 @@ from fsdpctl.errors import ModuleError
 
 
 class GradPresence:
-    """Sums presence bits of gradients and a fingerprint of the gathers once per step, in float64.
+    """Sums over ranks, once per step, which parameters had gradients and which units were gathered.
 
-    The all-reduce starts with the last backward of a step, next to its last reductions. The number
-    of backwards per step is known from the previous step; if the all-reduce has not started when
-    the optimizer needs it, it starts then. The host waits for a device only if a parameter had no
-    gradient.
+    One float64 all-reduce sums a presence bit per parameter and a fingerprint of the gathers. It
+    starts with the last backward of a step, so that it overlaps with the last reductions. The
+    number of backwards per step is taken from the previous step. If the all-reduce has not started
+    when the optimizer needs it, it starts then. The host waits for the device only if a parameter
+    had no gradient.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -27,8 +28,8 @@ class GradPresence:
         self._names = [param.name for param in params]
         count = len(self._names) + 1
         self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
-        self._num_backwards = 0  # that reduced, since the last step of the optimizer
-        self._usual_number = 1  # of these per step
+        self._num_backwards = 0  # backwards with reductions since the last optimizer step
+        self._usual_number = 1  # number of such backwards in the previous step
         runtime.on_last_reduction = self.backward_ends
 
     def backward_ends(self) -> None:
@@ -39,8 +40,8 @@ class GradPresence:
 
     def _start(self) -> None:
         if self._started is not None:
-            self._started[1].wait()  # its result is unused, but its memory is in use until then
-        handle = self._runtime.mesh.world.start_all_reduce(self._own())
+            self._started[1].wait()  # the result is unused, but the collective uses its memory
+        handle = self._runtime.mesh.world.start_all_reduce(self._local_values())
         self._started, self._sums = (self._runtime.fingerprint, handle), None
 
     def absent_everywhere(self) -> frozenset[str]:
@@ -59,13 +60,13 @@ class GradPresence:
         pairs = zip(self._names, counts, strict=True)
         return frozenset(name for name, count in pairs if not count)
 
-    def _own(self) -> Tensor:
+    def _local_values(self) -> Tensor:
         runtime = self._runtime
         fingerprint = float(runtime.fingerprint)
         if runtime.has_all_gradients:
-            own = self._all_present.clone()
-            own[-1:].fill_(fingerprint)
-            return own
+            values = self._all_present.clone()
+            values[-1:].fill_(fingerprint)
+            return values
         buffers = runtime.trained_buffers
         present = [
             float(index in x.params_with_grad) for x in buffers for index in range(len(x.params))
@@ -75,7 +76,7 @@ class GradPresence:
         return (bits.pin_memory() if is_on_cuda else bits).to(runtime.device, non_blocking=True)
 
     def _check(self, fingerprint: int, sums: Tensor) -> None:
-        """Compare the fingerprints; on CUDA one step later, once their sum has arrived."""
+        """Compare the fingerprints; on CUDA in the next step, so that the host does not wait."""
         runtime = self._runtime
         expected = fingerprint * runtime.mesh.world.size
         runtime.fingerprint = 0
@@ -85,19 +86,19 @@ class GradPresence:
             _check_fingerprint(expected, sums[-1])
             return
         self.finish_check()
-        found = sums[-1].to("cpu", non_blocking=True)
-        self._unchecked = expected, found, torch.cuda.current_stream().record_event()
+        total = sums[-1].to("cpu", non_blocking=True)
+        self._unchecked = expected, total, torch.cuda.current_stream().record_event()
 
     def finish_check(self) -> None:
-        """Complete the last comparison, before anything permanent is done; see `_check`."""
+        """Complete the last comparison of `_check`. Call it before results are made permanent."""
         if self._unchecked is not None:
-            (before, found, arrived), self._unchecked = self._unchecked, None
+            (expected, total, arrived), self._unchecked = self._unchecked, None
             arrived.synchronize()
-            _check_fingerprint(before, found)
+            _check_fingerprint(expected, total)
 
 
-def _check_fingerprint(expected: int, found: Tensor) -> None:
-    if int(found) != expected:
+def _check_fingerprint(expected: int, total: Tensor) -> None:
+    if int(total) != expected:
         raise ModuleError(
             "the ranks ran the model's units in different orders, so the gathered parameters are "
             "mixed up; every rank must call the same units in the same order"
@@ -106,33 +107,33 @@ def _check_fingerprint(expected: int, found: Tensor) -> None:
 
 @torch.no_grad()
 def check_replicas(runtime: Runtime) -> None:
-    """Compare what several ranks hold by checksums. Collective."""
+    """Compare values that several ranks store by their checksums. Collective."""
     mesh = runtime.mesh
     if runtime.strategy.shards_params and mesh.replicas is None:
         return
-    place = mesh.shard.rank if runtime.strategy.shards_params else 0
-    compare_replicas(mesh.world, place, _checksums(runtime))
+    shard_index = mesh.shard.rank if runtime.strategy.shards_params else 0
+    compare_replicas(mesh.world, shard_index, _checksums(runtime))
 
 
 def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     names, sums = [], []
     for buffer in runtime.buffers:
         shard = buffer.shard
-        alike = []
+        replicated = []
         if buffer.resident is not None:
-            alike.append((buffer.resident.span, buffer.resident.values))
+            replicated.append((buffer.resident.span, buffer.resident.values))
         has_replicas = runtime.strategy.shards_params and shard.layout.shares_per_shard == 1
         if shard.is_replicated or has_replicas:
-            alike.append((shard.span, shard.master))
+            replicated.append((shard.span, shard.master))
             if shard.remainder is not None:
-                alike.append((shard.span, shard.remainder))
-        for held, values in alike:
+                replicated.append((shard.span, shard.remainder))
+        for span, values in replicated:
             bits = as_integers(values)
-            for piece in buffer.layout.param_slices(held):
-                inside = piece.in_flat.shift(-held.start)
+            for piece in buffer.layout.param_slices(span):
+                inside = piece.in_flat.shift(-span.start)
                 names.append(piece.param.name)
                 sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))
-    found: dict[str, tuple[int, ...]] = {}
+    checksums: dict[str, tuple[int, ...]] = {}
     for name, checksum in zip(names, torch.stack(sums).tolist() if sums else (), strict=True):
-        found[name] = (*found.get(name, ()), checksum)
-    return found
+        checksums[name] = (*checksums.get(name, ()), checksum)
+    return checksums

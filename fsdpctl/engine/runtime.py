@@ -32,15 +32,15 @@ from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import Strategy
 
 K = EventKind
-_FINGERPRINTS = 1 << 36  # number of values; sums over 100,000 ranks are exact in float64
+_FINGERPRINTS = 1 << 36  # fingerprints are below it: sums over 100,000 ranks are exact in float64
 
 
 class ParamSync:
-    """Gathers what other ranks wrote to their master weights, unit by unit, after a step.
+    """Sends updated master weights to the ranks that store a copy, unit by unit after a step.
 
-    Only for parameters that remain between steps. A unit's update is waited for when the unit is
-    gathered, or used if it stays unsharded. Units that no forward has called as a module wait at
-    the beginning of a forward.
+    This concerns only parameters that are stored apart from the masters. A unit waits for its
+    update when it is gathered, or used if it stays unsharded. Units that no forward has called as a
+    module wait at the beginning of a forward.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ParamSync:
         mesh: Mesh,
         accounting: BufferAccounting,
     ) -> None:
-        self.overlaps = False  # otherwise `start` waits
+        self.overlaps = False  # whether updates may be in flight when `start` returns
         self.accounting = accounting
         self._units = {unit.name: unit for unit in units}
         self._strategy, self._mesh = strategy, mesh
@@ -58,7 +58,7 @@ class ParamSync:
         self._uncalled = set(self._units)
 
     def start(self, *, trained_only: bool) -> None:
-        """Send changed master weights to other ranks; `trained_only`: frozen ones are unchanged."""
+        """Send changed masters to other ranks; `trained_only`: frozen parameters are unchanged."""
         self.finish()
         for unit in self._units.values():
             unit.masters_changed()
@@ -71,25 +71,25 @@ class ParamSync:
         if not self.overlaps:
             self.finish()
 
-    def start_after(self, jobs: Mapping[str, tuple[HostTask, list[list[Tensor]]]]) -> None:
-        """Send the master weights of units once the host has stepped them.
+    def start_after(self, tasks: Mapping[str, tuple[HostTask, list[list[Tensor]]]]) -> None:
+        """Send the master weights of each unit to other ranks once the host has stepped the unit.
 
-        Each has a job, and gradients on the device that are dropped after it.
+        `tasks` has the task of each unit, and its gradients on the device, dropped after the task.
         """
-        for name, (job, gradients) in jobs.items():
+        for name, (task, gradients) in tasks.items():
             unit = self._units[name]
             unit.masters_changed()
             for number, each in enumerate(gradients):
                 self.accounting.free(BufferKind.GRADS, name, number)
                 if each:
                     self.accounting.allocate(BufferKind.OFFLOADING, name, number, each[0].nbytes)
-            self._arriving[name] = [Handle(partial(self._stepped, unit, job, gradients))]
+            self._arriving[name] = [Handle(partial(self._stepped, unit, task, gradients))]
         if not (self.overlaps or self._strategy.shards_params):
             self.finish()
 
-    def _stepped(self, unit: ShardedUnit, job: HostTask, gradients: list[list[Tensor]]) -> Tensor:
-        """Wait until the host has stepped a unit, and send the result to other ranks."""
-        job.wait()
+    def _stepped(self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]) -> Tensor:
+        """Wait until the host has stepped a unit, and send its masters to other ranks."""
+        task.wait()
         for number, each in enumerate(gradients):
             each.clear()
             self.accounting.free(BufferKind.OFFLOADING, unit.name, number)
@@ -106,7 +106,10 @@ class ParamSync:
             self.accounting.record(EventKind.SYNC, name, nbytes)
 
     def begin_forward(self) -> None:
-        """Wait for the units that no forward calls as a module, in the same order on all ranks."""
+        """Wait for units that no forward has called as a module, in one order on all ranks.
+
+        The waits may start collectives, so another order would deadlock.
+        """
         self.wait(*(name for name in self._units if name in self._uncalled))
 
     def begin_unit(self, name: str) -> None:
@@ -123,7 +126,7 @@ class ParamSync:
 
 
 class Runtime:
-    """Gathers, releases and reduces units as their modules run."""
+    """Gathers, frees and reduces units as their modules run."""
 
     def __init__(
         self, units: Sequence[ShardedUnit], plan: StepPlan, mesh: Mesh, reducer: GradientReducer
@@ -149,13 +152,13 @@ class Runtime:
         self.accounting = reducer.accounting
         self.param_sync = ParamSync(units, self.strategy, mesh, self.accounting)
         self.on_last_reduction: Callable[[], None] = lambda: None  # the last reduction has begun
-        self.has_unreduced_grads = False  # whether there are gradients that no backward has reduced
-        self.has_lost_grads = False  # an exception dropped existing gradients
+        self.has_unreduced_grads = False  # whether gradients are held for a later reduction
+        self.has_lost_grads = False  # whether an exception dropped gradients
         self.host: HostStates | None = None  # steps master weights that are in host memory
         self.host_params: HostParams | None = None  # the parameters that rest in host memory
         self.tracker = BackwardTracker()
         self.backward = OutermostBackward()
-        self.fingerprint = 0  # of the units gathered since the last comparison, in order
+        self.fingerprint = 0  # hash of the units gathered since the last comparison, in order
         self._numbers = {name: number for number, name in enumerate(self.units, start=1)}
         for slot in {id(unit.unshard_buffer): unit.unshard_buffer for unit in units}.values():
             if slot.allocated_nbytes:
@@ -207,7 +210,7 @@ class Runtime:
         self._execute(self.schedule.free_all())
 
     def prefetch_forward(self) -> None:
-        """Start to gather the first units of a forward, up to the first whose slot is in use."""
+        """Start to gather the first units of a forward, while their unshard buffers are free."""
         if not self.strategy.shards_params:
             problem = f"{self.strategy.name} has nothing to gather"
             raise EngineError(f"prefetch_forward_params: {problem}")
@@ -245,7 +248,10 @@ class Runtime:
             self._execute(self.schedule.end_evaluation())
 
     def begin_backward(self, first: ForwardPass | None = None) -> None:
-        """Begin a backward with its first gradient, of `first`; None if that ran in a backward."""
+        """Begin a backward with the first gradient, of an output of `first`.
+
+        Pass None as `first` if that forward ran within a backward.
+        """
         if self.backward.has_failed:
             self.has_lost_grads = True
             self.recover()
@@ -261,17 +267,17 @@ class Runtime:
     def begin_unit_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """Begin a unit's backward with the gradient of one of a call's outputs."""
         if not self.backward.is_running:
-            # The loss does not come from the outermost module's output.
+            # The loss does not depend on the outermost module's output.
             self.begin_backward(None if call is None else call.forward)
         self.accounting.ranges.end()  # of the previous unit
-        over: list[str] = []
+        completed: list[str] = []
         if self.backward.is_current and call is not None:
             self.tracker.reach(call)
             for other in self.schedule.pending_units():
                 if other == unit.name or not self.tracker.is_complete(other, call):
                     break
-                over.append(other)
-        self._execute(self.schedule.begin_unit_backward(unit.name, over, reduces=self.reduces))
+                completed.append(other)
+        self._execute(self.schedule.begin_unit_backward(unit.name, completed, reduces=self.reduces))
         self.accounting.ranges.begin("backward", unit.name)
 
     def end_backward(self) -> None:
@@ -329,7 +335,7 @@ class Runtime:
 
     @torch.no_grad()
     def masters_changed(self, *, trained_only: bool = False) -> None:
-        """Replace parameters that were gathered from old master weights."""
+        """Free units that were gathered from old master weights, and send the new masters."""
         self.free_all()
         self.param_sync.start(trained_only=trained_only)
 

@@ -1,4 +1,4 @@
-"""`shard_model`, which shards any nn.Module, once all ranks agree on what it is."""
+"""`shard_model`, which shards any nn.Module after a check that all ranks have the same module."""
 
 import hashlib
 import warnings
@@ -29,10 +29,10 @@ T = TypeVar("T")
 def check_module(module: nn.Module, *, needs_values: bool) -> None:
     """Check that a module can be sharded; UsageError or ModuleError says why not."""
     if not isinstance(module, nn.Module):
-        what = type(module).__name__
+        got = type(module).__name__
         if isinstance(module, type):
-            what = f"the class {module.__name__}; pass an object of it, {module.__name__}(…)"
-        raise UsageError(f"module: expected a torch.nn.Module, got {what}")
+            got = f"the class {module.__name__}; pass an object of it, {module.__name__}(…)"
+        raise UsageError(f"module: expected a torch.nn.Module, got {got}")
     for name, param in module.named_parameters():
         is_bytes = param.dtype == torch.uint8 and not param.requires_grad
         if not (param.dtype.is_floating_point or is_bytes):
@@ -64,18 +64,20 @@ def shard_model(
         module: Any module with values, on the device where it runs.
         strategy: A name of the strategy table, or one of its rows; or a `Sharding` with all these
             arguments and `offload`.
-        units: "auto", or the module classes whose instances are gathered and released as one.
+        units: "auto", or the module classes whose instances are gathered and freed as one unit.
         dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
             all.
         owner_map: For shard_optimizer, the owners of the optimizer states; a name or a map.
-        prefetch: The number of units that are gathered ahead; one in each direction by default.
+        prefetch: The number of units that are gathered ahead; one in forward and backward by
+            default.
         precision: The dtypes of compute, reduction and masters; the module's own by default.
 
     Raises:
         UsageError: If a name is unknown, or sizes do not fit the number of ranks.
         EngineError: If the ranks' modules differ.
     """
-    params = module.parameters() if isinstance(module, nn.Module) else ()  # checked with the others
+    # `shard_from` checks the type of `module`, so that the error reaches all ranks.
+    params = module.parameters() if isinstance(module, nn.Module) else ()
     first = next((param.device for param in params), torch.device("cpu"))
     if isinstance(strategy, Sharding):
         sharding = strategy
@@ -93,14 +95,14 @@ def shard_from(
 ) -> ShardedModel:
     """Shard `module`, which may be on the meta device, with values and device from `source`.
 
-    `mesh` is that of a model with the same sharding, whose groups are used again.
+    `mesh`, of a model with the same sharding, reuses the process groups of that model. Collective.
     """
     on_host = Offload.PARAMS in sharding.on_host
     shares = sharding.share_memory and source.device.type == "cpu" and not on_host
     make = shared_memory_collectives if shares else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
 
-    def division() -> tuple[Strategy, ModelLayout]:
+    def make_layout() -> tuple[Strategy, ModelLayout]:
         check_module(module, needs_values=source.initialize is None and not source.is_empty)
         if is_sharded(module):
             problem = "the module is sharded already; call model.unwrap() first"
@@ -108,23 +110,26 @@ def shard_from(
         row = get_requested_strategy(sharding)
         replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
         units = units_of(module, sharding)
-        about = {"shares_memory": world.shares_memory, "offloads_params": on_host}
-        return row, lay_out(units, row, world.size, replica_size, sharding.owner_map, **about)
+        options = {"shares_memory": world.shares_memory, "offloads_params": on_host}
+        return row, lay_out(units, row, world.size, replica_size, sharding.owner_map, **options)
 
-    def described(made: tuple[Strategy, ModelLayout]) -> Iterator[str]:
-        return _described(*made, sharding, dict(module.named_buffers()))
+    def described(model_layout: tuple[Strategy, ModelLayout]) -> Iterator[str]:
+        return _described(*model_layout, sharding, dict(module.named_buffers()))
 
-    row, made = agree_on(world, division, described)
+    row, made = agree_on(world, make_layout, described)
     mesh = mesh or make_mesh(world, source.device, made.ranks_per_replica)
     plan = StepPlan(made, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
 
 
 def get_requested_strategy(sharding: Sharding) -> Strategy:
-    """Return the row of a strategy's name, or that is given; UsageError if it has no owner map."""
+    """Return the requested row of the strategies.
+
+    UsageError if its name is unknown, or the strategy does not support the owner map.
+    """
     row = sharding.strategy
     if not isinstance(row, Strategy):
-        row = get_strategy(str(getattr(row, "name", row)))  # torch's has names too
+        row = get_strategy(str(getattr(row, "name", row)))  # torch's ShardingStrategy has a name
     if sharding.owner_map != "even" and not (row.has_owner_map or sharding.share_memory):
         raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
     return row
@@ -161,18 +166,18 @@ def _described(
 def agree_on(
     collectives: Collectives, make: Callable[[], T], describe: Callable[[T], Iterable[str]]
 ) -> T:
-    """Return the result of `make()`, if it is the same on every rank. Collective.
+    """Return the result of `make()`, after a check that it is the same on all ranks. Collective.
 
-    `describe` returns what must be equal, part by part. Raises what `make()` raised on this rank;
-    EngineError if it failed on another rank, or returned something else there.
+    `describe` returns the lines that must be equal. An exception of `make()` is raised again. If
+    `make()` failed on another rank or returned a different result there, raises EngineError.
     """
-    made: T | None = None
+    result: T | None = None
     parts: tuple[str, ...] = ()
     error: Exception | None = None
     try:
-        made = make()
-        parts = tuple(describe(made))
-    except Exception as caught:  # of any kind: the others must not wait for this rank
+        result = make()
+        parts = tuple(describe(result))
+    except Exception as caught:  # other ranks must receive any failure, or they would hang
         error = caught
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     answers = collectives.all_gather_object([digest] if error is None else [digest, str(error)])
@@ -181,10 +186,10 @@ def agree_on(
     for rank, (_, *messages) in enumerate(answers):
         for message in messages:
             raise EngineError(f"rank {rank}: {message}")
-    if len({digest for digest, *_ in answers}) > 1:  # the parts are long, and rarely needed
+    if len({digest for digest, *_ in answers}) > 1:  # only then exchange the long descriptions
         _report_difference(parts, collectives)
-    assert made is not None
-    return made
+    assert result is not None
+    return result
 
 
 def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:

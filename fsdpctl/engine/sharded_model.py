@@ -27,7 +27,7 @@ _WRITTEN_AT_REST = "more than one element of the written-to tensor"
 
 
 class ShardedModel(nn.Module):
-    """A module whose parameters are sharded as its strategy says.
+    """A module whose parameters are sharded by a strategy.
 
     Call it like the module. The module's Parameter objects keep their identity, name, shape and
     dtype. If the strategy shards parameters, they read NaN outside forward and backward.
@@ -92,7 +92,7 @@ class ShardedModel(nn.Module):
 
     @property
     def mesh(self) -> Mesh:
-        """The groups of ranks: of this replica of the model, and of the same part in others."""
+        """The groups of ranks: the ranks of this replica, and the ranks with the same shard."""
         return self._runtime.mesh
 
     @property
@@ -115,10 +115,10 @@ class ShardedModel(nn.Module):
         return self._presence.absent_everywhere()
 
     def check_replicas(self) -> None:
-        """Compare what several ranks hold by checksums. Collective.
+        """Compare values that several ranks store by their checksums. Collective.
 
-        EngineError if a parameter differs; the message names it and the rank. Also if the ranks did
-        not gather the same units in the same order in the last step.
+        EngineError names a parameter that differs, and the rank. Also an EngineError if the ranks
+        did not gather the same units in the same order in the last step.
         """
         self._presence.finish_check()
         self._runtime.param_sync.finish()
@@ -126,7 +126,7 @@ class ShardedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Hold unsharded gradients in the block; the next backward after it reduces them too."""
+        """Accumulate unsharded gradients in a `with` block; the next backward reduces them too."""
         before, self._runtime.reduces = self._runtime.reduces, False
         try:
             yield
@@ -157,9 +157,9 @@ class ShardedModel(nn.Module):
     def overlap_param_gather(self) -> bool:
         """Whether optimizer steps return before other ranks' updates arrive; off by default.
 
-        Only for strategies whose step sends new parameters: shard_optimizer and
-        hybrid_shard_optimizer. In the next forward each unit waits for its own update while the
-        others arrive; until then, do not read parameters.
+        This affects only strategies whose step sends new parameters: shard_optimizer and
+        hybrid_shard_optimizer. In the next forward, each unit waits for its own update while later
+        updates arrive. Do not read parameters before that forward: they may be half updated.
         """
         return self._runtime.param_sync.overlaps
 
@@ -178,7 +178,7 @@ class ShardedModel(nn.Module):
     def can_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` has anything to gather."""
         runtime = self._runtime
-        # On the host, the first units wait for the step, so that nothing would overlap.
+        # With states on the host, the first units wait for its step, so nothing would overlap.
         gathers = runtime.strategy.shards_params and runtime.host is None
         return gathers and runtime.schedule.prefetch.forward > 0
 
@@ -249,7 +249,7 @@ class ShardedModel(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load full tensors under the module's names; each rank keeps its parts. Always strict."""
+        """Load full tensors under the module's names; each rank takes its shards. Always strict."""
         full_state.load_full_state(self.module, self._runtime, state_dict)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -275,7 +275,7 @@ class ShardedModel(nn.Module):
 
     @property
     def accounting(self) -> BufferAccounting:
-        """The bytes of the engine's buffers without masters, now and at the peak."""
+        """The bytes of the engine's buffers, without masters, now and at the peak."""
         return self._runtime.accounting
 
 
@@ -302,7 +302,7 @@ class GradAccumulator:
             problem = f"reduce={reduce!r}{did_you_mean(reduce, _REDUCE)}: expected every, last"
             raise EngineError(f"GradAccumulator: {problem}")
         self.model, self.steps = model, steps
-        self.ready = False  # the window is complete and its gradient is reduced
+        self.ready = False  # whether the window is complete and its gradient is reduced
         self._reduce = reduce
         self._count = 0
 

@@ -1,12 +1,12 @@
-"""A unit, its states, and the memory that it is gathered into.
+"""A unit, its states, and its unshard buffer.
 
 Note: why addresses never change. Autograd saves views of parameters in forward. When a unit is
-gathered again for backward, its values return to the same storage at the same offset, so those
-views are right again. In between, another unit may have used the slot.
+gathered again for backward, its values return to the same storage at the same offset, so the saved
+views are valid again. In between, another unit may have used the unshard buffer.
 
-Note: why version counters move. Autograd checks that a saved parameter has the version it had in
-forward. A released unit's version is one higher, so a backward that would read memory which now
-holds another unit raises an error; gathering the unit again restores the saved version.
+Note: why version counters change. Autograd checks that a saved parameter has the version that it
+had in forward. A freed unit has a version higher by one: a backward that would read memory of
+another unit raises an error. Gathering the unit again restores the saved version.
 """
 
 from collections import Counter
@@ -25,16 +25,17 @@ _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class UnshardBuffer:
-    """One storage into which units are gathered, one at a time.
+    """A storage into which units are gathered, one at a time.
 
-    It is created with its memory, so that views of it can be made; `free` releases the memory.
+    It is created with memory, so that views can be made. `free` resizes the storage to 0, and views
+    stay valid for the next `allocate`.
     """
 
     def __init__(self, name: str, memory: Tensor, *, is_permanent: bool, sharers: int = 1) -> None:
         """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
-        self.name = name  # that of its first unit
+        self.name = name  # of the first unit that uses it
         self.nbytes = memory.nbytes
-        self.is_permanent = is_permanent  # its memory is never released
+        self.is_permanent = is_permanent  # the memory is never freed
         self._bytes, self._sharers = memory, sharers
 
     @property
@@ -43,16 +44,16 @@ class UnshardBuffer:
 
     @property
     def allocated_nbytes(self) -> int:
-        """The bytes that are allocated now; of shared memory, this rank's share."""
+        """The bytes that are allocated now; for shared memory, an equal share of them."""
         return -(-self._bytes.untyped_storage().nbytes() // self._sharers)
 
     @property
     def address(self) -> int:
-        """The address of its memory; 0 while it has none."""
+        """The address of the memory; 0 while no memory is allocated."""
         return self._bytes.untyped_storage().data_ptr()
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D window of `numel` elements, readable while the slot is allocated."""
+        """Return a 1-D view of `numel` elements, readable while the memory is allocated."""
         window = torch.empty(0, dtype=dtype, device=self._bytes.device)
         storage = self._bytes.untyped_storage()
         return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
@@ -62,33 +63,37 @@ class UnshardBuffer:
             self._bytes.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        """Release the memory, whose readers all ran on the current stream."""
+        """Free the memory. All kernels that read it must be on the current stream.
+
+        The allocator gives the memory to later allocations on the current stream, so a kernel on
+        another stream could read their values.
+        """
         if not self.is_permanent:
             self._bytes.untyped_storage().resize_(0)
 
 
 class HostParams:
-    """This rank's parts of the parameters, in pinned memory.
+    """This rank's shards of the parameters in pinned host memory.
 
-    A unit's part is copied into its place within the unit's slot, on a stream of its own, when the
-    unit is about to be gathered. Other ranks' parts arrive from there.
+    Before a unit is gathered, its shard is copied to its position in the unshard buffer, on a
+    separate stream. The all-gather is in place and starts after that copy.
     """
 
     def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, Dtype]]) -> None:
-        """Allocate memory for `parts`: elements and dtype of each."""
+        """Allocate memory for `parts`: the number of elements and the dtype of each shard."""
         self.copier = Copier(worker.device)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
         for (numel, name), count in Counter(parts).items():
             dtype = torch_dtype(name)
-            found = self._free.setdefault((numel, dtype), [])
+            tensors = self._free.setdefault((numel, dtype), [])
             for together in pinned_allocations(count, numel * dtype.itemsize):
                 slab = worker.allocate(together * numel, dtype, pinned=True)
-                found += slab.view(together, numel)
+                tensors += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
     def send(self, target: Tensor, part: Tensor) -> StreamEvent:
-        """Start to copy a part to the device, once earlier work there is done."""
+        """Start to copy a shard to `target`, after the device's earlier work, which may read it."""
         return self.copier.to_device(target, part)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -96,7 +101,7 @@ class HostParams:
 
 
 class ShardedUnit:
-    """Parameters that are gathered, released and reduced together."""
+    """Parameters that are gathered, freed and reduced together."""
 
     def __init__(
         self, name: str, buffers: Sequence[FlatBuffer], unshard_buffer: UnshardBuffer
@@ -106,17 +111,17 @@ class ShardedUnit:
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
         self.nbytes = sum(each.full.nbytes for each in self.buffers)  # unsharded, with padding
         self.unshard_buffer = unshard_buffer
-        self.is_unsharded = False  # its parameters can be read; otherwise reading them gives NaN
+        self.is_unsharded = False  # whether parameters can be read; sharded ones read NaN
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
 
     def gather(self, collectives: Collectives, host: HostParams | None) -> None:
-        """Start to gather the parameters into the slot, from the `host` if they rest there."""
+        """Start to gather the parameters into the unshard buffer, from `host` if they are there."""
         self.unshard_buffer.allocate()
         if self.buffers:
             self._gather = collectives.all_gather(
-                [_gathering(each, collectives.rank, host) for each in self.buffers]
+                [_gather_input(each, collectives.rank, host) for each in self.buffers]
             )
 
     def unshard(self) -> None:
@@ -140,7 +145,7 @@ class ShardedUnit:
             self._gather = None
 
     def masters_changed(self) -> None:
-        """Invalidate every graph that saved the old values."""
+        """Invalidate every graph that saved the old values: autograd then raises an error."""
         self._version += 2
         self._set_version(self._version + (not self.is_unsharded))
 
@@ -148,27 +153,24 @@ class ShardedUnit:
         _set_versions(self._params, (version,) * len(self._params))
 
 
-def _gathering(buffer: FlatBuffer, rank: int, host: HostParams | None) -> AllGatherInput:
-    whole, parts = buffer.full, buffer.layout.shard_spans
+def _gather_input(buffer: FlatBuffer, rank: int, host: HostParams | None) -> AllGatherInput:
+    full, spans = buffer.full, buffer.layout.shard_spans
     if host is None or not buffer.is_on_host:
-        return AllGatherInput(whole, parts, buffer.param_shard)
-    own = parts[rank]
+        return AllGatherInput(full, spans, buffer.param_shard)
+    span = spans[rank]
     return AllGatherInput(
-        whole, parts, ready=host.send(whole[own.start : own.stop], buffer.param_shard)
+        full, spans, ready=host.send(full[span.start : span.stop], buffer.param_shard)
     )
 
 
 def bytes_outside_unshard_buffers(units: Sequence[ShardedUnit]) -> int:
-    """Return the bytes of parts and master weights that have memory of their own, not in slots.
-
-    What is in host memory does not count.
-    """
+    """Return the bytes of stored parameters and masters on the device, outside unshard buffers."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     values = [buffer.param_shard for buffer in buffers if not buffer.is_on_host]
     for shard in (each.shard for each in buffers if not each.shard.is_on_host):
         values += [each for each in (shard.master, shard.remainder) if each is not None]
     storages = [each.untyped_storage() for each in values]
-    # Masters may be windows into parts, and both into slots.
-    found = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
-    slots = {unit.unshard_buffer.address for unit in units}
-    return sum(nbytes for address, nbytes in found.items() if address not in slots)
+    # Masters may be views of stored parameters, and both may be views of unshard buffers.
+    sizes = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+    addresses = {unit.unshard_buffer.address for unit in units}
+    return sum(nbytes for address, nbytes in sizes.items() if address not in addresses)

@@ -26,14 +26,14 @@ from fsdpctl.plan.optimizers import STATE_DTYPES, tiled_dtype
 from fsdpctl.plan.precision import SPLIT
 
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-# Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as
-# stay in the cache until they are cast.
+# Elements that are stepped at a time in host memory: 8 MiB with moments and gradient, which stay in
+# the cache until the new weights are cast.
 _HOST_CHUNK = 1 << 19
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 class HostSpan(NamedTuple):
-    """A run to step in host memory, and the options of its group when the step began."""
+    """A span to step in host memory, with its group's options at the start of the step."""
 
     run: SteppedSpan
     state: dict[str, Tensor]
@@ -41,30 +41,30 @@ class HostSpan(NamedTuple):
 
 
 def _update(
-    of_shard: Mapping[FlatShard, Sequence[HostSpan]],
+    spans_by_shard: Mapping[FlatShard, Sequence[HostSpan]],
     in_tiles: bool,
     shard: FlatShard,
     gradient: Tensor,
     scalars: HostScalars,
     written: Callable[[Span], None],
 ) -> None:
-    """Step a shard in host memory; the bits are those of torch's step."""
+    """Step a shard in host memory, with the same bits as torch's step."""
     if scalars.grad_scale is not None and gradient.dtype == torch.float64:
         gradient.div_(scalars.grad_scale)  # the fused kernel would divide in float32
         scalars = scalars._replace(grad_scale=None)
-    runs = of_shard.get(shard, ())
+    runs = spans_by_shard.get(shard, ())
     if in_tiles:
         tiled = TiledStep([each.run for each in runs], scalars)
         for run, state, options in () if tiled.is_skipped else runs:
             tiled.step(run, shard.view(gradient, run.span), options, state, written)
         return
     for run, state, options in runs:
-        count, rest = state["step"].clone(), {**options}
-        rest["beta1"], rest["beta2"] = rest.pop("betas")
+        count, arguments = state["step"].clone(), {**options}
+        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
         for start in range(run.span.start, run.span.stop, _HOST_CHUNK):
             span = Span(start, min(start + _HOST_CHUNK, run.span.stop))
             within = slice(span.start - run.span.start, span.stop - run.span.start)
-            state["step"].copy_(count)  # counts once for all pieces
+            state["step"].copy_(count)  # the kernel increments it, but a step has several chunks
             _adamw(
                 [shard.view(shard.param.detach(), span)],
                 [shard.view(gradient, span)],
@@ -76,7 +76,7 @@ def _update(
                 amsgrad=False,
                 maximize=False,
                 **scalars._asdict(),
-                **rest,
+                **arguments,
             )
             written(span)
 
@@ -88,8 +88,8 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
     0.999 and 0.01 in torch. Vectors and scalars (norms, biases) that are in no group of
     `param_groups` have no weight decay. Each rank keeps Adam's moments of its shards only.
 
-    With a `state_dtype` or masters of 24 bits, tiles are stepped instead of whole shards, with the
-    same bits on any number of ranks.
+    With a `state_dtype` or 24-bit masters, the optimizer steps tiles instead of full shards, with
+    the same bits on any number of ranks.
     """
 
     steps_on_host = True
@@ -115,27 +115,27 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
             weight_decay: The decoupled decay of parameters with at least two dimensions.
             param_groups: More groups as `{"names": [...], "lr": ..., ...}`. Missing options have
                 the values above, also for vectors and scalars.
-            state_dtype: The dtype of the moments: float32, or int8 in blocks of 64 with a scale; by
-                default that of the masters, float32 for masters of 24 bits. Vectors and parameters
-                of less than 4096 elements have float32.
+            state_dtype: The dtype of the moments: float32, or int8 with a scale per 64 elements. By
+                default the dtype of the masters, and float32 for 24-bit masters. The moments of
+                vectors, and of parameters with fewer than 4096 elements, are float32.
 
         Raises:
             UsageError: If a group names an unknown parameter, or for another `state_dtype`.
         """
         require_sharded(model, type(self).__name__)
-        asked = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
-        if asked not in (None, *STATE_DTYPES):
-            raise UsageError(f"state_dtype={asked}: expected {', '.join(STATE_DTYPES)}")
+        requested = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
+        if requested not in (None, *STATE_DTYPES):
+            raise UsageError(f"state_dtype={requested}: expected {', '.join(STATE_DTYPES)}")
         masters = (
             str(shard.dtype).removeprefix("torch.") if shard.remainder is None else SPLIT
             for shard in trainable_shards(model)
         )
-        tiled = tiled_dtype(asked, masters)  # None: as torch's kernel has them
+        tiled = tiled_dtype(requested, masters)  # None: as torch's kernel has them
         self._dtype: torch.dtype | None = None if tiled is None else getattr(torch, tiled)
         self.splits_compressible = self._dtype not in (None, torch.float32)
         groups = self._param_groups(model, param_groups)
-        about: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, lr=lr, fused=True, **about)
+        options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, lr=lr, fused=True, **options)
 
     def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
         host, make = self._model.host, partial(self._zeros, run)
@@ -167,7 +167,7 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
                 tiled.step(run, gradient, group, state)
 
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
-        """Start to step each shard in host memory, with the options that the groups have now."""
+        """Start to step each shard in host memory, with the current options of the groups."""
         of_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
         for run, number in self.spans:
             if not run.shard.has_grad or (absent and run.names <= absent):

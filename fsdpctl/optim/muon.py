@@ -14,7 +14,7 @@ from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.optimizers import MATRICES, NS_STEPS, uses_muon
 
-# Of torch.optim.Muon.
+# The coefficients and the epsilon of torch.optim.Muon.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
@@ -22,9 +22,10 @@ _EPS = 1e-7
 class ShardedMuon(ShardedAdamW):
     """torch's Muon for the matrices of blocks, and fused AdamW for everything else.
 
-    Both have one learning rate: that of a matrix is multiplied by 0.2 times the root of its longer
-    side, torch's `match_rms_adamw`. Each rank steps the matrices that it owns, without
-    communication. Like torch's, it updates a fused parameter (queries, keys and values) as a whole.
+    Both have one learning rate. For a matrix it is multiplied by 0.2 times the square root of the
+    longer side, as by torch's `match_rms_adamw`. Each rank steps the matrices that it owns, without
+    communication. Like torch.optim.Muon, it updates a fused parameter (queries, keys and values) as
+    one matrix.
     """
 
     steps_on_host = False
@@ -45,14 +46,14 @@ class ShardedMuon(ShardedAdamW):
             model: A sharded model that cuts no matrix of a block.
             lr: The learning rate.
             momentum: The decay rate of the mean gradient of matrices.
-            nesterov: Whether the gradient is added to its mean once more.
-            ns_steps: The Newton-Schulz steps that make an update orthogonal.
-            adamw: The other arguments of `ShardedAdamW`; its `weight_decay` and `param_groups` are
-                for matrices too.
+            nesterov: Whether to use Nesterov momentum.
+            ns_steps: The number of Newton-Schulz iterations that make an update orthogonal.
+            adamw: The other arguments of `ShardedAdamW`. Its `weight_decay` and `param_groups` also
+                apply to matrices.
 
         Raises:
-            UsageError: If the ranks' parts cut a matrix, there is none, or masters are in host
-                memory or have 24 bits.
+            UsageError: If shards split a matrix, the model has no matrix for Muon, or masters are
+                in host memory or have 24 bits.
         """
         self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
         super().__init__(model, lr=lr, **adamw)
@@ -81,7 +82,7 @@ class ShardedMuon(ShardedAdamW):
         return {"momentum_buffer": torch.zeros_like(run.param)}
 
     def _before_step(self) -> None:
-        """Step the matrices. AdamW leaves them alone, because they have no gradient after it."""
+        """Step the matrices, and drop their gradients so that AdamW does not step them."""
         for run, number in self.spans:
             if run.separate_param is None or run.param.grad is None:
                 continue
@@ -95,17 +96,17 @@ class ShardedMuon(ShardedAdamW):
     def _step_matrices(
         self, spec: ParamSpec, param: Tensor, grad: Tensor, mean: Tensor, group: Mapping[str, Any]
     ) -> None:
-        """Step a parameter; all are 1-D. A step that `found_inf` skips changes nothing."""
+        """Step a parameter; all tensors are 1-D. If `found_inf` is set, nothing changes."""
         lr, skips = float(group["lr"]), self.found_inf
-        kept = param.new_full((), 1 - lr * group["weight_decay"])
+        decay = param.new_full((), 1 - lr * group["weight_decay"])
         if self.grad_scale is not None:
             grad.div_(self.grad_scale)
         if skips is not None:
             skips = skips.bool()
             torch.where(skips, mean, grad, out=grad)
-            kept.masked_fill_(skips, 1.0)
+            decay.masked_fill_(skips, 1.0)
         mean.lerp_(grad, 1 - self._momentum)
-        param.mul_(kept)
+        param.mul_(decay)
         weights, gradient, average = (v[: spec.numel].view(spec.shape) for v in (param, grad, mean))
         update = _orthogonal(self._update(gradient, average), self._ns_steps)
         if skips is not None:
@@ -119,9 +120,9 @@ class ShardedMuon(ShardedAdamW):
 
 
 def _orthogonal(x: Tensor, steps: int) -> Tensor:
-    """Return the orthogonal matrix nearest to `x`, roughly, as torch.optim.Muon does.
+    """Return approximately the orthogonal matrix nearest to `x`, as torch.optim.Muon does.
 
-    `x` is a matrix in bfloat16, or several, and is overwritten.
+    `x` is a bfloat16 matrix, or a stack of matrices, and is overwritten.
     """
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:

@@ -15,7 +15,7 @@ class ShardedSGD(ShardedOptimizerMixin, torch.optim.SGD):
     """torch's SGD on this rank's shards, which works with any learning-rate scheduler.
 
     Weight decay is added to the gradient, as in torch. Vectors and scalars that are in no group of
-    `param_groups` have none. Momentum takes one number per element.
+    `param_groups` have no weight decay. Momentum stores one number per element.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class ShardedSGD(ShardedOptimizerMixin, torch.optim.SGD):
             param_groups: More groups as `{"names": [...], "lr": ..., ...}`.
 
         Raises:
-            UsageError: If a group names an unknown parameter, or masters have 24 bits, or 16 on a
-                CPU, where torch's fused kernel does not step all of their elements.
+            UsageError: If a group names an unknown parameter, masters have 24 bits, or masters have
+                16 bits on a CPU, where torch's fused kernel does not step all elements.
         """
         groups = self._param_groups(model, param_groups)
         for run, _ in self.spans:
@@ -50,7 +50,7 @@ class ShardedSGD(ShardedOptimizerMixin, torch.optim.SGD):
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:
-        self.create_states()  # torch's stay uninitialized if the first step is skipped
+        self.create_states()  # torch leaves them uninitialized if the first step is skipped
 
     def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(run.param)} if group["momentum"] else {}

@@ -1,4 +1,4 @@
-"""The common part of the optimizers that step flat shards by torch's fused kernels."""
+"""The common part of the optimizers, which step flat shards with torch's fused kernels."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,13 @@ from fsdpctl.plan.optimizers import SCALE_BLOCK, is_compressible, span_group
 
 @dataclass(frozen=True, slots=True)
 class SteppedSpan:
-    """A run of a shard that the optimizer steps as one parameter."""
+    """A span of a shard that the optimizer steps as one parameter."""
 
     shard: FlatShard
     span: Span  # in the flat buffer
-    names: frozenset[str]  # of the parameters in it
-    param: nn.Parameter  # a window into the shard's master
-    separate_param: ParamSpec | None = (
-        None  # the parameter that is stepped separately, if it is one
-    )
+    names: frozenset[str]  # of the parameters in the span
+    param: nn.Parameter  # a view of the shard's master
+    separate_param: ParamSpec | None = None  # the only parameter, if it is stepped separately
 
     @property
     def is_compressible(self) -> bool:
@@ -44,19 +42,19 @@ class SteppedSpan:
 
 
 class ShardedOptimizerMixin(torch.optim.Optimizer):
-    """Steps this rank's shards. A base class to put before one of torch's optimizers."""
+    """Mixin for torch optimizers, which makes them step this rank's shards."""
 
-    spans: tuple[tuple[SteppedSpan, int], ...]  # each with the number of its group
-    steps_on_host = False  # master weights that are there
-    splits_compressible = False  # between parameters whose states may be compressed and others
+    spans: tuple[tuple[SteppedSpan, int], ...]  # with the index of each span's group
+    steps_on_host = False  # whether the optimizer can step master weights in host memory
+    splits_compressible = False  # whether spans end between compressible and other parameters
 
     def _param_groups(
         self, model: ShardedModelProtocol, param_groups: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the groups for torch's optimizer.
+        """Set `spans`, and return the parameter groups for torch's optimizer.
 
-        UsageError if a group names an unknown parameter, or the masters are on the host and the
-        optimizer does not step them there.
+        UsageError if a group names an unknown parameter, or masters are in host memory and the
+        optimizer does not support that.
         """
         require_sharded(model, type(self).__name__)
         if model.host is not None and not self.steps_on_host:
@@ -70,7 +68,7 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         )
         self.spans = tuple(
             (
-                _stepped_run(shard, run.span, run.separate_param),
+                _stepped_span(shard, run.span, run.separate_param),
                 run.group // (1 + self.splits_compressible),
             )
             for shard in trainable_shards(model)
@@ -101,7 +99,7 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         """Run before torch's step, when gradients are complete and `found_inf` is set."""
 
     def _step_spans(self) -> None:
-        super().step()  # of the optimizer behind it
+        super().step()  # torch's optimizer
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only
@@ -111,9 +109,9 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> float | None:
-        """Step every shard with its mean gradient, and make the new weights visible to the model.
+        """Step every shard with its mean gradient, and send the new weights to other ranks.
 
-        Gradients are divided by `grad_scale`; unless `found_inf` is zero, the step is skipped. Both
+        Gradients are divided by `grad_scale`. If `found_inf` is not zero, the step is skipped. Both
         are float32 scalars.
         """
         if hasattr(self, "found_inf"):  # set by a wrapper of the step
@@ -162,31 +160,31 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
     def separate_params(self, names: Collection[str]) -> None:
-        """Step each of the named parameters as a tensor of its own from now on.
+        """Step each of the named parameters as a separate tensor from now on.
 
-        A parameter without gradients is not stepped and neither is its counter, so it cannot share
-        a tensor with others. States are split accordingly.
+        A parameter without a gradient is not stepped, and its step counter does not change. So it
+        cannot share a tensor, and its counter, with other parameters. States are split accordingly.
         """
         self._synchronize()
-        runs: list[tuple[SteppedSpan, int]] = []
+        spans: list[tuple[SteppedSpan, int]] = []
         known = sorted(frozenset().union(*(run.names for run, _ in self.spans)))
-        places = {name: place for place, name in enumerate(known)}
+        order = {name: index for index, name in enumerate(known)}
         for run, group in self.spans:
             if len(run.names) == 1 or run.names.isdisjoint(names):
-                runs.append((run, group))
+                spans.append((run, group))
                 continue
             state = self.state.pop(run.param, {})
-            for part in optimizer_spans(run.shard.layout, run.span, lambda p: places[p.name]):
-                piece = _stepped_run(run.shard, part.span)
-                runs.append((piece, group))
+            for part in optimizer_spans(run.shard.layout, run.span, lambda p: order[p.name]):
+                piece = _stepped_span(run.shard, part.span)
+                spans.append((piece, group))
                 if state:
                     self.state[piece.param] = _state_within(state, run.span, part.span)
-        self.spans = tuple(runs)
-        for number, about in enumerate(self.param_groups):
-            about["params"] = [run.param for run, group in runs if group == number]
+        self.spans = tuple(spans)
+        for number, group_options in enumerate(self.param_groups):
+            group_options["params"] = [run.param for run, group in spans if group == number]
 
     def span_states(self) -> Iterator[tuple[SteppedSpan, dict[str, Tensor]]]:
-        """Yield each run and its states, by torch's names; empty before the first step."""
+        """Yield each span and its states, by torch's names; empty before the first step."""
         self._synchronize()
         for run, _ in self.spans:
             yield run, self.state[run.param]
@@ -195,7 +193,10 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
 def _fused_scalars(
     runs: Sequence[tuple[SteppedSpan, int]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scalars for the fused kernel, in float32; divide float64 gradients here."""
+    """Return the float32 scalars for the fused kernel, after a division of float64 gradients.
+
+    The kernel would divide float64 gradients in float32.
+    """
     if grad_scale is None:
         return None, found_inf
     grads = [run.param.grad for run, _ in runs if run.param.grad is not None]
@@ -225,11 +226,13 @@ def _group_numbers(
     return lambda param: group_of.get(param.name, decay_group(param))
 
 
-def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedSpan:
+def _stepped_span(
+    shard: FlatShard, span: Span, separate_param: ParamSpec | None = None
+) -> SteppedSpan:
     names = frozenset(piece.param.name for piece in shard.layout.param_slices(span))
     param = nn.Parameter(shard.view(shard.master, span))
     param.grad_dtype = shard.grad_dtype
-    return SteppedSpan(shard, span, names, param, alone)
+    return SteppedSpan(shard, span, names, param, separate_param)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:

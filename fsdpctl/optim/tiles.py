@@ -1,7 +1,7 @@
-"""AdamW in tiles, for moments that are stored in fewer bits and weights of 24 bits.
+"""AdamW in tiles, for moments in fewer bits and 24-bit weights.
 
-No tensor of a whole run is made: a tile is read, stepped in float32 and written back. Every element
-is computed alike on any number of ranks; see `codes`.
+A tile is read, stepped in float32 and written back, so that no float32 tensor of a full span
+exists. Results have the same bits on any number of ranks; see `quantized_states`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import NUM_TILES, SCALE_BLOCK, TILE
 
-Scalar = Any  # a number on the CPU; elsewhere a scalar tensor, which the host never waits for
+Scalar = Any  # a number on the CPU; otherwise a scalar tensor, so that the host does not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,19 @@ class Factors:
     beta1: float
     beta2: float
     eps: float
-    kept: Scalar  # of the weights, after weight decay
-    rate: Scalar  # learning rate, corrected for the zeros that the first moment began with
-    root: Scalar  # of the second moment's square root, the same
-    bound: Scalar  # of the quotient of the moments
-    share: Scalar  # of the gradient in the first moment
-    unit: float  # of the second moment's part of a gradient's square, over the share's square
+    decay: Scalar  # multiplies the weights
+    rate: Scalar  # learning rate with the bias correction of the first moment
+    root: Scalar  # bias correction of the second moment's square root
+    bound: Scalar  # limit of the quotient of the moments
+    share: Scalar  # multiplies a gradient before it is added to the first moment
+    unit: float  # (1 - beta2) / (1 - beta1)**2
 
     @classmethod
     def of(cls, group: Mapping[str, Any], count: Scalar, scale: Scalar) -> "Factors":
-        """Return the factors of step `count` with gradients times `scale`, in double precision.
+        """Return the factors of step `count`, with gradients times `scale`, in double precision.
 
-        By the Cauchy-Schwarz inequality no history of gradients gives AdamW a larger quotient than
-        `bound`, so only errors of rounding are cut off by it.
+        By the Cauchy-Schwarz inequality, no history of gradients gives AdamW a larger quotient than
+        `bound`. So the limit only removes rounding errors.
         """
         beta1, beta2 = group["betas"]
         first, second = 1 - beta1**count, 1 - beta2**count
@@ -68,28 +68,28 @@ class Factors:
         )
 
     def as_tensors(self, device: torch.device) -> "Factors":
-        """Return factors that change between steps as tensors: Dynamo guards numbers."""
+        """Make tensors of factors that change between steps: Dynamo would recompile for numbers."""
         tensors: dict[str, Any] = {
             name: torch.full((), value, dtype=torch.float64, device=device)
-            for name in ("kept", "rate", "root", "bound", "share")
+            for name in ("decay", "rate", "root", "bound", "share")
             if not isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, **tensors)
 
 
 class TiledStep:
-    """Steps runs one after another, with one set of tiles."""
+    """Steps spans one after another, with one set of tiles."""
 
     def __init__(self, runs: list[SteppedSpan], by: HostScalars, *, is_fused: bool = False) -> None:
-        """Prepare steps of `runs`, in fused kernels if they may be; divide by `grad_scale`."""
+        """Prepare to step `runs`; `is_fused` allows fused kernels. Divide by `grad_scale`."""
         grad_scale, found_inf = by
         largest = max((run.span.numel for run in runs), default=0)
         self._device = runs[0].param.device if runs else torch.device("cpu")
         self._fuses = is_fused and fuses(self._device)
         self._size = min(largest, TILE.get(self._device.type, TILE["cuda"]))
-        # A scalar on the CPU is read without waiting.
+        # Reading a scalar on the CPU waits for no device.
         on_cpu = self._device.type == "cpu"
-        # By which gradients are multiplied: a double on the CPU.
+        # The factor of gradients: a double on the CPU.
         self._scale: Scalar = 1.0
         if grad_scale is not None:
             inverse = grad_scale.double().reciprocal()
@@ -105,7 +105,7 @@ class TiledStep:
         state: dict[str, Tensor],
         written: Callable[[Span], None] = lambda _: None,
     ) -> None:
-        """Step a run with its gradient; `written` is called with each span that is stepped."""
+        """Step a span with its gradient, and call `written` with each tile that is stepped."""
         count = state["step"] + 1
         number = float(count) if count.device.type == "cpu" else count.double()
         factors = Factors.of(group, number, self._scale)
@@ -140,13 +140,13 @@ def _step_tile(
     skip: Tensor | None,
     tiles: Sequence[Tensor] = (),
 ) -> None:
-    # One by one: Dynamo would fix the size of parts of a tensor.
+    # Separate tensors: Dynamo would compile for one size of views of a common tensor.
     if not tiles:
         tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]
     m, v, work, grad = tiles
     first, second = moments
-    # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
-    # a tile remain: gradients have the unit of the first moment, v that of their squares.
+    # Factors of a full tile are merged with those of the gradient or of its blocks, which saves
+    # passes over the tile: gradients have the unit of the first moment, v the unit of its square.
     if gradient.dtype == torch.float32:
         torch.mul(gradient, by.share, out=grad)
     else:
@@ -159,27 +159,27 @@ def _step_tile(
     v.add_(work if second.has_roots else work.mul_(by.unit))
     if not second.has_roots:
         second.write(v, work, skip)
-    # torch's square root on CPUs, MKL's, is not always the nearest one; that of doubles is.
+    # MKL's float32 square root on CPUs is not always correctly rounded; a float64 root is.
     v.copy_(v.double().sqrt_()) if v.device.type == "cpu" else v.sqrt_()
     root = by.root * unit**0.5
     torch.add(v, by.eps / root, out=work)
     update = torch.div(m, work, out=work)
     update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
-    _update(*weights, update, grad, by.kept, skip)
+    _update(*weights, update, grad, by.decay, skip)
     first.write(m, work, skip)
     if second.has_roots:
         second.write(v, work, skip, unit**0.5)
 
 
 def _update(
-    master: Tensor, remainder: Tensor | None, update: Tensor, work: Tensor, kept: Scalar, skip: Any
+    master: Tensor, remainder: Tensor | None, update: Tensor, work: Tensor, decay: Scalar, skip: Any
 ) -> None:
-    """Subtract an update from weights that have decayed to `kept`."""
+    """Multiply weights by `decay` and subtract `update`."""
     if remainder is not None:
-        weights = join_24_bits(master, remainder, work).mul_(kept).sub_(update)
+        weights = join_24_bits(master, remainder, work).mul_(decay).sub_(update)
         split_24_bits(weights, master, remainder, skip)
     elif skip is None and master.itemsize >= work.itemsize:
-        master.mul_(kept).sub_(update)
+        master.mul_(decay).sub_(update)
     else:
         weights = master.clone() if master.itemsize > work.itemsize else work.copy_(master)
-        masked_copy_(master, weights.mul_(kept).sub_(update), skip)
+        masked_copy_(master, weights.mul_(decay).sub_(update), skip)

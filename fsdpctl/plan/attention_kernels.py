@@ -2,20 +2,19 @@
 
 FLASH, FLASH3, FLASH4 = "flash", "flash3", "flash4"
 CUDNN, EFFICIENT, MATH = "cudnn", "efficient", "math"
-TRANSFORMERS = "transformers"  # no kernel: the attention of a family of transformers
+TRANSFORMERS = "transformers"  # no kernel: the attention code of the model's family
 KERNELS = (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT, MATH)
-AUTO_KERNELS = (FLASH, CUDNN)  # those that `auto` selects from in two bytes
-FLASH_KERNELS = (FLASH, FLASH3, FLASH4)  # they share torch's operator
+AUTO_KERNELS = (FLASH, CUDNN)  # `auto` selects one of these for 2-byte dtypes
+FLASH_KERNELS = (FLASH, FLASH3, FLASH4)  # share torch's operator
 CPU_KERNELS = (FLASH, MATH)
-HALF_PRECISION_KERNELS = (
-    *FLASH_KERNELS,
-    CUDNN,
-)  # they take no float32; their heads may share keys and values
-# Torch excludes its cuDNN kernel under `use_deterministic_algorithms`, the others have a mode.
+# These kernels do not support float32. Their query heads may share keys and values.
+HALF_PRECISION_KERNELS = (*FLASH_KERNELS, CUDNN)
+# Torch disables its cuDNN kernel under `use_deterministic_algorithms`. The other kernels have a
+# deterministic mode.
 NONDETERMINISTIC_KERNELS = (CUDNN,)
 KERNEL_PACKAGES = {FLASH3: "flash_attn_interface", FLASH4: "flash_attn.cute"}
 
-# The share of a GPU's peak FLOP/s that long causal attention reaches, forward and backward,
+# The fraction of a GPU's peak FLOP/s that long causal attention reaches, forward and backward,
 # by the architecture of `cluster.architecture`; docs/method/time-model.md has the sources.
 PEAK_FRACTIONS = {
     "ampere": {FLASH: 0.61, CUDNN: 0.50, EFFICIENT: 0.31},

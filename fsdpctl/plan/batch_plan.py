@@ -12,30 +12,30 @@ _MULTIPLE = 64  # tokens per rank: kernels are fast at multiples of it
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """This rank's place among the ranks that share its samples, in the order of their tokens."""
+    """This rank's index among the ranks that share its samples, in the order of their tokens."""
 
     size: int
     index: int
-    exchange: int = 0  # the number of the exchange that attention uses
+    exchange: int = 0  # index of the exchange that attention uses
 
 
 def tokens_per_rank(seq_len: int, context_parallel: int) -> int:
-    """Return the tokens of a sample on each of its ranks, with padding."""
+    """Return the number of a sample's tokens on each of its ranks, with padding."""
     if context_parallel == 1:
         return seq_len
     return -(-seq_len // (context_parallel * _MULTIPLE)) * _MULTIPLE
 
 
 def context_groups(num_ranks: int, context_parallel: int) -> list[range]:
-    """Return the ranks that share samples with one another."""
+    """Return the groups of ranks that share samples."""
     starts = range(0, num_ranks, context_parallel)
     return [range(start, start + context_parallel) for start in starts]
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, context_parallel: int) -> tuple[int, int]:
-    """Return the heads of queries, and of keys and values, that a rank attends with.
+    """Return a rank's number of query heads, and its number of key-value heads.
 
-    Heads of keys and values are repeated if there are too few for the ranks.
+    Key-value heads are repeated if there are fewer than ranks.
     """
     if num_kv_heads % context_parallel:
         shares = context_parallel % num_kv_heads == 0
@@ -58,13 +58,13 @@ class BatchPlan:
     context_parallel: int = 1
 
     def context(self, rank: int) -> ContextParallel | None:
-        """Return which part of its samples `rank` has; None: they are whole."""
+        """Return the part of its samples that `rank` processes, with context parallelism."""
         if self.context_parallel == 1:
             return None
         return ContextParallel(self.context_parallel, rank % self.context_parallel)
 
     def samples(self, rank: int, micro_step: int) -> range:
-        """Return the samples of a step that `rank` processes in its `micro_step`-th pass."""
+        """Return the indices of a step's samples that `rank` processes in pass `micro_step`."""
         per_rank = self.micro_batch_size * self.num_micro_batches
         start = rank // self.context_parallel * per_rank + micro_step * self.micro_batch_size
         stop = start + self.micro_batch_size

@@ -1,4 +1,4 @@
-"""The buffers of a step: what each collective sends, and the memory that it needs meanwhile."""
+"""The bytes that each collective of a step sends, and the buffers that are allocated for it."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,20 +16,20 @@ K = EventKind
 class ReductionBuffers:
     """The memory of a reduction on this rank, in bytes."""
 
-    unsharded_grads: int  # to be sent
-    workspace: int
+    unsharded_grads: int  # sent
+    workspace: int  # allocated by the reduce-scatter
     sum: int  # the result on this rank
-    replica_workspace: int = 0  # workspace of the second collective
-    aliases_grad: bool = True  # the sum can be the gradient, if there is none yet
+    replica_workspace: int = 0  # allocated by the second collective
+    aliases_grad: bool = True  # the first sum becomes the gradient without a copy
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBytes:
-    """One trained flat buffer of a unit, in bytes."""
+    """The gradients of one trained flat buffer, in bytes."""
 
-    by_piece: tuple[ReductionBuffers, ...]  # gradients of one backward, by piece
-    held: ReductionBuffers  # gradients accumulated on this rank
-    grads: int  # reduced, as this rank keeps them
+    by_piece: tuple[ReductionBuffers, ...]  # reductions of one backward's gradients, by piece
+    held: ReductionBuffers  # the reduction of gradients that were held on this rank
+    grads: int  # reduced gradients that this rank stores
     reduces_in_place: bool  # the gradient is the buffer of its reduction
 
 
@@ -38,49 +38,54 @@ class UnitBytes:
     """The sizes of a unit, in bytes."""
 
     params: int  # gathered
-    unshard_buffer: int  # that it is gathered into
-    is_permanent: bool  # the slot is always allocated
-    synced: int  # parameters that ranks renew after a step
+    unshard_buffer: int
+    is_permanent: bool  # the unshard buffer is always allocated
+    synced: int  # parameters that ranks send each other after a step
     flats: tuple[FlatBytes, ...]
 
 
-def _workspace(plan: StepPlan, parts: Sequence[Span], rank: int) -> int:
-    """Return the elements that a reduce-scatter allocates on `rank`: what others send over gloo."""
+def _workspace(plan: StepPlan, spans: Sequence[Span], rank: int) -> int:
+    """Return the elements that a reduce-scatter allocates on `rank`.
+
+    Over gloo, these are the messages of the other ranks, which `rank` adds itself.
+    """
     if plan.position.transport is not Transport.GLOO:
         return 0
-    return parts[rank].numel * (len(parts) - 1)
+    return spans[rank].numel * (len(spans) - 1)
 
 
 def _flat_bytes(plan: StepPlan, layout: FlatLayout, pieces: int) -> FlatBytes:
-    dtypes, place = plan.dtypes_of(layout), plan.position
-    kept = layout.shard_spans[place.rank].numel if plan.strategy.shards_grads else layout.numel
-    workspace = _workspace(plan, layout.shard_spans, place.rank) * dtypes.reduce.itemsize
-    total, whole = kept * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
-    combining, becomes = _combining(plan, layout, kept), layout.shares_per_shard == 1
+    dtypes, position = plan.dtypes_of(layout), plan.position
+    numel = layout.shard_spans[position.rank].numel if plan.strategy.shards_grads else layout.numel
+    workspace = _workspace(plan, layout.shard_spans, position.rank) * dtypes.reduce.itemsize
+    total, whole = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
+    replica_workspace, aliases_grad = _combining(plan, layout, numel), layout.shares_per_shard == 1
     held = ReductionBuffers(
-        whole, 0 if plan.uses_all_reduce else workspace, total, combining, becomes
+        whole, 0 if plan.uses_all_reduce else workspace, total, replica_workspace, aliases_grad
     )
     fresh: tuple[ReductionBuffers, ...] = (held,)
     if pieces > 1:
-        shares = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
-        fresh = tuple(_collected(plan, layout, share) for share in shares)
+        piece_sizes = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
+        fresh = tuple(piece_buffers(plan, layout, share) for share in piece_sizes)
     return FlatBytes(fresh, held, total // layout.shares_per_shard, plan.reduces_in_place(layout))
 
 
-def _collected(plan: StepPlan, layout: FlatLayout, share: int) -> ReductionBuffers:
-    """Return the memory of one of several pieces, of which every rank owns `share` elements."""
-    dtypes, place = plan.dtypes_of(layout), plan.position
-    own = share * layout.shares_per_shard
-    workspace = _workspace(plan, EvenSpans(own, place.size), place.rank) * dtypes.reduce.itemsize
-    whole = own * place.size * dtypes.reduce.itemsize
-    total = own * dtypes.gradient.itemsize
+def piece_buffers(plan: StepPlan, layout: FlatLayout, size: int) -> ReductionBuffers:
+    """Return the memory of a reduction in which every rank owns `size` elements of a piece."""
+    dtypes, position = plan.dtypes_of(layout), plan.position
+    owned = size * layout.shares_per_shard
+    workspace = (
+        _workspace(plan, EvenSpans(owned, position.size), position.rank) * dtypes.reduce.itemsize
+    )
+    whole = owned * position.size * dtypes.reduce.itemsize
+    total = owned * dtypes.gradient.itemsize
     return ReductionBuffers(
-        whole, workspace, total, _combining(plan, layout, own), aliases_grad=False
+        whole, workspace, total, _combining(plan, layout, owned), aliases_grad=False
     )
 
 
 def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
-    """Return the bytes of workspace to divide a sum of `numel` elements over the replicas."""
+    """Return the bytes of workspace to reduce-scatter `numel` elements over the replicas."""
     if layout.shares_per_shard == 1:
         return 0
     shares = EvenSpans(numel // layout.shares_per_shard, layout.shares_per_shard)
@@ -113,7 +118,7 @@ def unit_bytes(plan: StepPlan) -> dict[str, UnitBytes]:
 def planned_step(plan: StepPlan, reduces: Sequence[bool]) -> list[Event]:
     """Return the events of a step, with their bytes and buffers.
 
-    Each entry of `reduces` is a pass, and whether its backward reduces gradients.
+    `reduces` has an entry per pass: whether its backward reduces gradients.
     """
     played = _Replay(plan).replay(step_events(Schedule.of(plan), reduces))
     return list(_after_host(played, _host_waits(plan))) if plan.steps_on_host else played
@@ -128,7 +133,7 @@ def _sync_events(plan: StepPlan) -> list[Event]:
 
 
 def _host_waits(plan: StepPlan) -> dict[str, list[Event]]:
-    """Return the events once the host has stepped a unit, by unit."""
+    """Return the events that follow once the host has stepped a unit, by unit."""
     waits: dict[str, list[Event]] = defaultdict(list)
     for unit, layouts in plan.trained.items() if plan.fetches_gradients else ():
         for each in layouts:
@@ -140,7 +145,7 @@ def _host_waits(plan: StepPlan) -> dict[str, list[Event]]:
 
 
 def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Iterator[Event]:
-    """Yield events, and those for which the engine waits before it gathers or uses a unit."""
+    """Yield events, with the `waits` of a unit before the unit is first gathered or used."""
     for event in events:
         gathers = event.kind is K.ALLOCATE and event.buffer is BufferKind.PARAMS
         if gathers or event.kind in (K.GATHER, K.FORWARD):
@@ -150,14 +155,14 @@ def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part of a unit that one reduction covers, of each of its flat buffers."""
+    """The part of a unit's gradients that one reduction covers, by flat buffer."""
 
     buffers: list[ReductionBuffers]
-    first: int  # the number of its first buffer
-    is_last: bool  # of the unit
+    first: int  # the index of its first reduction
+    is_last: bool  # whether the unit has no further piece
 
     def numbered(self) -> Iterator[tuple[int, int, ReductionBuffers]]:
-        """Yield the number of each flat buffer with a sending, that of the sending, and itself."""
+        """Yield the index of each flat buffer that is reduced, and the reduction with its index."""
         for number, sending in enumerate(self.buffers):
             if sending.unsharded_grads:
                 yield number, self.first + number, sending
@@ -168,21 +173,21 @@ class _Replay:
 
     def __init__(self, plan: StepPlan) -> None:
         self.units: Mapping[str, UnitBytes] = unit_bytes(plan)
-        # Whether gradients go to the host once they are reduced, one unit at a time.
+        # Whether reduced gradients are copied to the host, one unit at a time.
         self.offloads_grads = Offload.GRADIENTS in plan.offload
         self._offloaded: str | None = None  # the last unit of which they went
         self.combines = plan.combines
-        # Whether the second collective follows before the first is waited for.
+        # Whether the second collective is enqueued before the first is waited for.
         self.chained = plan.reductions.chained > 0
         self.events: list[Event] = []
         self._held: dict[tuple[BufferKind, str, int], int] = {}
-        self._holding: set[str] = set()  # units whose gradients wait for a later backward
+        self._holding: set[str] = set()  # units whose gradients are held for a later backward
         self._next_piece: Counter[str] = Counter()
         self._reducing: dict[str, deque[_Piece]] = defaultdict(deque)
         self._combining: dict[str, deque[_Piece]] = defaultdict(deque)
 
     def replay(self, events: Iterable[Event]) -> list[Event]:
-        """Return `events` with bytes, and with the buffers that they allocate and free."""
+        """Return `events` with bytes, and events of the buffers that they allocate and free."""
         for event in events:
             self._replay_event(event.kind, event.unit, self.units[event.unit])
         return self.events
@@ -219,7 +224,7 @@ class _Replay:
             self._free(BufferKind.PARAMS, name, 0)
 
     def _free_offloaded(self, name: str | None) -> None:
-        """Free the gradients that went to the host before those of unit `name`."""
+        """Free the gradients that were copied to the host before those of unit `name`."""
         if self._offloaded is not None:
             for number in range(len(self.units[self._offloaded].flats)):
                 self._free(BufferKind.GRADS, self._offloaded, number)
@@ -234,10 +239,10 @@ class _Replay:
     def _start(self, name: str, unit: UnitBytes) -> _Piece:
         was_held, number = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
-        sendings = [each.held if was_held else each.by_piece[number] for each in unit.flats]
+        buffers = [each.held if was_held else each.by_piece[number] for each in unit.flats]
         is_last = was_held or all(number + 1 == len(each.by_piece) for each in unit.flats)
         self._next_piece[name] = 0 if is_last else number + 1
-        piece = _Piece(sendings, number * len(unit.flats), is_last)
+        piece = _Piece(buffers, number * len(unit.flats), is_last)
         for _, index, sending in piece.numbered():
             if not was_held:
                 self._allocate(
@@ -249,7 +254,7 @@ class _Replay:
         return piece
 
     def _combine(self, name: str, piece: _Piece) -> int:
-        """Start the second collective and return the bytes that are sent."""
+        """Start the second collective; return the bytes that this rank sends."""
         for _, index, sending in piece.numbered() if self.chained else ():
             self._allocate(BufferKind.SUM, name, index, sending.sum)
         for _, index, sending in piece.numbered():
@@ -275,14 +280,14 @@ class _Replay:
                 unit.flats[number].grads,
                 (BufferKind.GRADS, name, number) not in self._held,
             )
-            becomes = is_new and sending.aliases_grad
+            aliases_grad = is_new and sending.aliases_grad
             if sending.replica_workspace:
                 self._free(BufferKind.REPLICA_WORKSPACE, name, index)
-            if becomes:
+            if aliases_grad:
                 self._free(BufferKind.SUM, name, index, into=(BufferKind.GRADS, number))
             if is_new:
                 self._allocate(BufferKind.GRADS, name, number, grads)
-            if not becomes:
+            if not aliases_grad:
                 self._free(BufferKind.SUM, name, index)
         waiting = self._reducing[name] or self._combining[name] or self._next_piece[name]
         if self.offloads_grads and not waiting:

@@ -1,11 +1,11 @@
-"""The position of each parameter in a unit's flat buffer, and the part that each rank owns.
+"""The position of each parameter in a unit's flat buffer, and the shard that each rank stores.
 
     flat buffer   |  p0  |..|    p1     |.| p2 |....|      .. padding
-    parts         |    rank 0    |    rank 1   |  rank 2  |
+    shards        |    rank 0    |    rank 1   |  rank 2  |
     shares        | repl 0 | ..1 | repl 0| ..1 |  ..      |     if replicas share master weights
 
-Each parameter starts on a multiple of ALIGNMENT elements and every part begins and ends on one, so
-that collectives and fused kernels always see 16-byte-aligned memory, at any number of ranks.
+Each parameter starts on a multiple of ALIGNMENT elements, and each shard starts and ends on such a
+multiple. Collectives and fused kernels then see 16-byte-aligned memory at any number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, overload
 
-ALIGNMENT = 64  # elements: 128 bytes in bf16, and no fused kernel's vector tail within a span
+# In elements: 128 bytes in bf16. Fused CPU kernels round the tail of a vector differently from its
+# body, so a span that ended elsewhere would make results depend on the number of ranks.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,7 +48,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def aligned_chunk(span: Span, index: int, count: int) -> Span:
-    """Return share `index` of `count` nearly equal shares, cut at multiples of ALIGNMENT."""
+    """Return chunk `index` of `count` nearly equal chunks, cut at multiples of ALIGNMENT."""
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
     return Span(start, min(start + step, span.stop))
@@ -54,7 +56,7 @@ def aligned_chunk(span: Span, index: int, count: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class EvenSpans(Sequence[Span]):
-    """`num_parts` spans of `size` elements, end to end, computed on access."""
+    """A sequence of `num_spans` adjacent spans of `size` elements, computed on access."""
 
     size: int
     num_spans: int
@@ -69,20 +71,20 @@ class EvenSpans(Sequence[Span]):
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self.num_spans))]
-        place = index if 0 <= index < self.num_spans else range(self.num_spans)[index]
-        return Span(place * self.size, (place + 1) * self.size)
+        number = index if 0 <= index < self.num_spans else range(self.num_spans)[index]
+        return Span(number * self.size, (number + 1) * self.size)
 
 
-def are_even(parts: Sequence[Span]) -> bool:
-    """Return whether all parts have one size and are in the order of their ranks."""
-    if isinstance(parts, EvenSpans):
+def are_even(spans: Sequence[Span]) -> bool:
+    """Return whether all spans have one size and are in the order of their ranks."""
+    if isinstance(spans, EvenSpans):
         return True
-    size = parts[0].numel
-    return all(part == Span(i * size, (i + 1) * size) for i, part in enumerate(parts))
+    size = spans[0].numel
+    return all(span == Span(i * size, (i + 1) * size) for i, span in enumerate(spans))
 
 
-# The role of a parameter: matrices multiply, vectors are biases, weights of norms and alike of any
-# number of dimensions, and others are embeddings, convolutions, routers or unknown.
+# The role of a parameter. Matrices are operands of matrix products. Vectors are biases and weights
+# of norms, with any number of dimensions. Others are embeddings, convolutions, routers or unknown.
 Role = Literal["matrix", "vector", "other"]
 
 
@@ -94,8 +96,8 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    in_block: bool = field(default=False, compare=False)  # of a repeated block
-    known_role: Role | None = None  # None: by its shape
+    in_block: bool = field(default=False, compare=False)  # belongs to a repeated block
+    known_role: Role | None = None  # None: the shape decides
 
     @property
     def role(self) -> Role:
@@ -119,7 +121,7 @@ class ParamSpan:
 
 @dataclass(frozen=True, slots=True)
 class ParamSlice:
-    """The part of one parameter in some span of the flat buffer."""
+    """The intersection of a parameter with a span of the flat buffer."""
 
     param: ParamSpec
     in_param: Span  # elements of the flattened parameter
@@ -128,30 +130,32 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """One flat buffer: its parameters, its padded length and the part each rank owns."""
+    """A flat buffer: its parameters, its padded length and the shard of each rank."""
 
     param_spans: tuple[ParamSpan, ...]
     numel: int
-    shard_spans: Sequence[Span]  # of the ranks that share a replica
-    shares_per_shard: int = 1  # of each part: one per replica, if replicas share master weights
+    shard_spans: Sequence[Span]  # one per rank of a replica
+    shares_per_shard: int = 1  # the number of replicas, if replicas share master weights
 
     @property
     def owned_spans(self) -> Sequence[Span]:
-        """The spans of master weights: the shares of rank 0's part, then of rank 1's, and on."""
+        """The spans of master weights: the shares of rank 0's shard, then of rank 1's, and so on.
+
+        Without shares, these are the shards.
+        """
         if self.shares_per_shard == 1:
             return self.shard_spans
         count = len(self.shard_spans) * self.shares_per_shard
         return EvenSpans(self.numel // count, count)
 
     def owned_span(self, rank: int, replica: int) -> Span:
-        """Return the span whose master weights rank `rank` of a replica has."""
-        return self.owned_spans[
-            rank * self.shares_per_shard + (replica if self.shares_per_shard > 1 else 0)
-        ]
+        """Return the span whose master weights rank `rank` of a replica updates."""
+        share = replica if self.shares_per_shard > 1 else 0
+        return self.owned_spans[rank * self.shares_per_shard + share]
 
     @property
     def replica_spans(self) -> EvenSpans:
-        """The shares of the replicas, relative to an even part."""
+        """The replicas' shares, relative to the start of a shard; shards must be even."""
         return EvenSpans(self.shard_spans[0].numel // self.shares_per_shard, self.shares_per_shard)
 
     @property
@@ -165,52 +169,52 @@ class FlatLayout:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the elements are bytes, which are codes of frozen weights."""
+        """Whether the elements are quantization codes of frozen weights."""
         return self.param_spans[0].param.dtype == "uint8"
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank owns the same number of elements."""
+        """Whether all shards have the same number of elements."""
         return are_even(self.shard_spans)
 
     @property
     def padding(self) -> tuple[Span, ...]:
         """The elements that belong to no parameter; they are always zero."""
         gaps, end = [], 0
-        for placement in self.param_spans:
-            if placement.span.start > end:
-                gaps.append(Span(end, placement.span.start))
-            end = placement.span.stop
+        for param_span in self.param_spans:
+            if param_span.span.start > end:
+                gaps.append(Span(end, param_span.span.start))
+            end = param_span.span.stop
         return (*gaps, Span(end, self.numel)) if end < self.numel else tuple(gaps)
 
     def param_slices(self, within: Span) -> tuple[ParamSlice, ...]:
-        """Return the non-empty parts of parameters within a span, in order."""
-        found = []
-        for placement in self.param_spans:
-            both = placement.span.intersect(within)
+        """Return the non-empty slices of parameters within a span, in order."""
+        slices = []
+        for param_span in self.param_spans:
+            both = param_span.span.intersect(within)
             if both is not None:
-                in_param = both.shift(-placement.span.start)
-                found.append(ParamSlice(placement.param, in_param, both))
-        return tuple(found)
+                in_param = both.shift(-param_span.span.start)
+                slices.append(ParamSlice(param_span.param, in_param, both))
+        return tuple(slices)
 
 
 def flat_layout(
     params: Sequence[ParamSpec], num_shards: int, shares_per_shard: int = 1
 ) -> FlatLayout:
-    """Lay out `params` and cut the buffer evenly into `num_parts` parts of `shares` each.
+    """Lay out `params` in a buffer of `num_shards` even shards, each of `shares_per_shard` shares.
 
-    Vectors come last: weight decay doesn't apply to them and scalars, and elements treated alike by
-    the optimizer should form long runs.
+    Vectors and scalars come last. Weight decay does not apply to them, and the optimizer should
+    step few long spans.
     """
     ordered = sorted(params, key=decay_group)
-    placements, end = [], 0
+    param_spans, end = [], 0
     for param in ordered:
         start = round_up(end, ALIGNMENT)
         end = start + param.numel
-        placements.append(ParamSpan(param, Span(start, end)))
+        param_spans.append(ParamSpan(param, Span(start, end)))
     numel = round_up(end, ALIGNMENT * num_shards * shares_per_shard)
     return FlatLayout(
-        tuple(placements), numel, EvenSpans(numel // num_shards, num_shards), shares_per_shard
+        tuple(param_spans), numel, EvenSpans(numel // num_shards, num_shards), shares_per_shard
     )
 
 
@@ -224,11 +228,14 @@ def decay_group(param: ParamSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpan:
-    """A maximal span of parameters of one group; begins and ends on a multiple of 64."""
+    """A maximal span of parameters of one group, stepped as one tensor.
+
+    It starts and ends on a multiple of ALIGNMENT.
+    """
 
     span: Span
     group: int
-    separate_param: ParamSpec | None = None  # the parameter that is a run of its own
+    separate_param: ParamSpec | None = None  # the only parameter, if it must be stepped separately
 
 
 def optimizer_spans(
@@ -239,16 +246,25 @@ def optimizer_spans(
 ) -> tuple[OptimizerSpan, ...]:
     """Cut `within` wherever the group changes; padding belongs to the parameter before it.
 
-    `within` must begin and end on a multiple of 64. A span without parameters has no run. A
-    parameter that `is_alone` shares its run with no other.
+    `within` must start and end on a multiple of ALIGNMENT. If it contains no parameter, the result
+    is empty. A parameter that `is_separate` shares its span with no other parameter.
     """
-    runs: list[OptimizerSpan] = []
-    for piece in layout.param_slices(within):
-        group, alone = group_of(piece.param), piece.param if is_separate(piece.param) else None
-        if runs and runs[-1].group == group and runs[-1].separate_param is None is alone:
+    spans: list[OptimizerSpan] = []
+    for param_slice in layout.param_slices(within):
+        group, separate_param = (
+            group_of(param_slice.param),
+            param_slice.param if is_separate(param_slice.param) else None,
+        )
+        if (
+            spans
+            and spans[-1].group == group
+            and spans[-1].separate_param is None is separate_param
+        ):
             continue
-        if runs:
-            span = Span(runs[-1].span.start, piece.in_flat.start)
-            runs[-1] = OptimizerSpan(span, runs[-1].group, runs[-1].separate_param)
-        runs.append(OptimizerSpan(Span(piece.in_flat.start, within.stop), group, alone))
-    return tuple(runs)
+        if spans:
+            span = Span(spans[-1].span.start, param_slice.in_flat.start)
+            spans[-1] = OptimizerSpan(span, spans[-1].group, spans[-1].separate_param)
+        spans.append(
+            OptimizerSpan(Span(param_slice.in_flat.start, within.stop), group, separate_param)
+        )
+    return tuple(spans)

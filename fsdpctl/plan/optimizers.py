@@ -1,4 +1,4 @@
-"""The optimizers, a row each: their keys, their states, and what Muon's updates cost."""
+"""One row per optimizer: its keys and states; and the memory and work of Muon's updates."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,31 +10,32 @@ from fsdpctl.plan.owner_map import OwnerMap
 from fsdpctl.plan.precision import SPLIT, Dtype
 
 ADAMW, MUON = "adamw", "muon"
-MATRICES = "matrices"  # the owner map that cuts no matrix of Muon
-SPLITTING_MAPS = ("even", "balanced")  # owner maps that cut flat buffers anywhere
+MATRICES = "matrices"  # the owner map that splits no matrix that Muon steps
+SPLITTING_MAPS = ("even", "balanced")  # owner maps that split matrices between ranks
 NS_STEPS = 5
-SCALE_BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
-MIN_COMPRESSED = 4096  # elements of a parameter whose states may be compressed
+# Elements that share a scale. Spans are multiples of it, so no block crosses parameters or ranks.
+SCALE_BLOCK = ALIGNMENT
+MIN_COMPRESSED = 4096  # elements: smaller parameters have float32 states
 TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
-NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, and one to work in
+NUM_TILES = 4  # float32 tiles: both moments, the gradient (then the weights), and workspace
 STATE_DTYPES = ("float32", "int8")
 _BETAS = ("beta1", "beta2", "eps")
 _FLOAT32 = 4  # bytes
 _SCALE = 2  # bytes
-_BLOCK_WORK = 10  # bytes: a new scale, the same in float32, and a factor
+_BLOCK_WORK = 10  # bytes: a new scale in bf16 and in float32, and a factor
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """An optimizer. `training/assemble.py` makes it."""
+    """The keys and states of an optimizer, which `training/assemble.py` creates."""
 
     name: str
-    keys: tuple[str, ...]  # of `optimizer` that not all of them have
-    moments: int  # as large as the weights
-    counter: int  # bytes of a parameter's number of steps
-    needs_momentum: bool = False  # without it, it has no moments
+    keys: tuple[str, ...]  # keys of `optimizer` that not every optimizer has
+    moments: int  # number of states as large as the weights
+    counter: int  # bytes of a parameter's step counter
+    needs_momentum: bool = False  # there are moments only if `momentum` is above 0
     has_default_lr: bool = True
-    steps_matrices: bool = False  # as a whole
+    steps_matrices: bool = False  # matrices are stepped as a whole
 
 
 _TABLE = (
@@ -55,9 +56,9 @@ Shape = tuple[int, int, int]  # matrices, rows and columns
 
 
 def uses_muon(param: ParamSpec) -> bool:
-    """Return whether Muon steps a parameter: a matrix of a block, or one for each expert.
+    """Return whether Muon steps a parameter: a matrix of a block, or a stack of experts' matrices.
 
-    Embedding, head, vectors, routers and convolutions are left to AdamW.
+    AdamW steps the embedding, the head, vectors, routers and convolutions.
     """
     is_matrix = len(param.shape) in (2, 3) and min(param.shape[-2:]) > 1
     return param.trainable and param.in_block and param.role == "matrix" and is_matrix
@@ -71,15 +72,15 @@ def matrix_shape(param: ParamSpec) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class MuonSettings:
-    """The settings that determine what Muon's updates cost."""
+    """The settings of Muon that determine the memory and work of its updates."""
 
     ns_steps: int = NS_STEPS
     nesterov: bool = True
 
     def tensors(self, shape: Shape, itemsize: int) -> Iterator[tuple[str, int]]:
-        """Yield the temporary tensors of an update with their bytes as they are made, 0: freed.
+        """Yield each temporary tensor of an update with its bytes; 0 bytes mean that it is freed.
 
-        `itemsize` is that of the master weights.
+        `itemsize` is the item size of the master weights.
         """
         numel, square = prod(shape), shape[0] * min(shape[1:]) ** 2
         update, following = "update", "next update"
@@ -94,7 +95,7 @@ class MuonSettings:
         yield update, 0
 
     def products(self, shape: Shape) -> list[tuple[int, int, int, int]]:
-        """Return the matrix products of an update: batch, rows, columns and sums of each."""
+        """Return batch, rows, columns and inner dimension of each matrix product of an update."""
         count, short, long = shape[0], min(shape[1:]), max(shape[1:])
         step = [(count, short, short, long), (count, short, short, short)]
         return [*step, (count, short, long, short)] * self.ns_steps
@@ -109,13 +110,17 @@ def muon_flops(param: ParamSpec) -> int:
 def is_compressible(param: ParamSpec) -> bool:
     """Return whether a state dtype other than float32 applies to a parameter.
 
-    It depends on the whole parameter, not on a rank's part, so that every number of ranks agrees.
+    This depends on the full parameter, not on a rank's shard: results must be the same on any
+    number of ranks.
     """
     return param.numel >= MIN_COMPRESSED and param.role != "vector"
 
 
 def span_group(param: ParamSpec, group: int | None = None) -> int:
-    """Return the key of a parameter by which runs are cut if states may be compressed."""
+    """Return a parameter's group for `optimizer_spans` if states may be compressed.
+
+    Compressible parameters have odd groups.
+    """
     return 2 * (decay_group(param) if group is None else group) + is_compressible(param)
 
 
@@ -124,9 +129,9 @@ def scale_blocks(span: Span) -> Span:
 
 
 def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
-    """Return the bytes to step runs of up to `largest` elements, moments in `dtype`, in tiles."""
+    """Return the bytes to step spans of up to `largest` elements in tiles; `dtype` of moments."""
     size = min(largest, TILE[device])
-    # On a GPU, values that replace others unless a step is skipped; on CPUs, one in float64.
+    # On a GPU, the result of `torch.where` for skipped steps; on a CPU, a square root in float64.
     whole = NUM_TILES + (2 if device == "cpu" else 1)
     blocks = size // SCALE_BLOCK * _BLOCK_WORK if dtype == "int8" else 0
     return size * whole * _FLOAT32 + blocks
@@ -139,25 +144,26 @@ def moment_bytes(numel: int, dtype: str) -> list[int]:
     return [numel * Dtype(dtype).itemsize]
 
 
-def tiled_dtype(asked: str | None, masters: Iterable[str]) -> str | None:
-    """Return the dtype of AdamW's moments if it steps in tiles, by the dtypes of its masters.
+def tiled_dtype(requested: str | None, masters: Iterable[str]) -> str | None:
+    """Return the dtype of AdamW's moments if it steps in tiles, given the dtypes of the masters.
 
-    None: torch's kernel steps them, with moments in the dtype of the masters.
+    None: torch's kernel steps all weights, with moments in the dtype of the masters.
     """
     masters = set(masters)
     if SPLIT in masters:
-        return asked or "float32"
-    return None if asked == "float32" and masters == {asked} else asked
+        return requested or "float32"
+    return None if requested == "float32" and masters == {requested} else requested
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
     """The optimizer states of each tensor."""
 
-    moments: int  # as large as the tensor
+    moments: int  # number of states as large as the tensor
     counter: int  # bytes of the step counter
-    muon: MuonSettings | None = None  # has one moment per matrix instead
-    # Of the moments of large matrices, others have float32; None: that of the masters for all.
+    muon: MuonSettings | None = None  # if set, matrices of blocks have one moment
+    # Dtype of the moments of compressible parameters; the others have float32. None: all moments
+    # have the dtype of the masters.
     dtype: str | None = None
 
     @property
@@ -171,7 +177,7 @@ class OptimizerStates:
         return self.muon is not None and uses_muon(param)
 
     def of_span(self, run: OptimizerSpan, master: int) -> list[int]:
-        """Return the bytes of each state of a run whose weights have `master` bytes."""
+        """Return the bytes of each state of a span whose weights have `master` bytes each."""
         if run.separate_param is not None:
             return [run.span.numel * master]
         if self.dtype is None:
@@ -196,28 +202,29 @@ ADAMW_STATES = OptimizerStates(OPTIMIZERS[ADAMW].moments, OPTIMIZERS[ADAMW].coun
 
 
 def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
-    """Assign whole matrices to ranks so that each updates about as many, by their cost.
+    """Assign unsplit matrices to ranks so that the ranks' updates cost about the same.
 
-    The parameters of all flat buffers, laid end to end by their cost, are divided evenly; each
-    belongs to the rank in whose share its middle is. Buffers without a matrix are cut evenly.
+    If the parameters of all flat buffers are put end to end, with their costs as lengths, and the
+    line is divided evenly, a parameter belongs to the rank that has its middle. Buffers without a
+    matrix are cut evenly.
     """
     sizes = [layout.numel for layout in layouts]
     even = OwnerMap.even(sizes, num_ranks)
     costs = [[muon_flops(param) for param in layout.params] for layout in layouts]
-    total, before, parts = sum(map(sum, costs)), 0, []
-    for layout, of_layout, usual in zip(layouts, costs, even.spans, strict=True):
+    total, before, spans = sum(map(sum, costs)), 0, []
+    for layout, of_layout, even_spans in zip(layouts, costs, even.spans, strict=True):
         if not any(of_layout):
-            parts.append(usual)
+            spans.append(even_spans)
             continue
         cuts = [0] * num_ranks + [layout.numel]  # where each rank's part begins
-        begun = 0
+        current = 0
         for placement, cost in zip(layout.param_spans, of_layout, strict=True):
             owner = min((2 * before + cost) * num_ranks // (2 * total), num_ranks - 1)
             before += cost
-            for rank in range(begun, owner):
+            for rank in range(current, owner):
                 cuts[rank + 1] = placement.span.start
-            begun = max(begun, owner)
-        for rank in range(begun + 1, num_ranks):
+            current = max(current, owner)
+        for rank in range(current + 1, num_ranks):
             cuts[rank] = layout.numel
-        parts.append(tuple(map(Span, cuts, cuts[1:])))
-    return OwnerMap(tuple(sizes), tuple(parts))
+        spans.append(tuple(map(Span, cuts, cuts[1:])))
+    return OwnerMap(tuple(sizes), tuple(spans))

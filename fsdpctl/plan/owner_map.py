@@ -1,7 +1,7 @@
 """The assignment of optimizer states to ranks, if parameters stay unsharded.
 
-A block is a flat buffer of one unit. `even` cuts every block evenly; the other maps give whole
-blocks, or long spans of them, to one rank.
+A block is a flat buffer of one unit. `even` cuts every block evenly. The other maps assign full
+blocks, or long spans of blocks, to one rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ def _check(num_blocks: int, world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnerMap:
-    """For each block, the span of its elements that each rank owns; spans cover it once."""
+    """The span of each block that each rank owns; the spans cover a block once."""
 
     sizes: tuple[int, ...]  # elements of each block
-    spans: tuple[tuple[Span, ...], ...]  # by block, then by rank; empty spans own nothing
+    spans: tuple[tuple[Span, ...], ...]  # by block, then by rank; may be empty
 
     @property
     def num_blocks(self) -> int:
@@ -39,10 +39,10 @@ class OwnerMap:
         """Cut every block into equal parts, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
         ranks = range(world_size)
-        parts = [
+        spans = [
             tuple(aligned_chunk(Span(0, x), rank, world_size) for rank in ranks) for x in sizes
         ]
-        return OwnerMap(tuple(sizes), tuple(parts))
+        return OwnerMap(tuple(sizes), tuple(spans))
 
     @staticmethod
     def round_robin(
@@ -57,7 +57,7 @@ class OwnerMap:
     def contiguous(
         num_blocks: int, world_size: int, sizes: Sequence[int] | None = None
     ) -> "OwnerMap":
-        """Assign the first blocks to the first ranks, in numbers that differ by at most one."""
+        """Assign adjacent blocks to each rank, in numbers that differ by at most one."""
         _check(num_blocks, world_size)
         owners = [block * world_size // num_blocks for block in range(num_blocks)]
         if world_size > num_blocks:
@@ -66,24 +66,25 @@ class OwnerMap:
 
     @staticmethod
     def balanced(sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Fill each rank to the mean, in block order, with cuts at multiples of 64 elements.
+        """Assign blocks in order, and continue with the next rank when a rank has the mean.
 
-        At most `world_size - 1` blocks are cut. No rank exceeds the mean by more than 64 elements.
+        Cuts are at multiples of 64 elements. At most `world_size - 1` blocks are cut. No rank
+        exceeds the mean by more than 64 elements.
         """
         _check(len(sizes), world_size)
         total = sum(sizes)
-        # The end of each rank's share in the blocks laid end to end.
+        # The end of each rank's elements if all blocks are numbered through.
         ends = [total * (rank + 1) // world_size for rank in range(world_size)]
-        parts, begin = [], 0
+        spans, begin = [], 0
         for size in sizes:
             inside = [min(max(end - begin, 0), size) for end in ends]
             cuts = [0, *(min(round_up(cut, ALIGNMENT), size) for cut in inside)]
-            parts.append(tuple(map(Span, cuts, cuts[1:])))
+            spans.append(tuple(map(Span, cuts, cuts[1:])))
             begin += size
-        return OwnerMap(tuple(sizes), tuple(parts))
+        return OwnerMap(tuple(sizes), tuple(spans))
 
     def owners(self, block: int) -> dict[int, Span]:
-        """Return the ranks that own elements of a block, with their spans."""
+        """Return the ranks that own elements of a block, with the spans that they own."""
         return {rank: span for rank, span in enumerate(self._of_block(block)) if span.numel}
 
     def owns(self, rank: int, block: int) -> bool:
@@ -100,11 +101,15 @@ class OwnerMap:
         return list(self.spans_of(rank))
 
     def fraction_of(self, rank: int) -> float:
-        """Return a rank's share of all elements, from 0 to 1."""
+        """Return the fraction of all elements that a rank owns, from 0 to 1."""
         return sum(span.numel for span in self.spans_of(rank).values()) / sum(self.sizes)
 
     def for_sizes(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Return this map for blocks of the given sizes; one that cuts blocks fits only its own."""
+        """Return this map for blocks of `sizes`.
+
+        UsageError if the number of blocks or ranks differs, or if the map cuts blocks and `sizes`
+        differ from its own sizes.
+        """
         if (self.num_blocks, self.world_size) != (len(sizes), world_size):
             raise UsageError(
                 f"owner_map: expected {len(sizes)} blocks on {world_size} ranks, got "
@@ -124,9 +129,9 @@ class OwnerMap:
 
     @staticmethod
     def from_dict(content: Mapping[str, list[list[list[int]]]]) -> "OwnerMap":
-        parts = tuple(tuple(Span(*span) for span in block) for block in content["parts"])
-        sizes = tuple(block[-1].stop if block else 0 for block in parts)
-        return OwnerMap(sizes, parts)
+        spans = tuple(tuple(Span(*span) for span in block) for block in content["parts"])
+        sizes = tuple(block[-1].stop if block else 0 for block in spans)
+        return OwnerMap(sizes, spans)
 
     def _of_block(self, block: int) -> tuple[Span, ...]:
         if not 0 <= block < self.num_blocks:
@@ -140,11 +145,11 @@ class OwnerMap:
 
 def _whole_blocks(owners: Sequence[int], world_size: int, sizes: Sequence[int] | None) -> OwnerMap:
     sizes = [1] * len(owners) if sizes is None else sizes
-    parts = []
+    spans = []
     for owner, size in zip(owners, sizes, strict=True):
         cuts = [0 if rank <= owner else size for rank in range(world_size + 1)]
-        parts.append(tuple(map(Span, cuts, cuts[1:])))
-    return OwnerMap(tuple(sizes), tuple(parts))
+        spans.append(tuple(map(Span, cuts, cuts[1:])))
+    return OwnerMap(tuple(sizes), tuple(spans))
 
 
 def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap:

@@ -12,7 +12,7 @@ SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remaind
 
 
 class Dtype(str):
-    """The name of a dtype."""
+    """The name of a dtype, with its size."""
 
     __slots__ = ()
 
@@ -25,10 +25,10 @@ class Dtype(str):
 class BufferDtypes:
     """The dtypes of a flat buffer."""
 
-    compute: Dtype  # in which it is gathered and used
-    master: Dtype  # what the optimizer updates; frozen parameters are kept in the compute dtype
-    reduce: Dtype  # in which gradients are added over ranks
-    gradient: Dtype  # of reduced ones
+    compute: Dtype  # of gathered parameters
+    master: Dtype  # of the weights that the optimizer updates; frozen parameters: as `compute`
+    reduce: Dtype  # of gradients while they are summed over ranks
+    gradient: Dtype  # of reduced gradients
     has_remainder: bool  # masters have 8 more bits each
 
     @property
@@ -39,9 +39,9 @@ class BufferDtypes:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a model, torch's or their names, which it keeps; None: each parameter's.
+    """The dtypes of a model, as torch dtypes or their names; None keeps each parameter's dtype.
 
-    Masters and reductions default to fp32 (fp64 for fp64).
+    Names are stored. Masters and reductions default to float32 (float64 for float64 parameters).
 
     Raises:
         UsageError: If a dtype is unknown.
@@ -51,13 +51,13 @@ class Precision:
     param_dtype: object = None
     reduce_dtype: object = None
     master_dtype: object = None
-    # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
+    # Whether bf16 masters have 8 more bits each. Gradients then keep the dtype of the reduction.
     has_remainders: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "master_dtype"):
-            if (given := getattr(self, name)) is not None:
-                dtype = str(given).removeprefix("torch.")
+            if (value := getattr(self, name)) is not None:
+                dtype = str(value).removeprefix("torch.")
                 if dtype not in _KNOWN:
                     hint = did_you_mean(dtype, _KNOWN)
                     raise UsageError(f"{name}={dtype}: expected one of {', '.join(_KNOWN)}{hint}")
@@ -72,17 +72,17 @@ class Precision:
             )
 
     def buffer_dtypes(self, dtype: str, *, trainable: bool = True) -> BufferDtypes:
-        """Return the dtypes of a flat buffer whose parameters had `dtype`."""
+        """Return the dtypes of a flat buffer whose parameters had `dtype` before sharding."""
         return _dtypes_of(self, dtype, trainable)
 
 
 @cache
-def _dtypes_of(given: Precision, dtype: str, trainable: bool) -> BufferDtypes:
-    # Bytes are codes that a module decodes.
-    compute = Dtype(dtype if dtype == "uint8" else given.param_dtype or dtype)
-    master = Dtype(given.master_dtype or _at_least_float32(dtype)) if trainable else compute
-    reduce = Dtype(given.reduce_dtype or _at_least_float32(master))
-    has_remainder = given.has_remainders and trainable
+def _dtypes_of(precision: Precision, dtype: str, trainable: bool) -> BufferDtypes:
+    # Bytes are quantization codes that a module decodes: a cast would change them.
+    compute = Dtype(dtype if dtype == "uint8" else precision.param_dtype or dtype)
+    master = Dtype(precision.master_dtype or _at_least_float32(dtype)) if trainable else compute
+    reduce = Dtype(precision.reduce_dtype or _at_least_float32(master))
+    has_remainder = precision.has_remainders and trainable
     return BufferDtypes(compute, master, reduce, reduce if has_remainder else master, has_remainder)
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing by block: which blocks are recomputed in backward, and how.
 
-The first blocks in forward are recomputed most: backward frees the activations of the last ones
-before it recomputes others.
+The first blocks in forward are recomputed most: backward frees the activations of the last blocks
+before it recomputes the first blocks.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 from fsdpctl.errors import UsageError, did_you_mean
 
-MODES = ("none", "selective", "full")  # from the least to the most
-OFFLOAD = "offload"  # full, with the inputs of the blocks in host memory
+MODES = ("none", "selective", "full")  # from the least to the most recomputation
+OFFLOAD = "offload"  # `full`, with the inputs of the blocks in host memory
 LEVELS = (*MODES, OFFLOAD)
 BLOCKS = "activation_checkpointing.blocks"
 
 
 class BlockCheckpointing(NamedTuple):
-    """How a block keeps or recomputes its activations from its forward to its backward."""
+    """The activation checkpointing of one block."""
 
     mode: str  # of `MODES`
-    offloads_input: bool = False  # its input to the host
+    offloads_input: bool = False  # the block's input is copied to the host
 
 
 def normalize_blocks(text: str) -> str:
-    """Return numbers of blocks by mode, such as `full:20,selective:8`, in one spelling.
+    """Return numbers of blocks by mode in their normal spelling, such as `full:20,selective:8`.
 
-    UsageError if a mode or a number is not allowed, or a mode follows one that recomputes less.
+    UsageError if a mode or a number is not allowed, or a mode follows a mode that recomputes less.
     """
     counts = parse_counts(text)
     for (one, _), (other, _) in pairwise(counts):
@@ -39,8 +39,8 @@ def normalize_blocks(text: str) -> str:
 def parse_counts(text: str) -> list[tuple[str, int]]:
     """Return the numbers of blocks by mode, in the order of forward."""
     counts = []
-    for word in text.strip("[] ").split(","):
-        mode, _, number = word.strip().partition(":")
+    for item in text.strip("[] ").split(","):
+        mode, _, number = item.strip().partition(":")
         if mode not in LEVELS[1:] or not (number.isascii() and number.isdecimal() and int(number)):
             raise UsageError(
                 f"{BLOCKS}={text}: expected numbers of blocks such as full:20,selective:8, with "
@@ -54,9 +54,10 @@ def parse_counts(text: str) -> list[tuple[str, int]]:
 def block_checkpointing(
     name: str, blocks: str | None, num_blocks: int, *, offload: bool
 ) -> tuple[BlockCheckpointing, ...]:
-    """Return the treatment of each block in the order of forward: `blocks`, then those of `name`.
+    """Return the checkpointing of each block in the order of forward.
 
-    UsageError if there are fewer blocks.
+    `blocks` defines the first blocks, and the mode `name` all others. `offload` is for the others.
+    UsageError if the model has fewer blocks.
     """
     first = [mode for mode, count in parse_counts(blocks) for _ in range(count)] if blocks else []
     if len(first) > num_blocks:
@@ -70,7 +71,7 @@ def block_checkpointing(
 
 
 def one_of_each(blocks: str | None, num_blocks: int) -> str | None:
-    """Return `blocks` with one block of each mode, for a model of which one is left at least."""
+    """Return `blocks` with one block per mode, as far as the model has a further block."""
     modes = [mode for mode, _ in parse_counts(blocks)] if blocks else []
     return ",".join(f"{mode}:1" for mode in modes[: num_blocks - 1]) or None
 
@@ -83,19 +84,19 @@ class Recomputation(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its settings, without the key of the first."""
+        """The two settings, without the first key."""
         return self.name if self.blocks is None else f"{self.name} {BLOCKS}={self.blocks}"
 
 
 def recomputation_steps(num_blocks: int, modes: Sequence[str]) -> tuple[Recomputation, ...]:
-    """Return the steps between adjacent `modes` block by block, from the first mode to the last.
+    """Return the settings from the first to the last of `modes`, block by block.
 
-    Each step saves memory and takes time: one block more is recomputed in the next mode, which the
-    blocks of a model with `num_blocks` reach in the order of forward.
+    Each step saves memory and takes time: one more block is in the next mode. The blocks of a model
+    with `num_blocks` change their mode in the order of forward.
     """
     steps = [Recomputation(modes[0])]
     for name, heavier in pairwise(modes):
-        # An input of the last block stays on the device: backward needs it at once.
+        # The input of the last block stays on the device, because backward needs it at once.
         most = num_blocks - 1
         steps += [Recomputation(name, f"{heavier}:{count}") for count in range(1, most + 1)]
         if heavier != OFFLOAD:

@@ -1,10 +1,11 @@
-"""The schedule of a training step: the engine executes it, and tests compare the two.
+"""The schedule of a training step: the engine executes it, and tests compare both.
 
-All ranks have the same events. `gather` starts an all-gather, `ready` is when the unit's parameters
-may be read, and `release` frees the memory. `reduce` starts the reduction of a unit's gradients;
-`reduced` is when this rank has its part of the sum. If more than the part is needed, `combine`
-starts a second collective: over the replicas, or to gather the parts. Between them the model
-computes: in a unit's `forward`, around it once that was left, and in its `backward`.
+All ranks have the same events in the same order, since most events start or wait for a collective.
+`gather` starts an all-gather. From `ready` on, the unit's parameters can be read, until `free`
+frees the memory. `reduce` starts the reduction of a unit's gradients. After `reduced`, this rank
+has its shard of the sum. If a rank needs more than its shard, `combine` starts a second collective:
+a sum over the replicas, or a gather of the shards. Between these events, the model computes: in a
+unit's `forward`, outside of units after `leave`, and in a unit's `backward`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,16 +23,16 @@ class EventKind(StrEnum):
 
     GATHER = "gather"
     READY = "ready"
-    FORWARD = "forward"  # the unit computes; root: everything before the first unit
-    LEAVE = "leave"  # forward ended, and everything around the units computes; root: the pass ended
-    BACKWARD = "backward"  # its backward computes, then everything around the units
+    FORWARD = "forward"  # the unit computes; root: the code before the first unit
+    LEAVE = "leave"  # the unit's forward ended, code outside the units runs; root: the pass ended
+    BACKWARD = "backward"  # the unit's backward computes, then code outside the units
     FREE = "free"
     HOLD = "hold"  # gradients stay unsharded on this rank until a later backward reduces them
     REDUCE = "reduce"
     REDUCED = "reduced"
     COMBINE = "combine"
     COMBINED = "combined"
-    SYNC = "sync"  # after the optimizer's step, ranks get what others have updated
+    SYNC = "sync"  # after the optimizer's step, ranks receive parameters that others updated
     ALLOCATE = "allocate"
     DEALLOCATE = "deallocate"
 
@@ -39,7 +40,7 @@ class EventKind(StrEnum):
 class BufferKind(StrEnum):
     """The purpose of a buffer."""
 
-    PARAMS = "params"  # the slot that a unit is gathered into
+    PARAMS = "params"  # an unshard buffer
     UNSHARDED_GRADS = "whole gradients"  # of a unit, held or in reduction
     WORKSPACE = "workspace"  # of a reduction
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
@@ -57,8 +58,8 @@ class Event:
     unit: str
     nbytes: int = 0  # of a collective or a buffer; 0: only the order is planned
     buffer: BufferKind | None = None  # of ALLOCATE and DEALLOCATE
-    # What the plan knows besides: the number of the buffer, what it becomes instead of being freed,
-    # and whether no other piece of the unit's gradients follows.
+    # Only in planned events: the index of the buffer, the buffer that it becomes instead of being
+    # freed, and whether no other piece of the unit's gradients follows.
     index: int = field(default=0, compare=False)
     into: "tuple[BufferKind, int] | None" = field(default=None, compare=False)
     is_last: bool = field(default=True, compare=False)
@@ -73,9 +74,9 @@ class ReductionFlow:
         self._combining: list[tuple[str, int]] = []
 
     def start(self, unit: str, *, was_held: bool, is_first: bool) -> Iterator[Event]:
-        """Yield what starts the reductions of a unit, and ends earlier ones to make room.
+        """Start the reductions of a unit, after earlier reductions that must end to make room.
 
-        `is_first`: no reduced gradient exists yet.
+        `is_first`: the unit has no reduced gradient yet.
         """
         plan = self._reductions
         pieces = 1 if was_held else plan.pieces.get(unit, 1)
@@ -113,10 +114,10 @@ class ReductionFlow:
 
 
 class Schedule:
-    """Which units are gathered, released and reduced while a model runs, and when.
+    """Decides when units are gathered, freed and reduced while a model runs.
 
-    The engine calls it from its hooks, and does what it yields; `step_events` calls it in the
-    planned order. So both have the same events, if the model runs its units in that order.
+    The engine calls it from hooks and executes the events that it yields. `step_events` calls it in
+    the planned order. Both get the same events if the model runs its units in that order.
     """
 
     def __init__(
@@ -127,9 +128,9 @@ class Schedule:
         reductions: Reductions,
         slots: Sequence[UnshardBufferSpec] = (),
     ) -> None:
-        """Begin with sharded units; `slots` whose memory is never freed keep what was in them."""
+        """Start with sharded units. Permanent `slots` keep the values of their last unit."""
         self.strategy, self.prefetch = strategy, prefetch
-        self.is_prefetched = False  # the next forward's first units were gathered before it
+        self.is_prefetched = False  # whether `prefetch_forward` came since the last forward
         self._reductions = reductions
         shared = [each.units for each in slots if each.is_permanent]
         self._buffer_of = {unit: units[0] for units in shared for unit in units}
@@ -137,7 +138,7 @@ class Schedule:
         self._contents: dict[str, str] = {}  # by shared slot, the unit whose values are in it
         self._gathering: set[str] = set()
         self._unsharded: set[str] = set()
-        self._learns_order = strategy.shards_params  # others reduce as planned
+        self._learns_order = strategy.shards_params  # otherwise nothing is gathered in this order
         self.use_order(order)
         self.reset()
 
@@ -146,7 +147,7 @@ class Schedule:
         return cls(plan.order, plan.strategy, plan.prefetch, plan.reductions, plan.unshard_buffers)
 
     def use_order(self, order: UnitOrder) -> None:
-        """Plan with `order` from now on."""
+        """Use `order` from now on."""
         self.order = order
         self._reduction = order.reduction_order
         self._first = order.forward[: self.prefetch.forward + 1]
@@ -154,10 +155,10 @@ class Schedule:
         self._backward_ahead = following_units(order.backward_gathers, self.prefetch.backward)
 
     def reset(self) -> None:
-        """Forget gradients, and a backward that failed."""
+        """Forget gradients and an interrupted backward."""
         self._flow = ReductionFlow(self._reductions)
         self._ran: dict[str, None] = {}  # units in the order of the last forward with a graph
-        self._running: set[str] = set()  # units whose forward has begun and not ended
+        self._running: set[str] = set()  # units whose forward has not ended
         self._used: set[str] = set()  # units that the running backward has gathered
         self._num_completed = 0  # units whose backward is over, in the order of reduction
         self.forget_gradients()
@@ -173,7 +174,7 @@ class Schedule:
         self.is_prefetched = True
 
     def begin_forward(self, *, trains: bool = True) -> Iterator[Event]:
-        """Begin the forward of the outermost module, which a backward follows if it `trains`."""
+        """Begin the forward of the outermost module; `trains`: a backward will follow."""
         self._running.clear()
         self._ran, self._trains = {}, trains
         if not self.is_prefetched:
@@ -190,7 +191,7 @@ class Schedule:
         yield Event(EventKind.FORWARD, unit)
 
     def end_unit(self, unit: str, *, trains: bool = True) -> Iterator[Event]:
-        """End a unit's forward, which a backward follows if it `trains`."""
+        """End a unit's forward; `trains`: a backward will follow."""
         self._running.discard(unit)
         if not (trains and self.order.stays_unsharded(unit, self.strategy)):
             yield from self._free(unit)
@@ -200,7 +201,7 @@ class Schedule:
         yield from self._free(self.order.root)
 
     def begin_backward(self) -> Iterator[Event]:
-        """Begin a backward, or continue it after the forward of another one."""
+        """Begin a backward, or continue it after a forward."""
         yield from self._unshard(self.order.root)
 
     def recompute_unit(self, unit: str) -> Iterator[Event]:
@@ -214,10 +215,11 @@ class Schedule:
     def begin_unit_backward(
         self, unit: str, completed: Sequence[str], *, reduces: bool
     ) -> Iterator[Event]:
-        """Begin a unit's backward, when that of the units `over` has ended.
+        """Begin a unit's backward; the backward of the units `completed` has ended.
 
-        The last unit's gradients are sent after it was released and the next gathers have begun.
-        Those of earlier units are sent at once: other ranks may wait for them before they gather.
+        The reduction of the last completed unit starts after the next gathers, which backward needs
+        first. Reductions of earlier units start at once: other ranks may wait for them before they
+        gather, so a gather here first would deadlock.
         """
         for each in completed:
             yield from self._end_unit_backward(each)
@@ -245,13 +247,13 @@ class Schedule:
         yield from self._flow.finish()
 
     def free_all(self) -> Iterator[Event]:
-        """Release all units, and invalidate the slots."""
+        """Free all units, and invalidate the values in permanent unshard buffers."""
         for unit in (self.order.root, *self.order.forward):
             yield from self._free(unit)
         self._contents.clear()
 
     def learn_order(self) -> bool:
-        """Plan with the actual order of the units; return whether it is another than expected."""
+        """Use the order in which the units ran; return whether it differs from the expected one."""
         seen = tuple(self._ran)
         if not self._learns_order or set(seen) != set(self.order.forward):
             return False
@@ -262,7 +264,10 @@ class Schedule:
         return True
 
     def _unshard(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
-        """Gather a unit, whatever must be released; before waiting for it, the units `ahead`."""
+        """Gather a unit, freeing the unit in its buffer first, and the units `ahead`; wait for it.
+
+        The gathers of `ahead` start before the wait, so that they overlap with the unit's work.
+        """
         if not self.strategy.shards_params:
             return
         if unit not in self._unsharded and unit not in self._gathering:
@@ -281,7 +286,7 @@ class Schedule:
             yield Event(EventKind.READY, unit)
 
     def _prefetch(self, units: Sequence[str]) -> Iterator[Event]:
-        """Gather units that will be used soon, up to the first whose slot is in use."""
+        """Gather units that will be used soon, up to the first whose unshard buffer is in use."""
         for unit in units:
             if unit not in self._unsharded and unit not in self._gathering:
                 if self._buffer_of.get(unit, unit) in self._occupants:
@@ -309,13 +314,14 @@ class Schedule:
     def _mark_unsharded(self, unit: str) -> None:
         self._gathering.discard(unit)
         self._unsharded.add(unit)
-        if unit in self._buffer_of:  # whose memory is not freed
+        if unit in self._buffer_of:  # a permanent buffer keeps its values
             self._contents[self._buffer_of[unit]] = unit
 
     def _end_unit_backward(self, unit: str) -> Iterator[Event]:
-        """Release a unit whose backward is over.
+        """Free a unit whose backward is complete.
 
-        If it ran here and had no backward, it takes part in the gather that other ranks may need.
+        If the unit ran in forward but had no backward on this rank, it may have one on other ranks,
+        which gather it. This rank then gathers it too, since a gather needs all ranks.
         """
         self._num_completed += 1
         is_unused = unit in self._ran and unit not in self._used and self.order.trains(unit)
@@ -325,7 +331,7 @@ class Schedule:
         yield from self._free(unit)
 
     def _reduce(self, unit: str, *, reduces: bool) -> Iterator[Event]:
-        """Reduce a unit's gradients, which are complete, or hold them back."""
+        """Reduce the complete gradients of a unit, or hold them until a later backward."""
         if not self.order.trains(unit):
             return
         if not reduces:

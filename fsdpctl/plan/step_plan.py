@@ -1,6 +1,6 @@
-"""A rank's part of a step: where its states are, what is gathered, and how gradients are added.
+"""The step of one rank: where its states are stored, what it gathers, how gradients are reduced.
 
-The engine allocates and runs what a `StepPlan` says, and estimates price it.
+The engine allocates and runs what a `StepPlan` defines. Estimates replay the same plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from fsdpctl.plan.precision import BufferDtypes, Dtype, Precision
 from fsdpctl.plan.strategy import Offload, Strategy
 from fsdpctl.plan.units import ModelLayout, UnitOrder
 
-SUM_CHUNK = 1 << 17  # elements, scaled while they are in the cache
-HOST_BUFFERS = 2  # pinned ones for each direction
+SUM_CHUNK = 1 << 17  # elements that a rank adds at a time: they stay in the cache
+HOST_BUFFERS = 2  # pinned buffers for each direction
 HOST_SCALARS = 8  # bytes
-_OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
+_OVERSIZE = 2  # larger units, by multiples of the median size, do not share an unshard buffer
 
 
 class Transport(StrEnum):
@@ -31,16 +31,16 @@ class Transport(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MeshPosition:
-    """The position of a rank."""
+    """The coordinates of a rank in the mesh of shards and replicas."""
 
-    rank: int  # among those that share a replica
-    size: int  # the number of those
+    rank: int  # within its replica
+    size: int  # ranks per replica
     num_replicas: int
     transport: Transport
-    replica: int = 0  # the one that it belongs to
+    replica: int = 0  # index of the rank's replica
 
     def local_share(self, nbytes: int) -> int:
-        """Return this rank's share of memory that exists once for all ranks, else all of it."""
+        """Return the bytes to count for this rank: an equal share if all ranks share the memory."""
         return -(-nbytes // self.size) if self.transport is Transport.SHARED else nbytes
 
 
@@ -58,42 +58,49 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class UnshardBufferSpec:
-    """One slot: its size and the units that use it."""
+    """The size of an unshard buffer, and the units that are gathered into it."""
 
     nbytes: int
     units: tuple[str, ...]
-    is_permanent: bool  # always allocated; otherwise only while its unit is unsharded
+    is_permanent: bool  # always allocated; otherwise only while a unit is unsharded
 
 
 def assign_unshard_buffers(
     nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
 ) -> tuple[UnshardBufferSpec, ...]:
-    """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time."""
+    """Assign unshard buffers to units by their size in bytes.
+
+    At most `depth + 1` of the units that share permanent buffers are unsharded at a time. The root
+    and oversized units have buffers of their own, so that they do not enlarge the shared buffers.
+    """
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
-    alone = [unit for unit in forward if nbytes[unit] > limit]
+    oversized = [unit for unit in forward if nbytes[unit] > limit]
     shared = [unit for unit in forward if nbytes[unit] <= limit]
-    own = [UnshardBufferSpec(nbytes[unit], (unit,), is_permanent=False) for unit in (root, *alone)]
+    dedicated = [
+        UnshardBufferSpec(nbytes[unit], (unit,), is_permanent=False) for unit in (root, *oversized)
+    ]
     count = min(depth + 1, len(shared))
     members = [tuple(shared[index::count]) for index in range(count)]
     common = [
         UnshardBufferSpec(max(nbytes[u] for u in units), units, is_permanent=True)
         for units in members
     ]
-    return (*own, *common)
+    return (*dedicated, *common)
 
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
     """The plan of all gradient reductions."""
 
-    nbytes: Mapping[str, int]  # of every unit's gradients, in the reduced dtype
+    nbytes: Mapping[str, int]  # of each unit's gradients, in the dtype of the reduction
     budget: int  # bytes that may be in flight before a reduction is waited for
-    accumulates_in_place: bool = False  # whether a first sum stays in the buffer of its reduction
+    # Whether the first sum is left in the reduction's buffer and accumulated there.
+    accumulates_in_place: bool = False
     # For units larger than every block: the number of pieces in which the gradients of one backward
-    # are collected and reduced. Held gradients are collected already.
+    # are collected and reduced. Held gradients are already in one buffer and are not cut.
     pieces: Mapping[str, int] = field(default_factory=dict)
-    # The number of ranks among which a sum is split, if its sum over replicas follows at once; 0:
-    # if that follows once the reduction has been waited for.
+    # Ranks per replica, if the sum over replicas is enqueued right behind each reduction; 0 if it
+    # starts once the reduction has been waited for.
     chained: int = 0
     combines: bool = False  # whether a second collective follows each reduction
 
@@ -105,7 +112,7 @@ class Reductions:
     def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
         """Return whether a reduction may be in flight together with `others`, all in bytes.
 
-        `is_first`: no earlier gradient exists to add to, so a sum that stays costs nothing.
+        `is_first`: there is no earlier gradient to add to, so a sum in place needs no more memory.
         """
         if self.accumulates_in_place and is_first:
             return True
@@ -114,44 +121,43 @@ class Reductions:
 
 
 def piece_span(layout: FlatLayout, piece: int, pieces: int) -> Span:
-    """Return the elements of each rank's part that piece `piece` reduces; may be empty."""
+    """Return the elements of each rank's owned span that piece `piece` reduces; may be empty."""
     return aligned_chunk(Span(0, layout.owned_spans[0].numel), piece, pieces)
 
 
-def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
-    """Return how many of `asked` pieces are not empty."""
-    pieces = range(asked)
-    return max(sum(piece_span(x, i, asked).numel > 0 for i in pieces) for x in layouts)
+def _num_pieces(layouts: Sequence[FlatLayout], count: int) -> int:
+    """Return how many of `count` pieces are not empty."""
+    pieces = range(count)
+    return max(sum(piece_span(x, i, count).numel > 0 for i in pieces) for x in layouts)
 
 
 class StorageLocation(Enum):
-    """The place of what rests between steps."""
+    """The memory in which masters or parameters are stored between steps."""
 
     DEVICE = auto()
     HOST = auto()
-    UNSHARD_BUFFER = auto()  # of a unit that stays unsharded
-    PARAMS = auto()  # of masters: a window of the parameters that rest
-    MASTERS = auto()  # of parameters: they are the masters
+    UNSHARD_BUFFER = auto()  # parameters of a unit that stays unsharded
+    PARAMS = auto()  # master weights that are a view of the resident parameters
+    MASTERS = auto()  # parameters that are the master weights themselves
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """A rank's part of a flat buffer between steps."""
+    """The elements of a flat buffer that a rank stores between steps, and their memory."""
 
-    master_span: Span  # the elements whose masters it has
+    master_span: Span  # elements whose master weights the rank stores
     master_location: StorageLocation
-    param_span: Span  # the elements whose parameters it has in the compute dtype
+    param_span: Span  # elements whose parameters the rank stores in the compute dtype
     param_location: StorageLocation
     dtypes: BufferDtypes
 
     @property
     def is_gathered_from_host(self) -> bool:
-        """Whether parameters rest in host memory."""
-        return (
-            self.master_location
-            if self.param_location is StorageLocation.MASTERS
-            else self.param_location
-        ) is StorageLocation.HOST
+        """Whether parameters are stored in host memory, from which they are gathered."""
+        location = self.param_location
+        if location is StorageLocation.MASTERS:
+            location = self.master_location
+        return location is StorageLocation.HOST
 
     @property
     def remainder_bytes(self) -> int:
@@ -163,21 +169,21 @@ class HostMemory:
     """A rank's model states and pinned buffers in host memory, without optimizer states."""
 
     masters: Mapping[Dtype, int]  # elements by dtype
-    pinned: frozenset[Dtype]  # of masters that go to the device as they are
-    gradients: Mapping[Dtype, Dtype]  # by the dtype of their masters, if the host keeps them
+    pinned: frozenset[Dtype]  # dtypes of masters that are copied to the device without a cast
+    gradients: Mapping[Dtype, Dtype]  # dtypes by those of the masters; empty: on the device
     remainders: int  # bytes
-    scalars: int
-    gradient_buffers: int  # bytes of each
-    cast_buffers: int
-    params: tuple[tuple[int, Dtype], ...]  # elements of each part
+    scalars: int  # bytes
+    gradient_buffers: int  # bytes of each buffer
+    cast_buffers: int  # bytes of each buffer
+    params: tuple[tuple[int, Dtype], ...]  # elements and dtype of each stored shard
 
     @property
     def nbytes(self) -> int:
         masters = sum(numel * dtype.itemsize for dtype, numel in self.masters.items())
-        kept = sum(self.masters[of] * dtype.itemsize for of, dtype in self.gradients.items())
+        gradients = sum(self.masters[of] * dtype.itemsize for of, dtype in self.gradients.items())
         params = sum(numel * dtype.itemsize for numel, dtype in self.params)
         buffers = HOST_BUFFERS * (self.gradient_buffers + self.cast_buffers) + self.scalars
-        return masters + self.remainders + kept + buffers + params
+        return masters + self.remainders + gradients + buffers + params
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class StepPlan:
     offload: Offload = Offload.NONE
 
     def at(self, rank: int, replica: int = 0) -> "StepPlan":
-        """Return the plan of another rank."""
+        """Return the plan of rank `rank` of a replica."""
         return replace(self, position=replace(self.position, rank=rank, replica=replica))
 
     @cached_property
@@ -208,14 +214,14 @@ class StepPlan:
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[FlatLayout, ...]]:
-        """The flat buffers whose parameters are trained, of every unit."""
+        """The flat buffers of trained parameters, by unit."""
         return {name: tuple(x for x in xs if x.trainable) for name, xs in self.layouts.items()}
 
     def check_offload(self) -> None:
-        """Check that these states can be in host memory; UsageError says why not."""
+        """Check that the states of `offload` can be in host memory; UsageError gives the reason."""
         ranks = self.position.size * self.position.num_replicas
-        if refusal := self.offload.conflict(self.strategy, self.strategy, ranks):
-            raise UsageError(f"strategy.offload={self.offload}: {refusal}")
+        if conflict := self.offload.conflict(self.strategy, self.strategy, ranks):
+            raise UsageError(f"strategy.offload={self.offload}: {conflict}")
         self.offload.check_frozen_params(trains_all=self.trained == self.layouts)
 
     def all_trained(self) -> Iterator[FlatLayout]:
@@ -228,12 +234,12 @@ class StepPlan:
 
     @cached_property
     def typical_dtypes(self) -> BufferDtypes:
-        """The dtypes of the first trained flat buffer, which most have."""
+        """The dtypes of the first trained flat buffer; usually all buffers have them."""
         return next(
             map(self.dtypes_of, self.all_trained()), self.precision.buffer_dtypes("float32")
         )
 
-    # ---- at rest -------------------------------------------------------------------------
+    # ---- between steps -------------------------------------------------------------------
 
     @property
     def steps_on_host(self) -> bool:
@@ -241,53 +247,56 @@ class StepPlan:
 
     @property
     def fetches_gradients(self) -> bool:
-        """Whether the host fetches gradients for its step, which stay on the device until then."""
+        """Whether gradients stay on the device until the host copies them for its step."""
         return self.steps_on_host and Offload.GRADIENTS not in self.offload
 
     def master_span(self, layout: FlatLayout) -> Span:
-        """Return the elements of a flat buffer whose master weights this rank has."""
+        """Return the elements of a flat buffer whose master weights this rank stores."""
         if not self.strategy.shards_optimizer:
             return Span(0, layout.numel)
         return layout.owned_span(self.position.rank, self.position.replica)
 
     def placement(self, layout: FlatLayout) -> ShardPlacement:
-        dtypes, held = self.dtypes_of(layout), self.master_span(layout)
-        part, is_one = layout.shard_spans[self.position.rank], dtypes.compute == dtypes.master
+        dtypes, master_span = self.dtypes_of(layout), self.master_span(layout)
+        param_span, same_dtype = (
+            layout.shard_spans[self.position.rank],
+            dtypes.compute == dtypes.master,
+        )
         is_stepped = self.steps_on_host and layout.trainable
         on_host = Offload.PARAMS in self.offload
         if not self.strategy.shards_params:
-            part, part_in = Span(0, layout.numel), StorageLocation.UNSHARD_BUFFER
-        elif (layout.shares_per_shard == 1 and not is_stepped) or (on_host and is_one):
-            part_in = StorageLocation.MASTERS
+            param_span, params_in = Span(0, layout.numel), StorageLocation.UNSHARD_BUFFER
+        elif (layout.shares_per_shard == 1 and not is_stepped) or (on_host and same_dtype):
+            params_in = StorageLocation.MASTERS
         else:
-            part_in = StorageLocation.HOST if on_host else StorageLocation.DEVICE
+            params_in = StorageLocation.HOST if on_host else StorageLocation.DEVICE
         masters_in = StorageLocation.DEVICE
         if is_stepped or (on_host and not layout.trainable):
             masters_in = StorageLocation.HOST
-        elif part_in is not StorageLocation.MASTERS and is_one:
+        elif params_in is not StorageLocation.MASTERS and same_dtype:
             masters_in = StorageLocation.PARAMS
-        return ShardPlacement(held, masters_in, part, part_in, dtypes)
+        return ShardPlacement(master_span, masters_in, param_span, params_in, dtypes)
 
     @cached_property
     def host_memory(self) -> HostMemory:
-        """The memory of the host that this rank uses."""
+        """The host memory that this rank uses."""
         masters: dict[Dtype, int] = {}
         gradients: dict[Dtype, Dtype] = {}
         pinned: set[Dtype] = set()
         params: list[tuple[int, Dtype]] = []
         remainders = largest = largest_cast = 0
         for layout in (each for of_unit in self.layouts.values() for each in of_unit):
-            rest = self.placement(layout)
-            dtypes, numel = rest.dtypes, rest.master_span.numel
-            if rest.param_location is StorageLocation.HOST:
-                params.append((rest.param_span.numel, dtypes.compute))
-            if rest.master_location is not StorageLocation.HOST:
+            placement = self.placement(layout)
+            dtypes, numel = placement.dtypes, placement.master_span.numel
+            if placement.param_location is StorageLocation.HOST:
+                params.append((placement.param_span.numel, dtypes.compute))
+            if placement.master_location is not StorageLocation.HOST:
                 continue
             if not layout.trainable:
                 params.append((numel, dtypes.compute))
                 continue
             masters[dtypes.master] = masters.get(dtypes.master, 0) + numel
-            remainders += rest.remainder_bytes
+            remainders += placement.remainder_bytes
             if self.fetches_gradients:
                 largest = max(largest, numel * dtypes.gradient.itemsize)
             else:
@@ -306,7 +315,7 @@ class StepPlan:
 
     @cached_property
     def unshard_buffers(self) -> tuple[UnshardBufferSpec, ...]:
-        """The slots that units are gathered into; shared only if they are freed after forward."""
+        """The unshard buffers of all units; shared only if units are freed after forward."""
         nbytes = {
             name: sum(each.numel * self.dtypes_of(each).compute.itemsize for each in of_unit)
             for name, of_unit in self.layouts.items()
@@ -323,7 +332,8 @@ class StepPlan:
     def uses_all_reduce(self) -> bool:
         """Whether one all-reduce gives every rank the full sum.
 
-        Over gloo, the parts are added in rank order, as everywhere else, and then gathered.
+        Over gloo, each rank adds its shard in rank order, and the shards are then gathered: sums
+        have the same bits under every strategy.
         """
         keeps = self.position.size > 1 and not self.strategy.shards_grads
         return keeps and self.position.transport is Transport.NCCL
@@ -335,52 +345,51 @@ class StepPlan:
         return self.position.num_replicas > 1 or (self.position.size > 1 and puts_together)
 
     def reduces_in_place(self, layout: FlatLayout) -> bool:
-        """Return whether the buffer of a reduction becomes the gradient, if there is none yet."""
+        """Return whether the buffer of the first reduction becomes the gradient itself."""
         dtypes = self.dtypes_of(layout)
         keeps_all = self.position.size == 1 or not self.strategy.shards_grads
         return keeps_all and dtypes.reduce == dtypes.gradient
 
     @cached_property
     def reductions(self) -> Reductions:
-        """The reductions: in flight are the bytes of the largest unit, or twice that in 2 bytes.
+        """The reductions, with a budget of the largest unit, or twice that in 2-byte dtypes.
 
-        Two reductions of 2 bytes per element cost as much as one of 4. The order of collectives
-        follows from this, so it depends on nothing that differs between ranks. If parameters are
-        sharded, the largest block sets the budget, and larger units, usually embedding and head,
-        are reduced in pieces of its size.
+        Two reductions of 2 bytes per element cost as much memory as one of 4 bytes. The budget
+        decides the order of collectives, so it must depend on nothing that differs between ranks:
+        ranks with different orders would wait for each other forever. If parameters are sharded,
+        the largest block sets the budget. Larger units, usually embedding and head, are reduced in
+        pieces of that size.
         """
-        place, strategy = self.position, self.strategy
+        position, strategy = self.position, self.strategy
         trained = [self.dtypes_of(each) for each in self.all_trained()]
         nbytes = {
             name: sum(layout.numel * self.dtypes_of(layout).reduce.itemsize for layout in of_unit)
             for name, of_unit in self.trained.items()
         }
         widest = max((each.reduce.itemsize for each in trained), default=4)
-        blocks = self.order.blocks if strategy.shards_params and place.size > 1 else ()
+        blocks = self.order.blocks if strategy.shards_params and position.size > 1 else ()
         largest = max((nbytes[name] for name in blocks), default=0) or max(nbytes.values())
         counts = {name: -(-size // largest) for name, size in nbytes.items() if size > largest}
         pieces = {name: _num_pieces(self.trained[name], count) for name, count in counts.items()}
         budget = largest * (1 if widest > 2 else 2)
-        same = all(each.reduce == each.gradient for each in trained)
-        # Over NCCL, replicas are summed on streams of their own.
-        follows = strategy.replicates and place.num_replicas > 1
-        chained = place.size if follows and place.transport is Transport.NCCL else 0
+        same_dtype = all(each.reduce == each.gradient for each in trained)
+        # NCCL enqueues the sum over replicas on its own stream, without waiting on the host.
+        follows = strategy.replicates and position.num_replicas > 1
+        chained = position.size if follows and position.transport is Transport.NCCL else 0
         return Reductions(
-            nbytes, budget, self.uses_all_reduce and same, pieces, chained, self.combines
+            nbytes, budget, self.uses_all_reduce and same_dtype, pieces, chained, self.combines
         )
 
     @property
     def outbox_bytes(self) -> int:
-        """The bytes of this rank's gradients in shared memory, where other ranks read them."""
+        """The bytes of this rank's outbox: gradients in shared memory that other ranks read."""
         shares = self.position.transport is Transport.SHARED
         return self.reductions.most_in_flight if shares else 0
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes that all ranks share: parameters, and gradients to be read."""
+        """The bytes of memory that all ranks share: unshard buffers and outboxes."""
         if self.position.transport is not Transport.SHARED:
             return 0
-        return (
-            sum(slot.nbytes for slot in self.unshard_buffers)
-            + self.position.size * self.outbox_bytes
-        )
+        params = sum(each.nbytes for each in self.unshard_buffers)
+        return params + self.position.size * self.outbox_bytes

@@ -1,4 +1,4 @@
-"""The sharding strategies, a row each: what a rank keeps, and for how long; what is on its host."""
+"""One row per sharding strategy: what each rank stores on its device and host, and for how long."""
 
 from dataclasses import astuple, dataclass, replace
 from enum import Flag, auto
@@ -10,16 +10,17 @@ from fsdpctl.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The model states of which a rank keeps only its part."""
+    """The model states that are sharded, and the ranks that share them."""
 
     name: str
     known_as: str
     shards_params: bool  # between steps
-    reshard_after_forward: bool  # gathered again in backward, less held in between
-    shards_grads: bool  # once reduced
-    shards_optimizer: bool  # states and master weights
-    replicates: bool  # one replica per group of `dp_shard_size` ranks
-    shards_over_replicas: bool = False  # gradients, states and master weights: over all ranks
+    reshard_after_forward: bool  # units are freed after forward and gathered again in backward
+    shards_grads: bool  # reduced gradients
+    shards_optimizer: bool  # optimizer states and master weights
+    replicates: bool  # each group of `dp_shard_size` ranks has a replica
+    # Whether replicas share gradients, optimizer states and master weights among all ranks.
+    shards_over_replicas: bool = False
 
     def __post_init__(self) -> None:
         sharded = self.shards_params and self.shards_grads and self.shards_optimizer
@@ -31,26 +32,26 @@ class Strategy:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether no strategy would leave a rank less of the model states."""
+        """Whether each rank stores the least that any strategy allows."""
         return self.reshard_after_forward and not self.replicates
 
     @property
     def has_owner_map(self) -> bool:
-        """Whether any assignment of optimizer states to ranks is possible."""
+        """Whether an owner map can assign optimizer states to ranks."""
         return self.shards_optimizer and not self.shards_params
 
     @property
     def syncs_params(self) -> bool:
-        """Whether ranks need parameters after a step that others have updated."""
+        """Whether a rank stores parameters that other ranks update in a step."""
         return self.shards_optimizer and (not self.shards_params or self.shards_over_replicas)
 
     @property
     def can_offload_params(self) -> bool:
-        """Whether a rank's part of the parameters can rest in host memory."""
+        """Whether a rank's shard of the parameters can be in host memory."""
         return self.shards_params and not self.shards_over_replicas
 
     def shares_per_shard(self, num_replicas: int) -> int:
-        """Return the shares of a rank's part, one for the master weights of each replica."""
+        """Return the number of replicas that share the master weights of a shard."""
         return num_replicas if self.shards_over_replicas else 1
 
 
@@ -68,7 +69,7 @@ _TABLE = (
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
 
 
-# Names in other tools -> names here.
+# Names of other tools -> names of fsdpctl.
 STRATEGY_ALIASES = {
     "ddp": "no_shard", "zero1": "shard_optimizer", "zero2": "shard_grad_op", "zero3": "full_shard",
     "fsdp": "full_shard", "hsdp": "hybrid_shard", "hpz": "hybrid_shard_optimizer",
@@ -91,7 +92,7 @@ def _row_like(wanted: Strategy) -> Strategy | None:
 
 
 def sharded_over_replicas(strategy: Strategy) -> Strategy | None:
-    """Return the row like a hybrid one whose replicas share the optimizer states, if any."""
+    """Return the row like a hybrid `strategy` whose replicas share the optimizer states, if any."""
     if not strategy.replicates or strategy.shards_over_replicas:
         return None
     return _row_like(replace(strategy, shards_over_replicas=True))
@@ -105,12 +106,13 @@ def effective_strategy(
     shares_memory: bool = False,
     offloads_params: bool = False,
 ) -> tuple[Strategy, int]:
-    """Return the strategy that runs if `replica_size` ranks share a replica, and its shard size.
+    """Return the strategy that is equivalent on these ranks, and its number of ranks per replica.
 
-    A single rank shares nothing. If all ranks share memory, it has all parameters once, unsharded,
-    and each rank steps its part. If every rank has a replica, parameters are unsharded, and all
-    ranks share what is sharded over replicas, or nothing. If there is one replica, nothing is
-    replicated. Parameters that rest on the host are gathered from there, by a single rank too.
+    A single rank runs no_shard. If ranks share memory, the parameters are in it once, unsharded,
+    and each rank steps its shard (shard_optimizer). If each rank has a replica of its own, the
+    parameters are unsharded (shard_optimizer if replicas share the optimizer states, else
+    no_shard). With a single replica, nothing is replicated. Parameters in host memory are gathered
+    from there, also by a single rank.
     """
     if world_size == 1 and not offloads_params:
         return STRATEGIES["no_shard"], 1
@@ -144,7 +146,7 @@ FSDPCTL, FSDP2, DDP = "fsdpctl", "fsdp2", "ddp"
 ENGINES = (FSDPCTL, FSDP2, DDP)
 
 
-def strategies_of(engine: str) -> list[str]:
+def engine_strategies(engine: str) -> list[str]:
     if engine == DDP:
         return ["no_shard"]
     if engine != FSDP2:
@@ -153,9 +155,9 @@ def strategies_of(engine: str) -> list[str]:
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:
-    can = strategies_of(engine)
-    if strategy.name not in can:
-        problem = f"strategy={strategy.name} not supported; expected {', '.join(can)}"
+    supported = engine_strategies(engine)
+    if strategy.name not in supported:
+        problem = f"strategy={strategy.name} not supported; expected {', '.join(supported)}"
         raise UsageError(f"engine={engine}: {problem}")
 
 
@@ -164,46 +166,47 @@ class Offload(Flag):
 
     NONE = 0
     STATES = auto()  # master weights and moments, which are stepped there
-    GRADIENTS = auto()  # reduced ones
-    PARAMS = auto()  # frozen ones at rest; with states, trained ones too
+    GRADIENTS = auto()  # reduced gradients
+    PARAMS = auto()  # frozen parameters between steps; with STATES, trained parameters too
     ALL = STATES | GRADIENTS | PARAMS
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
-        """Return the states that a word, or a list of words with or without brackets, names."""
-        words = [each.strip().upper() for each in text.strip("[] ").split(",")]
-        if not all(each in cls.__members__ for each in words):
+        """Return the states named by a comma-separated list, with or without brackets."""
+        names = [each.strip().upper() for each in text.strip("[] ").split(",")]
+        if not all(each in cls.__members__ for each in names):
             problem = "expected none, all, or a list of states, gradients, params"
             raise UsageError(f"strategy.offload={text}: {problem}")
-        found = reduce(or_, (cls[each] for each in words))
-        if cls.GRADIENTS in found and cls.STATES not in found:
+        offload = reduce(or_, (cls[each] for each in names))
+        if cls.GRADIENTS in offload and cls.STATES not in offload:
             raise UsageError(f"strategy.offload={text}: gradients require states; add states")
-        return found
+        return offload
 
     def __str__(self) -> str:
         return str(self.name).lower().replace("|", ",")
 
-    def conflict(self, asked: Strategy, runs: Strategy, num_ranks: int) -> str:
-        """Return why this is impossible under a strategy that runs as another; empty if it isn't.
+    def conflict(self, requested: Strategy, effective: Strategy, num_ranks: int) -> str:
+        """Return why a strategy does not support this set; empty if it does.
 
-        A rank gathers units from its part of the parameters, and should step what others don't.
+        `effective` is the strategy that `requested` is equivalent to on these ranks. Parameters are
+        gathered from shards, and only sharded optimizers give each rank a step of its own.
         """
-        if self.PARAMS in self and not asked.can_offload_params:
-            able = ", ".join(n for n, row in STRATEGIES.items() if row.can_offload_params)
-            return f"params: not supported with strategy={asked.name}; expected {able}"
-        if self.STATES in self and num_ranks > 1 and not runs.shards_optimizer:
-            alone = " strategy.dp_shard_size=1" if asked.replicates else ""
+        if self.PARAMS in self and not requested.can_offload_params:
+            supported = ", ".join(n for n, row in STRATEGIES.items() if row.can_offload_params)
+            return f"params: not supported with strategy={requested.name}; expected {supported}"
+        if self.STATES in self and num_ranks > 1 and not effective.shards_optimizer:
+            alone = " strategy.dp_shard_size=1" if requested.replicates else ""
             return (
-                f"not supported with strategy={asked.name}{alone} on {num_ranks} ranks, which "
+                f"not supported with strategy={requested.name}{alone} on {num_ranks} ranks, which "
                 "would all step all parameters; expected a strategy that shards optimizer states, "
                 "such as shard_grad_op"
             )
         return ""
 
     def check_frozen_params(self, *, trains_all: bool) -> None:
-        """Check that some parameters rest on the host if they may."""
+        """Refuse `params` alone if no parameter is frozen."""
         if self is Offload.PARAMS and trains_all:
             raise UsageError(
-                "strategy.offload=params: trained parameters rest on the host with their master "
+                "strategy.offload=params: trained parameters are offloaded with their master "
                 "weights; expected states,params or all, or frozen parameters, as with model.lora"
             )

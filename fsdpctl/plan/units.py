@@ -1,7 +1,7 @@
 """The units of a model: parameters that are gathered, freed and reduced together.
 
-A unit is a block of the model: each child of the outermost repeated list, the input embedding, the
-output head. Everything else, and every parameter that several units share, is the root unit.
+Units are the children of the outermost repeated list (blocks), the input embedding and the output
+head. The root unit has all other parameters, and those that several units share.
 """
 
 from collections import Counter
@@ -22,24 +22,25 @@ class UnitOrder:
 
     root: str
     forward: tuple[str, ...]
-    needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
+    # An embedding's backward reads no weights.
+    needs_no_backward_gather: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
-    blocks: frozenset[str] = frozenset()  # the repeated units
-    without_backward: frozenset[str] = frozenset()  # units without a backward
+    blocks: frozenset[str] = frozenset()  # repeated units
+    without_backward: frozenset[str] = frozenset()  # units before every trained parameter
 
     @property
     def backward_units(self) -> tuple[str, ...]:
-        """The units that have a backward, in backward order."""
+        """The units that have a backward, in the order of backward."""
         return tuple(u for u in reversed(self.forward) if u not in self.without_backward)
 
     @property
     def backward_gathers(self) -> tuple[str, ...]:
-        """The units gathered for backward, in that order."""
+        """The units that backward gathers, in the order of backward."""
         return tuple(unit for unit in reversed(self.forward) if self._reads_weights(unit))
 
     @property
     def reduction_order(self) -> tuple[str, ...]:
-        """The order in which all ranks start the reductions."""
+        """The units in the order in which all ranks start their reductions."""
         return (*reversed(self.forward), self.root)
 
     def trains(self, unit: str) -> bool:
@@ -77,34 +78,34 @@ class ModuleSpec:
     class_name: str
     is_list: bool  # a ModuleList or Sequential
     is_called: bool  # has a forward; a ModuleList has none
-    params: tuple[ParamSpec, ...]  # its own, shared ones under their first name
+    params: tuple[ParamSpec, ...]  # direct parameters; shared ones have their first name
     children: tuple["ModuleSpec", ...]
     is_lookup: bool = False  # an embedding, whose backward reads no weights
 
     def walk(self) -> Iterator["ModuleSpec"]:
-        """Yield this module and all below it, outermost first."""
+        """Yield this module and all its descendants, outermost first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def all_params(self) -> tuple[ParamSpec, ...]:
-        """Return each parameter in it once, in module order."""
+        """Return each parameter of this module and its descendants once, in module order."""
         seen = {param.name: param for module in self.walk() for param in module.params}
         return tuple(seen.values())
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One unit: the module whose forward it follows, and its parameters."""
+    """A unit: the module whose forward gathers it, and its parameters."""
 
-    name: str  # the module's name; "root" for the rest
+    name: str  # the module's name, or "root"
     kind: UnitKind
     params: tuple[ParamSpec, ...]
-    is_lookup: bool = False  # its backward reads no weights
-    has_backward: bool = True  # something in it is trained, or before it
+    is_lookup: bool = False  # the backward reads no weights
+    has_backward: bool = True  # a parameter of this or an earlier unit is trained
 
     def param_groups(self) -> list[list[ParamSpec]]:
-        """Return its parameters by dtype and trainability: a flat buffer each."""
+        """Group the parameters by dtype and trainability: each group fills one flat buffer."""
         groups: dict[tuple[str, bool], list[ParamSpec]] = {}
         for param in self.params:
             groups.setdefault((param.dtype, param.trainable), []).append(param)
@@ -126,7 +127,7 @@ def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The units of a model, the parts of their flat buffers, and the strategy that runs."""
+    """The units of a model, the layouts of their flat buffers, and the effective strategy."""
 
     units: tuple[UnitSpec, ...]
     layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
@@ -148,17 +149,21 @@ def lay_out(
     shares_memory: bool = False,
     offloads_params: bool = False,
 ) -> ModelLayout:
-    """Divide the units over the ranks, of which `replica_size` share a replica if any do.
+    """Lay out the units for `num_ranks` ranks, in replicas of `replica_size` ranks.
 
-    All ranks may share the memory of one machine, and parameters may rest on the host.
+    `shares_memory`: all ranks share the memory of one machine. `offloads_params`: parameters are in
+    host memory between steps.
     """
-    about = {"shares_memory": shares_memory, "offloads_params": offloads_params}
-    effective, parts = effective_strategy(strategy, replica_size, num_ranks, **about)
+    options = {"shares_memory": shares_memory, "offloads_params": offloads_params}
+    effective, num_shards = effective_strategy(strategy, replica_size, num_ranks, **options)
     owner_map = owner_map if effective.has_owner_map else "even"
     layouts = unit_layouts(
-        units, parts, owner_map, shares_per_shard=effective.shares_per_shard(num_ranks // parts)
+        units,
+        num_shards,
+        owner_map,
+        shares_per_shard=effective.shares_per_shard(num_ranks // num_shards),
     )
-    return ModelLayout(units, layouts, effective, parts)
+    return ModelLayout(units, layouts, effective, num_shards)
 
 
 def unit_layouts(
@@ -168,9 +173,10 @@ def unit_layouts(
     *,
     shares_per_shard: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
-    """Return the flat buffers of every unit, cut into `num_parts` parts of `shares` each.
+    """Return the flat buffers of every unit, with shards for `num_shards` ranks.
 
-    The blocks of `owner_map` are the flat buffers in order.
+    Each shard has `shares_per_shard` shares. The blocks of `owner_map` are the flat buffers, in
+    order.
     """
     if owner_map == "even":
         groups = {unit.name: unit.param_groups() for unit in units}
@@ -186,17 +192,20 @@ def unit_layouts(
         owners = make_owner_map(owner_map, sizes, num_shards)
     else:
         owners = owner_map.for_sizes(sizes, num_shards)
-    parts = iter(owners.spans)
+    spans = iter(owners.spans)
     return {
         name: tuple(
-            FlatLayout(x.param_spans, x.numel, next(parts), x.shares_per_shard) for x in layouts
+            FlatLayout(x.param_spans, x.numel, next(spans), x.shares_per_shard) for x in layouts
         )
         for name, layouts in uncut.items()
     }
 
 
 def _repeated_children(module: ModuleSpec) -> tuple[ModuleSpec, ...]:
-    """Return the children that make a list of blocks: with parameters, two or more of a class."""
+    """Return the children with parameters if they form a list of blocks.
+
+    A list of blocks is a ModuleList or Sequential with two or more children of one class.
+    """
     children = tuple(child for child in module.children if child.all_params())
     if not all(child.is_called for child in children):
         return ()
@@ -235,8 +244,8 @@ def divide_into_units(
 ) -> tuple[UnitSpec, ...]:
     """Return the units of a model: the root first, then in the expected forward order.
 
-    `classes` are the module classes to make units of; None finds the repeated blocks. Input
-    `embedding` and output `head` are given by name, if the model names them.
+    Each module of `classes` becomes a unit; None selects the repeated blocks. `embedding` and
+    `head` are the names of the input embedding and the output head, if the model has them.
     """
     kinds: dict[str, UnitKind] = {block.name: "block" for block in _checked_blocks(module, classes)}
     if embedding is not None:
@@ -246,34 +255,34 @@ def divide_into_units(
     modules = {each.name: each for each in module.walk()}
     members = {name: modules[name].all_params() for name in kinds}
     uses = Counter(param.name for params in members.values() for param in params)
-    behind = _behind_what_is_trained(module.all_params())
+    needs_backward = _trained_and_later(module.all_params())
     outside = _used_outside(module, set(kinds))
     shared = {name for name, count in uses.items() if count > 1} | outside
     units = []
     for name, params in members.items():
         kind, is_lookup = kinds[name], name == embedding and modules[name].is_lookup
-        own = tuple(replace(x, in_block=kind == "block") for x in params if x.name not in shared)
-        if own:
-            has_backward = any(param.name in behind for param in params)
-            units.append(UnitSpec(name, kind, own, is_lookup, has_backward))
+        exclusive = [replace(x, in_block=kind == "block") for x in params if x.name not in shared]
+        if exclusive:
+            has_backward = any(param.name in needs_backward for param in params)
+            units.append(UnitSpec(name, kind, tuple(exclusive), is_lookup, has_backward))
     taken = {param.name for unit in units for param in unit.params}
     rest = tuple(param for param in module.all_params() if param.name not in taken)
     return (UnitSpec(ROOT, "root", rest), *units)
 
 
-def _behind_what_is_trained(params: Sequence[ParamSpec]) -> set[str]:
-    """Return the names of the parameters from the first trained one on, in definition order.
+def _trained_and_later(params: Sequence[ParamSpec]) -> set[str]:
+    """Return the names of the first trained parameter and all parameters defined after it.
 
-    Parameters, like units, are expected to be used in that order. If they aren't, the engine still
-    follows autograd, and only the plan is less exact.
+    The plan assumes that parameters are used in the order of their definition. In a model that uses
+    them otherwise, the engine still follows autograd, and only the plan is less exact.
     """
     first = next((i for i, param in enumerate(params) if param.trainable), len(params))
     return {param.name for param in params[first:]}
 
 
 def _used_outside(module: ModuleSpec, unit_names: set[str]) -> set[str]:
-    """Return the names of the parameters that a module outside every unit holds."""
+    """Return the names of the direct parameters of modules that are in no unit."""
     if module.name in unit_names:
         return set()
-    own = {param.name for param in module.params}
-    return own.union(*(_used_outside(child, unit_names) for child in module.children))
+    names = {param.name for param in module.params}
+    return names.union(*(_used_outside(child, unit_names) for child in module.children))

@@ -22,7 +22,7 @@ from fsdpctl.plan.strategy import (
     Offload,
     Strategy,
     effective_strategy,
-    strategies_of,
+    engine_strategies,
 )
 from fsdpctl.resolve.attention_kernel import architecture_here
 from fsdpctl.resolve.auto_values import AutoInputs, Stage, fill_auto, has_bf16
@@ -249,7 +249,7 @@ def supported_strategies(config: Config) -> list[str]:
     is_muon = config.optimizer.name == MUON
     return [
         name
-        for name in strategies_of(config.engine.name)
+        for name in engine_strategies(config.engine.name)
         if not (is_muon and STRATEGIES[name].shards_params)
         and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.on_host)
     ]

@@ -135,7 +135,7 @@ def run_passes(
         tokens=tokens,
         nominal_tokens=nominal * parts.model.collectives.size,
         max_grad_norm=parts.config.optimizer.max_grad_norm,
-        own=LocalStepStats(stats.flags, stats.grad_norm, by_source),
+        local_stats=LocalStepStats(stats.flags, stats.grad_norm, by_source),
         limits=limits,
     )
 

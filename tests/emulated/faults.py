@@ -150,7 +150,7 @@ for _name, _owner, _call, _in, _wrong in _CALLS:
 
 @instead(PinnedRing, "take", STATES)
 def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given):
-    self.busy, self._next = [None] * len(self.busy), 0
+    self.in_use_until, self._next = [None] * len(self.in_use_until), 0
     return right(self, *given)
 
 
@@ -180,10 +180,10 @@ def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> No
 
 @instead(HostStates, "_step", STEPPED)
 def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *given: Any) -> Any:
-    before = step.sent().clone()
+    before = step.target().clone()
     ready = right(self, step, *given)
     if torch.cuda.current_device() == 0 and step.buffer.full.is_cuda:
-        step.sent().copy_(before)
+        step.target().copy_(before)
     return ready
 
 

@@ -150,7 +150,7 @@ def test_a_gather_to_other_memory_transfers(rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 def test_without_sharing_gloo_is_used_and_a_line_says_why(rank: int, world_size: int) -> None:
     kind, batches = KINDS["tied embedding"], token_batches(2, world_size)
-    with mock.patch.object(shared_memory, "_place", return_value=f"host {rank}"):
+    with mock.patch.object(shared_memory, "_host_key", return_value=f"host {rank}"):
         if rank == 0:
             with pytest.warns(UserWarning, match="ranks do not share memory: the ranks run on sev"):
                 model = sharing(kind.make())

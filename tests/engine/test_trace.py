@@ -101,20 +101,20 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
         whole = [each.held_gradients for each in model._runtime.buffers]
         held = sum(each.untyped_storage().nbytes() for each in whole if each is not None)
         ledger = model.accounting
-        assert (ledger.held(BufferKind.GRADS), ledger.held(BufferKind.UNSHARDED_GRADS)) == (
+        assert (ledger.total(BufferKind.GRADS), ledger.total(BufferKind.UNSHARDED_GRADS)) == (
             reduced,
             held,
         )
-        assert ledger.held(BufferKind.PARAMS) == gathered_nbytes(model)
+        assert ledger.total(BufferKind.PARAMS) == gathered_nbytes(model)
         assert ledger.nbytes == reduced + held + gathered_nbytes(model)
 
     with model.no_sync():
         next_token_loss(model, batch).backward()
     check()
-    assert model.accounting.held(BufferKind.UNSHARDED_GRADS)
+    assert model.accounting.total(BufferKind.UNSHARDED_GRADS)
     next_token_loss(model, batch).backward()
     check()
-    assert model.accounting.held(BufferKind.GRADS)
+    assert model.accounting.total(BufferKind.GRADS)
     optimizer.step()
     optimizer.zero_grad()
     check()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.plan.strategy import ENGINES, STRATEGIES, strategies_of
+from fsdpctl.plan.strategy import ENGINES, STRATEGIES, engine_strategies
 from tests.commands.run import invoke
 from tests.training.ranks import words
 
@@ -39,7 +39,7 @@ def test_a_run_prints_its_engine(tmp_path: Path) -> None:
 
 
 def test_every_engine_supports_a_strategy_and_fsdpctl_all() -> None:
-    has = {engine: set(strategies_of(engine)) for engine in ENGINES}
+    has = {engine: set(engine_strategies(engine)) for engine in ENGINES}
     assert has["fsdpctl"] == set(STRATEGIES)
     assert has["fsdp2"] == {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_grad_op"}
     assert has["ddp"] == {"no_shard"}

@@ -11,7 +11,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTH_KEYS, Config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.strategy import STRATEGIES, strategies_of
+from fsdpctl.plan.strategy import STRATEGIES, engine_strategies
 from fsdpctl.resolve.launchers import CLUSTER, role_of
 from fsdpctl.resolve.machine import assign_ranks, on_this_machine, shares_memory
 from fsdpctl.resolve.run_plan import RunPlan
@@ -141,7 +141,7 @@ def supported(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     remaining, unsupported = [], dict[str, list[str]]()
     for each in compared:
         engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
-        if strategy not in STRATEGIES or strategy in strategies_of(engine):
+        if strategy not in STRATEGIES or strategy in engine_strategies(engine):
             remaining.append(each)
         elif strategy not in unsupported.setdefault(engine, []):
             unsupported[engine].append(strategy)
