@@ -55,7 +55,7 @@ def _run(products: Products, saved: Products, inputs: Sequence[Tensor | None]) -
     return result
 
 
-def _without_memory(like: Tensor, *shape: int) -> Tensor:
+def _unallocated(like: Tensor, *shape: int) -> Tensor:
     """Return a tensor of a shape that allocates a single element: only its reads are counted."""
     return like.new_empty(1).expand(shape)
 
@@ -69,18 +69,18 @@ def _delta_rule(
 
     def products(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
         within = torch.bmm(
-            _without_memory(key, rows, _CHUNK_TOKENS, width),
-            _without_memory(key, rows, width, _CHUNK_TOKENS),
+            _unallocated(key, rows, _CHUNK_TOKENS, width),
+            _unallocated(key, rows, width, _CHUNK_TOKENS),
         )
         scores = torch.bmm(
-            _without_memory(query, rows, _CHUNK_TOKENS, width),
-            _without_memory(key, rows, width, _CHUNK_TOKENS),
+            _unallocated(query, rows, _CHUNK_TOKENS, width),
+            _unallocated(key, rows, width, _CHUNK_TOKENS),
         )
-        decayed = torch.bmm(within, _without_memory(key, rows, _CHUNK_TOKENS, width))
-        values = torch.bmm(within, _without_memory(value, rows, _CHUNK_TOKENS, out))
-        states = torch.bmm(_without_memory(key, rows, width, _CHUNK_TOKENS), values)
+        decayed = torch.bmm(within, _unallocated(key, rows, _CHUNK_TOKENS, width))
+        values = torch.bmm(within, _unallocated(value, rows, _CHUNK_TOKENS, out))
+        states = torch.bmm(_unallocated(key, rows, width, _CHUNK_TOKENS), values)
         values = torch.bmm(decayed, states)
-        torch.bmm(_without_memory(query, rows, _CHUNK_TOKENS, width), states)
+        torch.bmm(_unallocated(query, rows, _CHUNK_TOKENS, width), states)
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
@@ -107,12 +107,10 @@ def _chunk_scan(
 
     def products(x: Tensor, _: Tensor, __: Tensor, b: Tensor, c: Tensor, *more: Tensor) -> Tensor:
         shared = batch * groups * chunks
-        torch.bmm(_without_memory(c, shared, chunk, size), _without_memory(b, shared, size, chunk))
-        states = torch.bmm(
-            _without_memory(b, rows, size, chunk), _without_memory(x, rows, chunk, width)
-        )
-        torch.bmm(_without_memory(c, rows, chunk, size), states)
-        torch.bmm(_without_memory(x, rows, chunk, chunk), _without_memory(x, rows, chunk, width))
+        torch.bmm(_unallocated(c, shared, chunk, size), _unallocated(b, shared, size, chunk))
+        states = torch.bmm(_unallocated(b, rows, size, chunk), _unallocated(x, rows, chunk, width))
+        torch.bmm(_unallocated(c, rows, chunk, size), states)
+        torch.bmm(_unallocated(x, rows, chunk, chunk), _unallocated(x, rows, chunk, width))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def saved(x: Tensor, *others: Tensor) -> Tensor:

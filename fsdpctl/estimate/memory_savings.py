@@ -22,8 +22,8 @@ from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 _MOST_NODES = 1 << 10
-_ATTENTION_KEY = "model.attention"
-_CHUNK_TOKENS = 1024
+_ATTENTION = "model.attention"
+_CHUNK = 1024
 _LORA_RANK = 16
 # Tokens. For shorter samples, neither context parallelism nor a chunked MLP is suggested.
 LONG_SAMPLE = 1 << 14
@@ -77,11 +77,9 @@ def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     """Return a plan with other values; UsageError if they conflict with other settings."""
     config = plan.requested.changed(values)
     # The kernel that `auto` selected depends on the dtype, which may have changed.
-    if config.is_auto(_ATTENTION_KEY) and config.model.attention not in (None, TRANSFORMERS):
+    if config.is_auto(_ATTENTION) and config.model.attention not in (None, TRANSFORMERS):
         is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
-        config = fill_auto(
-            config.changed({_ATTENTION_KEY: None}), Stage.DECODER, AutoInputs(is_here)
-        )
+        config = fill_auto(config.changed({_ATTENTION: None}), Stage.DECODER, AutoInputs(is_here))
     return make_run_plan(config.with_strategy(config.strategy.name))
 
 
@@ -101,10 +99,8 @@ def _resets_passes(plan: RunPlan) -> dict[str, Any]:
 
 def _chunked_loss(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
-    is_long = plan.batches.micro_batch_size * train.seq_len >= 2 * _CHUNK_TOKENS
-    return _values_if(
-        is_long and train.loss_chunk_tokens == 0, train__loss_chunk_tokens=_CHUNK_TOKENS
-    )
+    is_long = plan.batches.micro_batch_size * train.seq_len >= 2 * _CHUNK
+    return _values_if(is_long and train.loss_chunk_tokens == 0, train__loss_chunk_tokens=_CHUNK)
 
 
 def _sharded_over_replicas(plan: RunPlan) -> list[KeyValues]:

@@ -140,14 +140,11 @@ def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work
     total, heads, width = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)
-    flops, dims = (
-        2 * query.numel() * _attended_tokens(length, window),
-        (count, heads, length, width),
-    )
+    flops, dims = (2 * query.numel() * _attended(length, window), (count, heads, length, width))
     return _attention(func, query, key, flops, dims, _BACKWARD if is_backward else _FORWARD)
 
 
-def _attended_tokens(length: int, window: Sequence[int] | None) -> int:
+def _attended(length: int, window: Sequence[int] | None) -> int:
     """Return the average number of tokens that a token attends to: a causal mask or a window."""
     most = window[0] + 1 if window and window[0] >= 0 else length
     most = min(most, length)

@@ -5,18 +5,9 @@ from dataclasses import replace
 
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, Filled
-from fsdpctl.config.selection import (
-    Selection,
-    auto_names,
-    reselected_names,
-    unset_names,
-    with_auto,
-)
+from fsdpctl.config.selection import Selection, auto_names, reselected_names, unset_names, with_auto
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import (
-    Ranking,
-    is_distinct_on_cluster,
-)
+from fsdpctl.estimate.candidates import Ranking, is_distinct_on_cluster
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import rank_candidates

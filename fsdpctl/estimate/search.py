@@ -15,18 +15,10 @@ from functools import partial
 from itertools import count
 
 from fsdpctl.config.schema import Filled
-from fsdpctl.config.selection import (
-    with_auto,
-    with_defaults,
-)
+from fsdpctl.config.selection import with_auto, with_defaults
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.accuracy import TIE
-from fsdpctl.estimate.candidates import (
-    Candidate,
-    Point,
-    Ranking,
-    SearchSpace,
-)
+from fsdpctl.estimate.candidates import Candidate, Point, Ranking, SearchSpace
 from fsdpctl.estimate.cluster_specs import with_specs
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -91,20 +83,14 @@ class _CandidateSearch:
         if not points:
             return []
         selected = self._least_recomputation(self._least_memory_of(points))
-        others = [each for each in points if _prefetch_group(each) != _prefetch_group(selected)]
+        others = [each for each in points if _group(each) != _group(selected)]
         if complete and len(others) < MOST_RANKED - 1:
-            others += self._remaining(
-                {selected, *others}, {_prefetch_group(selected), *map(_prefetch_group, others)}
-            )
+            others += self._remaining({selected, *others}, {_group(selected), *map(_group, others)})
         return [self._candidate(each) for each in (selected, *others[: MOST_RANKED - 1])]
 
     def least_memory(self) -> RunEstimate:
         """Return the estimate of a point that fits, or of the point that lacks least."""
-        any(
-            self._fitting_point(each)
-            for name in self.space.strategies
-            for each in self._extremes(name)
-        )
+        any(self._fitting(each) for name in self.space.strategies for each in self._extremes(name))
         return self.closest()
 
     def closest(self) -> RunEstimate:
@@ -134,7 +120,7 @@ class _CandidateSearch:
             late = number > 0 and seconds > best * (1 + TIE)
             if number >= MOST_RANKED and late:
                 return
-            if (fitting := self._fitting_point(point)) is None:
+            if (fitting := self._fitting(point)) is None:
                 if (less := self.space.less_prefetch(point)) is not None:
                     heapq.heappush(heap, self._lower_bound(less))
             elif is_exact and fitting == point:
@@ -208,11 +194,11 @@ class _CandidateSearch:
                         points.add(point)
                         point = self.space.less_prefetch(point)
         fitting = [each for each in points - ranked if self._fits(each)]
-        fitting.sort(key=lambda each: (_prefetch_group(each) in groups, self._time(each), each))
+        fitting.sort(key=lambda each: (_group(each) in groups, self._time(each), each))
         remaining: list[Point] = []
         for each in fitting:
-            group = _prefetch_group(each)
-            if group in groups or group not in map(_prefetch_group, remaining):
+            group = _group(each)
+            if group in groups or group not in map(_group, remaining):
                 remaining.append(each)
         return remaining
 
@@ -239,14 +225,12 @@ class _CandidateSearch:
 
     def _largest_sizes(self, strategy: str) -> Iterator[tuple[int, int]]:
         """Yield each recomputation mode, the least first, with the largest size that fits."""
-        if not any(map(self._fitting_point, self._extremes(strategy))):
+        if not any(map(self._fitting, self._extremes(strategy))):
             return
         low, last = -1, len(self.space.sizes) - 1
 
         def fits(mode: int, size: int) -> bool:
-            return (
-                self._fitting_point(self.space.point(strategy, mode, size, most=False)) is not None
-            )
+            return self._fitting(self.space.point(strategy, mode, size, most=False)) is not None
 
         for mode in self.space.modes:
             low = largest_true(partial(fits, mode), low, last, last)
@@ -259,7 +243,7 @@ class _CandidateSearch:
         ends = [(modes[0], last), *((mode, size) for mode in modes[:-3:-1] for size in (0, last))]
         return [self.space.point(strategy, mode, size, most=False) for mode, size in ends]
 
-    def _fitting_point(self, point: Point) -> Point | None:
+    def _fitting(self, point: Point) -> Point | None:
         """Return the point, or the point with the last block treated more lightly, if it fits.
 
         The activations of the last block are alive in its backward in any case. To recompute them
@@ -291,7 +275,7 @@ class _CandidateSearch:
         return Candidate(self.space.selection(point), estimate, self._time(point))
 
 
-def _prefetch_group(point: Point) -> _PrefetchGroup:
+def _group(point: Point) -> _PrefetchGroup:
     return point[:3]
 
 

@@ -22,7 +22,7 @@ from fsdpctl.resolve.run_plan import RunPlan
 
 FittingSuggestion = tuple[Suggestion, RunEstimate]
 
-_MOST_SUGGESTED = 3
+_MAX_SHOWN = 3
 # Savings that turn out to be unnecessary are dropped again, in one of these orders: the most
 # expensive first, or the smaller micro-batch first.
 _DROP_ORDER = (savings.PARAM_OFFLOAD, *savings.SAVINGS_TOGETHER[::-1])
@@ -80,7 +80,7 @@ class _SuggestionSearch:
             # Strategies differ in more than their degree, so all that fit are listed.
             if "strategy" in keys or all(keys != other.values.keys() for other, _ in fastest):
                 fastest.append(each)
-        return fastest[:_MOST_SUGGESTED]
+        return fastest[:_MAX_SHOWN]
 
     def _recomputation(self) -> Iterator[Suggestion]:
         """Yield the recomputation that is predicted to be fastest of those that suffice."""
@@ -104,9 +104,7 @@ class _SuggestionSearch:
                     fitting.append(needed)
         fitting = self._by_time(fitting)
         more = self._on_more_nodes() if more_ranks else None
-        return (
-            fitting[:_MOST_SUGGESTED] if more is None else [*fitting[: _MOST_SUGGESTED - 1], more]
-        )
+        return fitting[:_MAX_SHOWN] if more is None else [*fitting[: _MAX_SHOWN - 1], more]
 
     def _on_more_nodes(self) -> FittingSuggestion | None:
         """Return the fewest nodes that suffice, with savings that keep the optimizer states' dtype.

@@ -147,7 +147,7 @@ class _AllocationTracer(TorchDispatchMode):
         del self._storage_refs[key]
         number, position, index = self._live.pop(key)
         self.parts[self.position].append(
-            Free(position, index, from_previous_pass=number != self.pass_number)
+            Free(position, index, is_previous=number != self.pass_number)
         )
 
     def became_gradient(self, name: str, gradient: Tensor) -> None:
@@ -177,7 +177,7 @@ class _AllocationTracer(TorchDispatchMode):
                 outliving.setdefault((position, description), []).append(index)
 
         def renumbered(each: MemoryEvent) -> list[MemoryEvent]:
-            if not (isinstance(each, Free) and each.from_previous_pass):
+            if not (isinstance(each, Free) and each.is_previous):
                 return [each]
             entry = self._allocs[self.pass_number - 1, each.position][each.ordinal]
             # There is no equal tensor if only every second pass allocates it.

@@ -75,7 +75,7 @@ def test_the_selection_is_the_same_every_time():
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", fast(0.512, slow=LIMITS))
 def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_one(memory):
-    """All of them are estimated and predicted, also those that the search skips."""
+    """Estimate and predict all combinations, also those that the search skips."""
     words = [*OPEN, f"cluster.memory={memory}"]
     found, estimator = ranking(*words), Estimator()
     axes = axes_of(with_specs(placed(*words))[0])

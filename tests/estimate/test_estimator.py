@@ -89,7 +89,7 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
 
 
 def sized(program: ModelPass, place: PassPosition) -> list[tuple[int, str]]:
-    """The operations of a part; what is freed by what it is, because keys may differ."""
+    """Return the operations of a part with the operator of each tensor; keys may differ."""
     return [
         (nbytes, program.tensors[key].description if key >= 0 else "")
         for key, nbytes in program.parts[place]

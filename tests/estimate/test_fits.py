@@ -1,4 +1,4 @@
-"""One notion of what fits: devices and hosts, for every command."""
+"""All commands have the same verdict on the memory of devices and hosts."""
 
 import re
 from collections.abc import Sequence

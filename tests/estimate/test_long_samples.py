@@ -1,4 +1,4 @@
-"""What lets longer samples fit: full recomputation, shared samples, the host, and chunks."""
+"""Savings for long samples: full recomputation, context parallelism, offload, and chunks."""
 
 import pytest
 

@@ -69,7 +69,7 @@ def test_one_rank_sends_nothing(engine):
 
 
 def counted(folder: Path, steps: int, *words: str) -> tuple[int, int]:
-    """Return the bytes over a loopback interface, and those planned for a rank's step."""
+    """Return the bytes over a loopback interface, and the planned bytes of a rank's step."""
     out = folder / f"{words[0]}-{steps}"
     line = subprocess.list2cmdline(command("compare", *words, "--steps", str(steps)))
     counter = "awk '/lo:/ {print $10}' /proc/net/dev"

@@ -11,7 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.user_module import estimate_memory
 from tests.distributed import distributed
 from tests.engine.models import OddNet, one_step
-from tests.predict.watch import watched_step
+from tests.predict.tensor_bytes import watched_step
 
 ON_CPU = fsdpctl.Assumed(device="cpu")
 
