@@ -248,7 +248,7 @@ class FsdpctlSteps:
             recorder.copy(widened * (nbytes / self._position.size - from_host), f"cast {unit}")
         copies: tuple[int, ...] = ()
         if from_host:
-            copies = (recorder.start_on_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
+            copies = (recorder.start_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
         self._gathers[unit] = recorder.start_collective(
             CollectiveKind.GATHER,
             nbytes,

@@ -57,10 +57,10 @@ class HostSchedule:
         if unit in self._gradient_copies:
             after = (self._gradient_copies[unit],)
             label = f"earlier gradients of {unit}"
-            recorder.wait(recorder.start_on_host(HostQueue.UP, nbytes, label, after=after))
+            recorder.wait(recorder.start_host(HostQueue.UP, nbytes, label, after=after))
             recorder.copy(3 * nbytes, f"sum of {unit}")
         recorder.copy(nbytes, f"norm of {unit}")
-        self._last_copy = recorder.start_on_host(HostQueue.DOWN, nbytes, f"gradients of {unit}")
+        self._last_copy = recorder.start_host(HostQueue.DOWN, nbytes, f"gradients of {unit}")
         self._gradient_copies[unit] = self._last_copy
 
     def wait_for_copy(self) -> None:
@@ -80,20 +80,14 @@ class HostSchedule:
         for unit, numel in self._owned.items():
             if fetches:
                 label, nbytes = f"gradients of {unit}", numel * dtypes.gradient.itemsize
-                down = recorder.start_on_host(
-                    HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1])
-                )
+                down = recorder.start_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
             else:
                 down = self._gradient_copies.pop(unit)
             after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
-            steps.append(
-                recorder.start_on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after)
-            )
+            steps.append(recorder.start_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
             if Offload.PARAMS not in self._plan.step.offload:
                 label, nbytes = f"parameters of {unit}", numel * dtypes.compute.itemsize
-                results.append(
-                    recorder.start_on_host(HostQueue.UP, nbytes, label, after=(steps[-1],))
-                )
+                results.append(recorder.start_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
             self._results[unit] = (results or steps)[-1]
 
     def wait(self, unit: str) -> None:

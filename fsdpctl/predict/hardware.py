@@ -148,9 +148,7 @@ class DeviceDataSheet:
         return max(work.flops / rate, moved) / self.step_efficiency + _KERNEL_LAUNCH
 
     def _memory_seconds(self, work: Work) -> float:
-        serialized = (
-            0.0 if self.is_compiled else _SERIALIZED_ROW * max(0, work.dims[-1] - _FREE_ROWS)
-        )
+        serialized = 0.0 if self.is_compiled else _ADDED_ROW * max(0, work.dims[-1] - _FREE_ROWS)
         if self.index_efficiency is not None and work.name.rstrip("_") in _INDEXING:
             seconds = (
                 work.nbytes / (self.bandwidth * self.index_efficiency) / self.step_efficiency
@@ -202,9 +200,7 @@ class DeviceDataSheet:
             return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
         matmul = self.matmul_efficiency * self._grouped(work)
-        return (
-            matmul * length / (length + _HALF_REDUCTION) * _alignment_share(rows, columns, length)
-        )
+        return matmul * length / (length + _HALF_SUMS) * _alignment(rows, columns, length)
 
 
 GROUPED = "_grouped_mm"
@@ -218,7 +214,7 @@ _TWO_BYTES = 2
 # Seconds for each row that index_put adds to the same row, such as gradients of an expert's bias: a
 # warp adds the rows one after another. By published steps of gpt-oss, whose filler text sends
 # tokens to the same experts: 1.6e-6 each, for eight times the mean. A compiler adds with atomics.
-_SERIALIZED_ROW, _FREE_ROWS = 13e-6, 64
+_ADDED_ROW, _FREE_ROWS = 13e-6, 64
 # Bytes per weight of AdamW in tiles with 8-bit moments, by the operators in optim/tiles.py, each of
 # which reads and writes float32. A fused kernel moves 16 bytes: gradient 4, weight 2 * 4, moments
 # 2 * 2.
@@ -233,7 +229,7 @@ _KERNEL_LAUNCH = 2e-6  # seconds: the shortest kernel
 _LONG_TOKENS, _DOUBLINGS = 1 << 16, 4
 _HALF_LENGTH = 560  # sequence length at which attention reaches half of its speed
 _HALF_ROWS = 600  # rows per group at which a grouped product reaches half of its speed
-_HALF_REDUCTION = 130  # length of the sums at which a matrix product reaches half of its speed
+_HALF_SUMS = 130  # length of the sums at which a matrix product reaches half of its speed
 
 
 def _bandwidth_share(nbytes: float) -> float:
@@ -243,7 +239,7 @@ def _bandwidth_share(nbytes: float) -> float:
     return 0.70 if nbytes >= 8e6 else 0.5
 
 
-def _alignment_share(*sizes: int) -> float:
+def _alignment(*sizes: int) -> float:
     """Return the efficiency of a matrix product whose sizes may not be multiples of tiles."""
     if any(size % 8 for size in sizes if size > 1):
         return 0.65

@@ -9,7 +9,7 @@ from fsdpctl.predict.step_recorder import Category, StepRecorder
 
 
 @dataclass(frozen=True, slots=True)
-class AllocationPurpose:
+class Purpose:
     """The purpose of an allocation."""
 
     category: Category
@@ -49,7 +49,7 @@ class MemoryRecorder(StepRecorder):
             tuple[int, StepPhase]
         ] = []  # the index of the first operation, and the phase
         # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
-        self._purposes: list[AllocationPurpose] = []  # of the engine's keys
+        self._purposes: list[Purpose] = []  # of the engine's keys
         self.streams: dict[int, int] = {}  # by key, unless it is stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
         # For tensors that are freed in the next pass, by key: the current and the previous key.
@@ -71,7 +71,7 @@ class MemoryRecorder(StepRecorder):
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
         key = self.model_pass.num_keys + len(self._purposes)
-        self._purposes.append(AllocationPurpose(category, unit, what))
+        self._purposes.append(Purpose(category, unit, what))
         if stream:
             self.streams[key] = stream
         if nbytes:
@@ -89,7 +89,7 @@ class MemoryRecorder(StepRecorder):
     def recategorize(self, key: int, category: Category, what: str) -> None:
         if key >= self.model_pass.num_keys:
             unit = self._purposes[key - self.model_pass.num_keys].unit
-            self._purposes[key - self.model_pass.num_keys] = AllocationPurpose(category, unit, what)
+            self._purposes[key - self.model_pass.num_keys] = Purpose(category, unit, what)
 
     def allocate_temporary(self, nbytes: int) -> None:
         if nbytes:
@@ -137,19 +137,17 @@ class MemoryRecorder(StepRecorder):
             else:
                 yield (self._new_keys.get(key, key), nbytes)
 
-    def purpose(self, key: int) -> AllocationPurpose:
+    def purpose(self, key: int) -> Purpose:
         """Return the purpose of an allocation by its key."""
         if key >= self.model_pass.num_keys:
             return self._purposes[key - self.model_pass.num_keys]
         tensor = self.model_pass.tensors[key]
         position = tensor.position
         if key in self._gradients:
-            return AllocationPurpose(
-                Category.GRADIENTS, position.unit, f"gradient of {self._gradients[key]}"
-            )
+            return Purpose(Category.GRADIENTS, position.unit, f"gradient of {self._gradients[key]}")
         is_loss = position.part is PassPart.LOSS or (
             position.unit == self._last
             and (self._last_is_head or position.part is PassPart.BETWEEN)
         )
         category = Category.LOGITS_AND_LOSS if is_loss else Category.ACTIVATIONS
-        return AllocationPurpose(category, position.unit, tensor.description)
+        return Purpose(category, position.unit, tensor.description)

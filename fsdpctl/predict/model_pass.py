@@ -70,7 +70,7 @@ class Free(NamedTuple):
 
     position: PassPosition  # where it was allocated
     ordinal: int
-    from_previous_pass: bool  # whether it was allocated in the previous pass
+    is_previous: bool  # whether it was allocated in the previous pass
 
 
 class Workspace(NamedTuple):
@@ -169,7 +169,7 @@ def _relative(each: MemoryEvent, index: Mapping[str, int], here: int) -> object:
         return each
     unit = each.position.unit
     relative = index[unit] - here if unit in index else unit
-    kind = each.from_previous_pass if isinstance(each, Free) else "gradient"
+    kind = each.is_previous if isinstance(each, Free) else "gradient"
     return (each.position.part, relative, each.ordinal, kind)
 
 
@@ -194,11 +194,9 @@ class ModelPass:
         self.units = tuple(units)
         self._traced_pass = traced
         self._repeated = {name: each for each in repetitions for name in each.units}
-        self._index = {
-            name: index for repeated in repetitions for index, name in enumerate(repeated.units)
-        }
+        self._index = {name: index for each in repetitions for index, name in enumerate(each.units)}
         self._traced_index = {
-            name: index for repeated in repetitions for index, name in enumerate(repeated.traced)
+            name: index for each in repetitions for index, name in enumerate(each.traced)
         }
         self._traced_repeated = {name: each for each in repetitions for name in each.traced}
         self._first_key: dict[PassPosition, int] = {}
@@ -256,7 +254,7 @@ class ModelPass:
         index = self._traced_index[traced]
         return tuple(n for i, n in enumerate(repeated.units) if repeated.representative(i) == index)
 
-    def _units_referred_to(self, traced: str, here: str) -> tuple[str, ...]:
+    def _referred_units(self, traced: str, here: str) -> tuple[str, ...]:
         """Return the units that `traced` refers to, as seen from unit `here` of the whole model."""
         repeated = self._traced_repeated.get(traced)
         if repeated is None or self._repeated.get(here) is not repeated:
@@ -275,26 +273,24 @@ class ModelPass:
             elif isinstance(each, Workspace):
                 operations.append((-1, -each.nbytes))
             elif isinstance(each, Gradient):
-                names = self._params_referred_to(each.param, position.unit)
+                names = self._referred_params(each.param, position.unit)
                 self.gradients.update(
-                    zip(names, self._keys_referred_to(each, position.unit), strict=True)
+                    zip(names, self._referred_keys(each, position.unit), strict=True)
                 )
             else:
-                keys = list(self._keys_referred_to(each, position.unit))
+                keys = list(self._referred_keys(each, position.unit))
                 operations += [(key, 0) for key in keys]
-                if each.from_previous_pass:
+                if each.is_previous:
                     self.held_over.update(keys)
         return operations
 
-    def _keys_referred_to(self, each: Free | Gradient, here: str) -> Iterator[int]:
-        for unit in self._units_referred_to(each.position.unit, here):
+    def _referred_keys(self, each: Free | Gradient, here: str) -> Iterator[int]:
+        for unit in self._referred_units(each.position.unit, here):
             yield self._first_key[PassPosition(each.position.part, unit)] + each.ordinal
 
-    def _params_referred_to(self, traced: str, here: str) -> list[str]:
+    def _referred_params(self, traced: str, here: str) -> list[str]:
         """Return the parameters of the whole model that a traced parameter represents."""
         for owner in self._traced_repeated:
             if traced.startswith(f"{owner}."):
-                return [
-                    unit + traced[len(owner) :] for unit in self._units_referred_to(owner, here)
-                ]
+                return [unit + traced[len(owner) :] for unit in self._referred_units(owner, here)]
         return [traced]

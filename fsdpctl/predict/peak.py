@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpctl.io.resources import without_gc
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
-from fsdpctl.predict.memory_recorder import AllocationPurpose, MemoryRecorder, StepPhase
+from fsdpctl.predict.memory_recorder import MemoryRecorder, Purpose, StepPhase
 from fsdpctl.predict.model_pass import Operation
 from fsdpctl.predict.step_recorder import Category, Steps
 
@@ -101,9 +101,7 @@ def _peak_position(trace: AllocationTrace, rounding: int) -> tuple[int, int, int
     return *position, temporary
 
 
-def find_peak(
-    trace: AllocationTrace, purpose: Callable[[int], AllocationPurpose], rounding: int
-) -> Peak:
+def find_peak(trace: AllocationTrace, purpose: Callable[[int], Purpose], rounding: int) -> Peak:
     """Return the peak of the allocated bytes, usually in a step after the first step.
 
     `purpose` maps keys to purposes. Requests are rounded up to multiples of `rounding` bytes.

@@ -106,7 +106,7 @@ class StepRecorder:
         """
         return 0
 
-    def start_on_host(
+    def start_host(
         self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
     ) -> int:
         """Start a copy or a step of the host that moves `nbytes`; return the key to wait for.

@@ -66,9 +66,7 @@ class TaskRecorder(StepRecorder):
 
     def _start_copy(self, queue: HostQueue, unit: str) -> None:
         if unit in self._offloaded and unit not in self._copies:
-            self._copies[unit] = self.start_on_host(
-                queue, self._offloaded[unit], f"input of {unit}"
-            )
+            self._copies[unit] = self.start_host(queue, self._offloaded[unit], f"input of {unit}")
 
     def _end_copy(self, unit: str) -> None:
         self.wait(self._copies.pop(unit, None))
@@ -109,7 +107,7 @@ class TaskRecorder(StepRecorder):
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
         return self._start(queue, transfer, label, after)
 
-    def start_on_host(
+    def start_host(
         self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
     ) -> int:
         return self._start(queue, self._machine.host.transfer(queue, nbytes), label, after)

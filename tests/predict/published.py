@@ -1,14 +1,13 @@
 """Published steps of GPUs, as configurations of fsdpctl.
 
-What a source does not say is assumed as written beside it. Figures are tokens/s of one GPU. The
-shares of peak and bandwidth in conf/cluster come from other measurements, except step_efficiency:
-one number for each kind of device, set with the MPT rows in view, for the H200 and Blackwell with
-their own.
+Comments state assumptions where a source is silent. Figures are tokens/s of one GPU. The shares of
+peak and bandwidth in conf/cluster come from other measurements, except step_efficiency: one number
+for each kind of device, set with the MPT rows in view, or with rows of the H200 and Blackwell.
 """
 
 from tests.predict.published_blackwell import BLACKWELL
-from tests.predict.steps import Step
-from tests.predict.steps import batch as _batch
+from tests.predict.published_step import Step
+from tests.predict.published_step import batch as _batch
 
 _TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, held to 500 W
 _MOSAIC = "llm-foundry scripts/train/benchmarking"
@@ -16,7 +15,7 @@ _FMS = "fms-fsdp README"
 _KEMPNER = "KempnerForge benchmarks/mfu_scaling"  # bf16 masters follow from the memory of one GPU
 
 _8B = "model=llama3_8b engine=fsdp2 train.seq_len=8192"
-# Of a time when torch preferred FlashAttention 2 there; llm-foundry took it too.
+# At that time, torch preferred FlashAttention 2 on this GPU; llm-foundry used it, too.
 _H100 = "cluster=h100 model.attention=flash"
 # At 500 of 700 W products reach 0.82 of their rate; 2.4 TB/s is that memory's.
 _500_W = f"{_H100} cluster.flops=811 cluster.memory_bandwidth=2400"
@@ -52,7 +51,7 @@ _KEMPNER_8B = (
 
 
 def _qwen(name: str, shape: tuple[int, ...], dtype: str, seconds: dict[int, float]) -> list[Step]:
-    """Adapters on one A100, 8 samples a step one at a time, as Qwen's README times them.
+    """Return steps of adapters on one A100, with 8 micro-batches of one sample, by Qwen's README.
 
     Its 4 bits are GPTQ's, with kernels of its own; its fused projections have one adapter instead
     of three. Steps below 1.7 s are left out, because they have one digit.
@@ -188,7 +187,7 @@ _TUNE = (
     "model=hf model.path=meta-llama/Llama-3.2-3B model.init=random cluster=1xa100_80 "
     f"precision=bf16_true train.seq_len=4096 {_batch(2, 1)}"
 )
-_CHUNKED = "train.loss_chunk_tokens=1024"  # eight of them
+_CHUNKED = "train.loss_chunk_tokens=1024"  # eight chunks
 
 _QWEN = {
     "1.8B": (24, 2048, 5504, 16, 151936), "7B": (32, 4096, 11008, 32, 151936),
@@ -215,7 +214,8 @@ PUBLISHED = (
          _TITAN),
     Step(
         "8B, 8 H100, all recomputed",
-        f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}",  # of 2026: torch's own choice
+        # measured in 2026, with torch's default kernel
+        f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}",
         7006,
         "torchtitan 27aa49077",
     ),

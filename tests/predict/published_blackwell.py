@@ -6,7 +6,7 @@ baseline is TRL with Liger's kernels. Both train on filler text. torchtitan's st
 configurations of that day.
 """
 
-from tests.predict.steps import Step, batch
+from tests.predict.published_step import Step, batch
 
 _HALO = "whitecircle/halo halo-vs-stock-trl, 2026"
 _HALO_1 = "whitecircle/halo throughput-benchmarks, 2026"

@@ -1,4 +1,4 @@
-"""Estimates of decoders of transformers are those of a real step."""
+"""Estimates of transformers' decoders equal the memory of a real step."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from fsdpctl.training.assemble import make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
+from tests.predict.tensor_bytes import watched_step
 from tests.predict.test_total import predicted
-from tests.predict.watch import watched_step
 from tests.train_step import train_step
 
 FAMILIES = ["qwen3_moe", "mixtral", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "granite"]

@@ -1,4 +1,4 @@
-"""The optimizer's step on the host: times computed by hand, its order, and the bytes it copies."""
+"""The optimizer's step on the host: expected times, the order of units, and copied bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ def predicted(words: str) -> StepPrediction:
 
 
 def owned(words: str) -> list[int]:
-    """The elements of each unit that a rank steps, in the order of the forward."""
+    """Return the elements of each unit that a rank steps, in the order of the forward."""
     run = planned(words)
     plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step
     return [
@@ -62,7 +62,7 @@ def owned(words: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Even(Free):
-    """A device on which each operator takes as long, and copies and the optimizer nothing."""
+    """A device on which operators take equal time, and copies and the optimizer no time."""
 
     per_operator: float = 1e-3
 
@@ -72,7 +72,7 @@ class Even(Free):
 
 @dataclass(frozen=True)
 class Host:
-    """A host of which each queue has a rate of its own, in bytes/s."""
+    """A host with a rate in bytes/s for each queue."""
 
     down: float = 1e18
     steps: float = 1e18

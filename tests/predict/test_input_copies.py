@@ -1,4 +1,4 @@
-"""The predicted copies of blocks' inputs: times computed by hand, and the bytes that are copied."""
+"""The predicted copies of offloaded inputs: expected times and copied bytes."""
 
 from itertools import pairwise
 

@@ -24,7 +24,7 @@ from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import AllocationTrace, replay
 from fsdpctl.predict.torch_steps import Fsdp2Steps
 from fsdpctl.predict.training_plan import TrainingPlan
-from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
+from tests.predict.torchtitan_model import LLAMA_7B, LLAMA_8B, Shape, Titan
 
 GIB = 1 << 30
 
@@ -54,7 +54,7 @@ def estimated(
 
 @dataclass(frozen=True)
 class Published:
-    """A run of torchtitan's on eight H100, and what it took, in GiB."""
+    """A run of torchtitan on eight H100, and its memory in GiB."""
 
     name: str
     shape: Shape

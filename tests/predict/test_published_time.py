@@ -16,7 +16,7 @@ from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED
 from tests.predict.published_blackwell import BLACKWELL
-from tests.predict.steps import Step
+from tests.predict.published_step import Step
 
 PREDICTOR = Estimator()
 _SHARDINGS = ("full_shard", "shard_grad_op")
@@ -36,7 +36,7 @@ def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPredict
 @cache
 def error_of(step: Step) -> float:
     """Return the relative error of the predicted tokens per second."""
-    found, ranks = predicted(step.words)
+    found, ranks = predicted(step.settings)
     return found.tokens / found.seconds / ranks / step.tokens_per_second - 1
 
 
@@ -54,16 +54,16 @@ def test_a_published_step_is_predicted_within_15_percent(step):
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "measured"), [(4096, 5560 / 9009), (16384, 17464 / 18304)])
 def test_full_shard_is_as_much_slower_than_shard_grad_op_as_published(length, measured):
-    """Of gpt-oss-20b on eight B300, where a short row does not hide the gathers of all experts."""
+    """Short samples of gpt-oss-20b on eight B300 do not hide the gathers of all experts."""
     name = f"gpt-oss-20b, 8 B300, {{}}, 1 x {length:,} tokens"
     steps = {step.name: step for step in BLACKWELL}
-    of = [predicted(steps[name.format(each)].words)[0].seconds for each in _SHARDINGS]
+    of = [predicted(steps[name.format(each)].settings)[0].seconds for each in _SHARDINGS]
     assert of[1] / of[0] == pytest.approx(measured, rel=0.1)
 
 
 def used_bytes(step: Step) -> int:
     """Return the estimated bytes that a step takes of its device, at most."""
-    found = PREDICTOR.estimate(planned(step.words))
+    found = PREDICTOR.estimate(planned(step.settings))
     return found.peak_reserved + found.outside_allocator.high
 
 
@@ -83,7 +83,7 @@ _ALLOCATED = [step for step in PUBLISHED if step.allocated is not None]
 @pytest.mark.slow
 @pytest.mark.parametrize("step", _ALLOCATED, ids=lambda step: step.name)
 def test_published_allocations_are_estimated_within_5_percent(step):
-    found = PREDICTOR.estimate(planned(step.words)).allocated
+    found = PREDICTOR.estimate(planned(step.settings)).allocated
     assert found / (1 << 30) == pytest.approx(step.allocated, rel=0.05)
 
 
@@ -114,7 +114,7 @@ def test_error_bands_are_those_of_the_published_steps():
             by_kind.setdefault(row["kind"], {}).setdefault(row["card"], []).append(row["error"])
     assert json.loads((package_folder("conf") / ACCURACY).read_text()) == by_kind
     errors = [error for each in by_kind["dense"].values() for error in each]
-    words = PUBLISHED[0].words
+    words = PUBLISHED[0].settings
     estimate = PREDICTOR.estimate(planned(words))
     band, of_short = band_of(estimate, 1.0), band_of(estimate, 0.05)
     assert band is not None

@@ -35,8 +35,8 @@ from fsdpctl.training.assemble import enable_context_parallel, make_model, make_
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
-from tests.predict.drawing import random_config
-from tests.predict.watch import host_inputs, watched_step
+from tests.predict.random_configs import random_config
+from tests.predict.tensor_bytes import host_inputs, watched_step
 from tests.train_step import train_step
 
 CASES = 60  # for each number of ranks
@@ -46,10 +46,10 @@ SAMPLED = range(5, 8)
 def predicted(
     config: Resolved, rank: int, model: ShardedModel, transport: Transport | None = None
 ) -> tuple[int, list[Event], int]:
-    """Return the estimated peak of all tensors, the planned events, and bytes next to those.
+    """Return the estimated peak of all tensors, the planned events, and the bytes of states.
 
-    The last are the bytes of optimizer states, and of all model states in host memory. Inputs of
-    blocks that `model` has in host memory must have the estimated bytes.
+    States are optimizer states, and all model states in host memory. Inputs of blocks that `model`
+    has in host memory must have the estimated bytes.
     """
     run = make_run_plan(config)
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
@@ -79,9 +79,9 @@ def predicted(
 
 
 def check(config: Resolved, rank: int, transport: Transport | None = None) -> tuple[int, int]:
-    """Return the estimated and the real peak of all tensors in a step, after other checks.
+    """Return the estimated and the real peak of all tensors in a step.
 
-    Those are of the bytes that the engine allocates, event by event, and of optimizer states.
+    Check the bytes that the engine allocates, event by event, and the bytes of optimizer states.
     """
     cpu = torch.device("cpu")
     model = make_model(config, cpu, trains=True)

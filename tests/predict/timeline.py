@@ -1,4 +1,4 @@
-"""The timeline of simulated steps: what the compute stream and the queues ran, and when."""
+"""The timeline of simulated steps: the spans of the compute stream and of the queues."""
 
 from typing import Any, NamedTuple
 
@@ -51,5 +51,5 @@ class Timeline(StepSimulator):
 
 
 def spans(step: SimulatedStep, lane: str | None = None) -> list[TimelineSpan]:
-    """Return what a lane ran in a step, or all lanes."""
+    """Return the spans of a lane in a step; without a lane, of all lanes."""
     return [each for each in Timeline.of[id(step)] if lane in (None, each.lane)]

@@ -1,0 +1,154 @@
+"""Counts the bytes of all tensors of a real run."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdpctl.comm.collectives import Handle
+from fsdpctl.comm.gloo import GlooCollectives
+from fsdpctl.engine.host_worker import HostWorker
+from fsdpctl.engine.offloaded_inputs import HostInputs
+from fsdpctl.engine.sharded_model import ShardedModel
+from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.plan.schedule import BufferKind, Event
+from tests.engine.events import gathered_nbytes, recording
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of every tensor that an operator allocates while the mode is active."""
+
+    def __init__(
+        self, there: Iterable[Tensor], slots: Iterable[Tensor], in_slots: Callable[[], int]
+    ) -> None:
+        """`there` exist already; `slots` lie in memory that comes and goes, as `in_slots` says."""
+        super().__init__()
+        self._in_slots = in_slots
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._total = 0
+        self.peak = 0
+        for tensor in slots:
+            self.leave_out(tensor)
+        for tensor in there:
+            self._add(tensor)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count memory of the host apart."""
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = (weakref.ref(storage), 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func in OPERATORS:
+            with self:
+                return OPERATORS[func](*args)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self.peak = max(self.peak, self._total + self._in_slots())
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._total += nbytes
+        self._known[key] = (weakref.ref(storage, lambda _: self._gone(key)), nbytes)
+
+    def _gone(self, key: int) -> None:
+        _, nbytes = self._known.pop(key)
+        self._total -= nbytes
+
+
+@contextmanager
+def _threads_let_go() -> Iterator[None]:
+    """Collectives of whole gradients end when gloo's threads have let go of the memory.
+
+    They say that they are done a moment before. With more ranks than cores that moment can last
+    into the next forward.
+    """
+
+    def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
+        def started(collectives: GlooCollectives, given: Any, **how: Any) -> Handle:
+            wholes = [given] if isinstance(given, Tensor) else [each.full for each in given]
+            uses = [_uses(each) for each in wholes]
+            handle = start(collectives, given, **how)
+
+            def finish() -> Tensor:
+                result = handle.wait()
+                while any(_uses(e) > before for e, before in zip(wholes, uses, strict=True)):
+                    time.sleep(0)
+                return result
+
+            return Handle(finish)
+
+        return started
+
+    exchange = GlooCollectives.all_to_all
+
+    def exchanged(collectives: GlooCollectives, values: Tensor) -> Tensor:
+        uses, fresh = _uses(values), torch.empty(1)
+        received = exchange(collectives, values)
+        while _uses(values) > uses or _uses(received) > _uses(fresh):
+            time.sleep(0)
+        return received
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(GlooCollectives, "all_to_all", exchanged))
+        for name in ("start_all_reduce", "all_gather"):
+            patched = until_let_go(getattr(GlooCollectives, name))
+            patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
+        yield
+
+
+def _uses(tensor: Tensor) -> int:
+    """Count references to the memory: by views, and by threads that hold the tensor itself."""
+    views: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    holders: int = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
+    return views + holders
+
+
+def host_inputs(module: nn.Module) -> HostInputs | None:
+    """Return the host memory to which blocks offload their inputs, if they do."""
+    sends: list[Any] = [each._send for each in module.modules() if hasattr(each, "_send")]
+    found: HostInputs | None = sends[0].func.__self__ if sends else None
+    return found
+
+
+def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
+    """Return the peak bytes of all tensors in the second step, and the events of the engine."""
+    buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
+    there = [each.param_shard for each in buffers if not each.is_on_host]
+    there += [each.shard.master for each in buffers if not each.shard.is_on_host]
+    slots = [buffer.full for buffer in buffers]
+    slots += [each.param_shard for each in buffers if each.is_on_host]  # counted apart
+    slots += getattr(model.mesh.shard, "_outboxes", [])
+    if model.host is not None:  # counted apart
+        slots += [*model.host._slabs.values(), *model.host._gradients_on_host.values()]
+    outbox = model.accounting.total(BufferKind.OUTBOX)
+    watch = TensorBytes(there, slots, lambda: gathered_nbytes(model) + outbox)
+    del buffers, there, slots
+    right = HostWorker.allocate
+
+    def left_out(*given: Any, **more: Any) -> Tensor:
+        slab = right(*given, **more)
+        watch.leave_out(slab)
+        return slab
+
+    with watch, _threads_let_go(), mock.patch.object(HostWorker, "allocate", left_out):
+        step()  # makes optimizer states, and tables that stay
+        watch.peak = 0
+        with recording(model) as trace:
+            step()
+    return watch.peak, trace
