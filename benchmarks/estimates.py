@@ -17,7 +17,7 @@ from benchmarks.report import arguments, on_ranks, write_report
 from fsdpctl.estimate.run_estimate import MEMORY_ACCURACY
 from fsdpctl.io.packages import package_folder
 from tests.predict.published import PUBLISHED as STEPS
-from tests.predict.steps import Step
+from tests.predict.published_step import Step
 from tests.predict.test_published_memory import PUBLISHED
 from tests.predict.test_published_time import PREDICTOR, planned, used_bytes
 from tests.predict.test_total import peaks_of
@@ -53,12 +53,12 @@ def published_runs() -> Iterator[dict[str, Any]]:
         if step.used is not None:
             yield _row_of(step, "used", step.used, used_bytes(step))
         if step.allocated is not None:
-            nbytes = PREDICTOR.estimate(planned(step.words)).allocated
+            nbytes = PREDICTOR.estimate(planned(step.settings)).allocated
             yield _row_of(step, "allocated", step.allocated, nbytes)
 
 
 def _row_of(step: Step, what: str, measured: float, nbytes: int) -> dict[str, Any]:
-    kind = PREDICTOR.estimate(planned(step.words)).kind
+    kind = PREDICTOR.estimate(planned(step.settings)).kind
     return {"kind": kind} | _row(step.name, step.source, what, measured, nbytes)
 
 

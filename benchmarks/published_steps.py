@@ -32,8 +32,8 @@ def main() -> None:
     """Predict, print and write."""
     options, results, errors = arguments(), [], []
     for each in PUBLISHED:
-        found, ranks = predicted(each.words)
-        plan = planned(each.words)
+        found, ranks = predicted(each.settings)
+        plan = planned(each.settings)
         kind = error_kind(PREDICTOR.estimate(plan), found.seconds)
         speed = found.tokens / found.seconds / ranks
         errors.append(round(speed / each.tokens_per_second - 1, 4))
@@ -43,7 +43,7 @@ def main() -> None:
                 "kind": kind,
                 "card": gpu_of(plan.config),
                 "source": each.source,
-                "words": each.words,
+                "words": each.settings,
                 "published_tokens_per_second": each.tokens_per_second,
                 "predicted_tokens_per_second": round(speed, 1),
                 "error": errors[-1],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import arguments, write_report
 from fsdpctl.estimate.accuracy import band_of
-from tests.predict.steps import batch
+from tests.predict.published_step import batch
 from tests.predict.test_published_time import PREDICTOR, planned
 
 SEARCHED = "2026-11-29"
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
     length: int
     micro: int
     passes: int
-    words: str
+    options: str
 
     @property
     def settings(self) -> str:
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
         ranks = int(self.cluster.partition("x")[0])
         model = f"model=hf model.path={self.model} model.init=random cluster={self.cluster}"
         sizes = f"train.seq_len={self.length} {batch(self.micro, ranks, self.passes)}"
-        return f"{model} {sizes} {self.words}"
+        return f"{model} {sizes} {self.options}"
 
 
 def _lora(rank: int, dtype: str = "") -> str:
