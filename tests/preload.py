@@ -11,7 +11,7 @@ for _name in (
     "fsdpctl.checkpoint.save",
     "tests.engine.odd",
     "tests.torch_engines.runs",
-    "tests.predict.watch",
+    "tests.predict.tensor_bytes",
     "tests.reference",
     "tests.training.ranks",
 ):

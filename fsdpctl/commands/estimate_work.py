@@ -64,9 +64,7 @@ def show_estimates(
     ranked = estimates_of(estimator, composed, every=every)
     estimates = [each for each, _ in ranked]
     (note if as_json else say)(*notes_on_cores(estimates[0].config))
-    fits = [
-        _largest_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None
-    ]
+    fits = [_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None]
     if plot is not None:
         note(f"written: {draw_estimates(estimates, plot)}")
     if as_json:
@@ -105,7 +103,7 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
     note(*(describe_ranking(ranking) if ranking is not None else ()))
     values: dict[str, int] = {}
     if fit is not None:
-        largest = _largest_fit(estimator, config, estimate, fit)
+        largest = _fit(estimator, config, estimate, fit)
         note(f"fit     {fit_line(largest)}")
         if largest.estimate is not None:
             estimate, values = largest.estimate, largest.values
@@ -114,9 +112,7 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
     return estimate.fits
 
 
-def _largest_fit(
-    estimator: Estimator, config: Config, estimate: RunEstimate, fit: str
-) -> LargestFit:
+def _fit(estimator: Estimator, config: Config, estimate: RunEstimate, fit: str) -> LargestFit:
     names = [*unset_names(config), *(each for each in auto_names(config) if each != STRATEGY)]
     return largest_that_fits(estimator, estimate.plan, fit, names)
 

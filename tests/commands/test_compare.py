@@ -229,7 +229,7 @@ def test_a_variant_that_cannot_run_does_not_stop_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path):
-    """A step that is not finite ends a run; the batch of another one is larger than the memory."""
+    """One run ends with a non-finite step; the batch of another run exceeds the memory."""
     vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6"]
     ran, broken = rows(tmp_path, *vary, code=1)
     assert (ran["status"], broken["status"].startswith("failed: ")) == ("ok", True)

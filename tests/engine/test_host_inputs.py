@@ -25,8 +25,8 @@ from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
-from tests.predict.drawing import random_config
-from tests.predict.watch import host_inputs
+from tests.predict.random_configs import random_config
+from tests.predict.tensor_bytes import host_inputs
 from tests.train_step import train_step
 
 pytest.importorskip("torch._dynamo")  # whose import keeps what the stack refers to for a while

@@ -29,7 +29,7 @@ from tests.engine.odd import KINDS, Kind, Stack
 from tests.engine.test_parity import largest_difference
 from tests.matrix import WHOLE, cases, fast
 from tests.models.decoders import their_loss, tiny_config
-from tests.predict.watch import TensorBytes
+from tests.predict.tensor_bytes import TensorBytes
 from tests.reference import PaddedAdamW, train_reference
 
 LR = 1e-2

@@ -61,8 +61,7 @@ def compare(  # noqa: PLR0913  # each is an option
         typer.Option(metavar="|".join(SORT_KEYS), help="What the order is by, the least first."),
     ] = "time",
     budget: Annotated[
-        str | None,
-        typer.Option(metavar="MONEY", help="What this buys of each; with --simulate."),
+        str | None, typer.Option(metavar="MONEY", help="What this buys of each; with --simulate.")
     ] = None,
 ) -> None:
     """Compare variants by short runs or simulation.

@@ -1,4 +1,4 @@
-"""Made-up variants: their order, and the table, JSON and picture of them."""
+"""The order, the table, the JSON and the chart of invented variants."""
 
 import json
 from dataclasses import replace
