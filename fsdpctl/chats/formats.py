@@ -39,12 +39,12 @@ _RESERVED = {
     "messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message",
 }  # fmt: skip
 _INSTRUCTION, AS_ALPACA = "instruction and output", "instruction and output, as Alpaca's text"
-_ASKED, _ADDED, _ANSWERED = (
+_QUESTION, _CONTEXT, _ANSWER = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
 )  # fmt: skip
 # Names in other data sets for the question and the answer.
-_LIKE_ASKED = (*_ASKED, "prompt", "input", "problem", "source", "user")
-_LIKE_ANSWERED = (*_ANSWERED, "answer", "completion", "target", "solution", "assistant")
+_LIKE_QUESTION = (*_QUESTION, "prompt", "input", "problem", "source", "user")
+_LIKE_ANSWER = (*_ANSWER, "answer", "completion", "target", "solution", "assistant")
 _TEXTS = ("messages", "conversations", "prompt", "completion", "history", "text")
 # Keys of rows for other kinds of training.
 _PREFERENCE = re.compile(r"(?:chosen|rejected|(?:non_)?preferred_).*")
@@ -114,8 +114,9 @@ class _RowFields:
 
 def is_used(key: str) -> bool:
     """Return whether a format may use or reject a key of rows."""
-    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *LOSS_KEYS, *_KINDS}
-    return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_LOSS_KEYS.fullmatch(key))
+    known = {*_TEXTS, *_QUESTION, *_CONTEXT, *_ANSWER, *SYSTEM, *TOOLS, _KWARGS, *LOSS_KEYS}
+    is_rejected = key in _KINDS or _PREFERENCE.fullmatch(key) or ROW_LOSS_KEYS.fullmatch(key)
+    return key in known or bool(is_rejected)
 
 
 def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
@@ -139,12 +140,12 @@ def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
 
 
 def _renaming(fields: Mapping[str, Any]) -> str:
-    asked = next((key for key in _LIKE_ASKED if key in fields), None)
-    answered = next((key for key in _LIKE_ANSWERED if key in fields), None)
-    if asked is None or answered is None:
+    question = next((key for key in _LIKE_QUESTION if key in fields), None)
+    answer = next((key for key in _LIKE_ANSWER if key in fields), None)
+    if question is None or answer is None:
         hints = (did_you_mean(key[:40], _TEXTS) for key in sorted(fields))
         return next((hint for hint in hints if hint), "")
-    pairs = ((asked, _ASKED), (answered, _ANSWERED))
+    pairs = ((question, _QUESTION), (answer, _ANSWER))
     return f"; rename {' and '.join(f'{key} to {to[0]}' for key, to in pairs if key not in to)}"
 
 
@@ -209,11 +210,11 @@ def _prompt_messages(row: _RowFields) -> Chat:
 
 def _instruction(row: _RowFields) -> Chat:
     """Convert a row of Alpaca: the input follows the instruction in the user's message."""
-    parts = [row.text(*_ASKED), row.text(*_ADDED)]
+    parts = [row.text(*_QUESTION), row.text(*_CONTEXT)]
     turns = as_list(row.rest.pop("history", []), "history")
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in turns):
         raise UsageError("history: expected pairs of a user and an assistant message")
-    turns = [*turns, ["\n".join(part for part in parts if part), row.text(*_ANSWERED)]]
+    turns = [*turns, ["\n".join(part for part in parts if part), row.text(*_ANSWER)]]
     messages: list[Message] = []
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
@@ -225,7 +226,7 @@ def _alpaca(row: _RowFields) -> PlainText:
 
     Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
     """
-    instruction, context, answer = row.text(*_ASKED), row.text(*_ADDED), row.text(*_ANSWERED)
+    instruction, context, answer = row.text(*_QUESTION), row.text(*_CONTEXT), row.text(*_ANSWER)
     if not is_empty(row.rest.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
     if not answer:
@@ -263,8 +264,8 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], _Parser]] = {
     "conversations": ((("conversations",),), lambda row: _messages(row, "conversations")),
     "prompt and completion": ((("prompt",), ("completion",)), _prompt),
     "prompt and completion, of messages": ((("prompt",), ("completion",)), _prompt_messages),
-    _INSTRUCTION: ((_ASKED, _ANSWERED), _instruction),
-    AS_ALPACA: ((_ASKED, _ANSWERED), _alpaca),  # selected by data.prompt=alpaca
+    _INSTRUCTION: ((_QUESTION, _ANSWER), _instruction),
+    AS_ALPACA: ((_QUESTION, _ANSWER), _alpaca),  # selected by data.prompt=alpaca
     _TEXT: (((_TEXT,),), _plain),
 }
 

@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError
 
 from fsdpctl.chats.values import Message
 
-Spans = list[tuple[int, int]]  # of characters, half-open
+Spans = list[tuple[int, int]]  # half-open ranges of characters
 # Templates with this test accept the arguments of calls as JSON text.
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
 

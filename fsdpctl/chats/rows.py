@@ -203,8 +203,8 @@ def read_table(
             raise UsageError(f"{path}: column {twice[0]}: appears twice; rename one of them")
         unused = {name: True for name in names if not is_used(name)}
         for batch in batches:
-            found = batch.select([n for n in names if n not in unused])
-            for row in found.to_pylist() if found.num_columns else [{}] * found.num_rows:
+            selected = batch.select([n for n in names if n not in unused])
+            for row in selected.to_pylist() if selected.num_columns else [{}] * selected.num_rows:
                 number += 1
                 yield f"row {number}", {**unused, **row}
     except (arrow.ArrowException, OSError, ValueError) as error:

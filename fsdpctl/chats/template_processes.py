@@ -89,8 +89,8 @@ def render_chats(
                 input_file.write(msgspec.msgpack.encode((setup, content)))
                 input_file.seek(0)
                 output_file = TemporaryFile()  # noqa: SIM115  # closed with the batch
-                places = [(location, setup.max_seconds), *(each[1:] for each in batch)]
-                running.append(_Batch(_start(input_file, output_file), output_file, places))
+                locations = [(location, setup.max_seconds), *(each[1:] for each in batch)]
+                running.append(_Batch(_start(input_file, output_file), output_file, locations))
         yield from results(0)
     finally:
         for each in running:

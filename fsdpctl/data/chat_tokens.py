@@ -64,8 +64,8 @@ class _Split:
 class ChatTokenizer:
     """The tokenized samples of a data set, collected file by file."""
 
-    def __init__(self, plan: ChatSource, tokenizer: FileTokenizer) -> None:
-        self._plan, self._tokenizer = plan, tokenizer
+    def __init__(self, source: ChatSource, tokenizer: FileTokenizer) -> None:
+        self._source, self._tokenizer = source, tokenizer
         self._encoder = ChatEncoder(tokenizer)
         self._parts = {name: _Split() for name in SPLITS}
         self._counts: Counter[str] = Counter()
@@ -79,13 +79,13 @@ class ChatTokenizer:
         UsageError if a row can't be trained on, or if no sample is left to train on.
         """
         with doing("tokenizing", CONVERSATIONS) as self._advance:
-            formats = [self._add(each) for each in self._plan.train]
-            formats += [self._add(each, "val") for each in self._plan.validation]
+            formats = [self._add(each) for each in self._source.train]
+            formats += [self._add(each, "val") for each in self._source.validation]
         if not self._parts["train"].tokens:
             dropped = self._counts["without_loss"]
             reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
-            verb = "train" if self._plan.key == "data.path" else "validate"
-            raise UsageError(f"{self._plan.key}: nothing to {verb} on{reason}")
+            verb = "train" if self._source.key == "data.path" else "validate"
+            raise UsageError(f"{self._source.key}: nothing to {verb} on{reason}")
         arrays = {
             f"{name}.{kind}": array
             for name, part in self._parts.items()
@@ -101,7 +101,7 @@ class ChatTokenizer:
 
         Returns the format of the file.
         """
-        name, lines = read_rows(str(file), self._counts, self._plan.prompt)
+        name, lines = read_rows(str(file), self._counts, self._source.prompt)
         for tokens, trained, destination in self.samples(self._with_splits(lines, split)):
             self._store(tokens, trained, destination)
         return name
@@ -121,7 +121,7 @@ class ChatTokenizer:
         self, lines: Iterator[tuple[ChatRow, bytes]], given_split: str | None
     ) -> Iterator[tuple[ChatRow, str]]:
         self._keys.append({"followed": Counter(), "ignored": Counter()})
-        fraction = 0.0 if self._plan.validation else self._plan.val_fraction
+        fraction = 0.0 if self._source.validation else self._source.val_fraction
         for line, content in lines:
             self._advance(1)
             for name, counts in self._keys[-1].items():
@@ -140,7 +140,7 @@ class ChatTokenizer:
                 parts.append(part)
                 yield line.content, line.location
 
-        for rendered_chat in render_chats(*self._plan.setup(), chats()):
+        for rendered_chat in render_chats(*self._source.setup(), chats()):
             part = parts.popleft()
             self._counts.update(rendered_chat.counts)
             self._counts["marked"] += any(each.is_marked for each in rendered_chat.samples)

@@ -25,7 +25,7 @@ from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import MIB
 
-_FILES_FOR_WHOLE_HOLDOUT = 50  # of fewer files, the end of each is held out instead
+_FILES_FOR_WHOLE_HOLDOUT = 50  # below this number, the end of each file is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 PIECE_BYTES = 16 * MIB  # bytes of a text file that are tokenized at a time
 _COMPRESSION_RATIO = 4  # assumed, to show progress in bytes of a compressed file

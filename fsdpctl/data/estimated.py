@@ -17,7 +17,7 @@ class EstimatedData:
     excerpt: TokenStream | DocumentSet
     num_tokens: int
     scale: float = 1.0  # bytes of the data / bytes of the excerpt
-    fractions: Sequence[float] | None = None  # of each document that is in the excerpt; None: all
+    fractions: Sequence[float] | None = None  # the part of each document in the excerpt; None: all
     relative_error: float = 0.0  # standard error / `num_tokens`
     num_bytes = None
 

@@ -7,6 +7,7 @@ names, stores a second copy of the data, and sends requests to the Hub at each s
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -108,8 +109,8 @@ def _selected(
     check_inside([snapshot / each for each in names], snapshot, location)
     if patterns := _patterns(snapshot / _CARD, config, location):
         splits = {
-            each: {p: [snapshot / name for name in names if _matches(name, p)] for p in found}
-            for each, found in patterns.items()
+            each: {p: [snapshot / name for name in names if _matches(name, p)] for p in of_split}
+            for each, of_split in patterns.items()
         }
         return _files_of_splits(splits, split, location, option)
     names = [each for each in names if _kind(each) and (not config or _has_word(each, config))]
@@ -121,9 +122,9 @@ def _selected(
         raise UsageError(f"{location}: no such files of JSON, Parquet, Arrow, CSV or text{has}")
     are_csv = all(each.suffix in _CSV for each in files)
     option = TEXT if are_csv else option
-    found = select_files(files, snapshot, location, option, is_folder=config_split == [None, None])
-    parts = found.train, found.validation, found.unused
-    return DataFiles(CHAT if are_csv else found.option, *parts)
+    is_folder = config_split == [None, None]
+    data_files = select_files(files, snapshot, location, option, is_folder=is_folder)
+    return replace(data_files, option=CHAT) if are_csv else data_files
 
 
 def _files_of_splits(

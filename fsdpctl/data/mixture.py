@@ -59,8 +59,8 @@ class ShareSchedule:
         return counts
 
     def sources(self, position: int, length: int) -> NDArray[np.intp]:
-        found: NDArray[np.intp] = self._sources[np.arange(position, position + length) % PERIOD]
-        return found
+        sources: NDArray[np.intp] = self._sources[np.arange(position, position + length) % PERIOD]
+        return sources
 
 
 @dataclass(frozen=True, slots=True)

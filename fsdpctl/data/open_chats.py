@@ -92,7 +92,7 @@ def open_chats(
 ) -> DataSet:
     """Open the conversations at `config.path`, the value of the setting `key`.
 
-    `found` are the files of this path, if they are known. UsageError if a file, a row or the
+    `data_files` are the files of this path, if they are known. UsageError if a file, a row or the
     template can't be used.
     """
     data_files = data_files or find_data(str(config.path), key, CHAT)
@@ -129,20 +129,19 @@ def open_chats(
     )
 
 
-def has_cached_chats(rendering: ChatSetup, config: DataConfig, files: DataFiles) -> bool:
+def has_cached_chats(setup: ChatSetup, config: DataConfig, files: DataFiles) -> bool:
     known = read_cache(_checksums_entry_name(files))
-    return known is not None and read_cache(_entry_name(config, files, rendering)) is not None
+    return known is not None and read_cache(_entry_name(config, files, setup)) is not None
 
 
-def _entry(config: DataConfig, files: DataFiles, rendering: ChatSetup, key: str) -> CacheEntry:
-    name = _entry_name(config, files, rendering)
+def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> CacheEntry:
+    name = _entry_name(config, files, setup)
     if entry := read_cache(name):
         return entry
     parts = files.train, files.validation
-    plan = ChatSource(
-        key, *parts, config.used_val_fraction, config.prompt, rendering.template_setup
-    )
-    tokenized = ChatTokenizer(plan, rendering.tokenizer).build()
+    fraction, prompt = config.used_val_fraction, config.prompt
+    source = ChatSource(key, *parts, fraction, prompt, setup.template_setup)
+    tokenized = ChatTokenizer(source, setup.tokenizer).build()
     facts = {each: getattr(tokenized, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, tokenized.arrays, facts)
 
@@ -190,14 +189,14 @@ def template_setup_of(
     return TemplateSetup(*texts, today, *rules, MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT)
 
 
-def _entry_name(config: DataConfig, files: DataFiles, rendering: ChatSetup) -> str:
-    template = rendering.template_or_none
+def _entry_name(config: DataConfig, files: DataFiles, setup: ChatSetup) -> str:
+    template = setup.template_or_none
     parts = [
         str(_ENCODING),
         *_checksums(files),
-        rendering.tokenizer.checksum,
+        setup.tokenizer.checksum,
         "" if template is None else template.checksum,
-        rendering.today if template is not None and template.uses_date else "",
+        setup.today if template is not None and template.uses_date else "",
         config.prompt,
         config.train_on,
         config.rewritten_turns,

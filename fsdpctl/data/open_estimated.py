@@ -90,13 +90,9 @@ class _Opener:
         return self._open((open_text, has_cached_text, _of_text), tokenizer, config, key)
 
     def _open(
-        self,
-        functions: tuple[Callable[..., Any], ...],
-        encoder: Any,
-        config: DataConfig,
-        key: str,
+        self, steps: tuple[Callable[..., Any], ...], encoder: Any, config: DataConfig, key: str
     ) -> DataSet:
-        read, is_counted, estimate = functions
+        read, is_counted, estimate = steps
         data_files = find_data(str(config.path), key, config.name, fetches=False)
         val_files = data_files.validation if config.uses_validation_files else ()
         files = DataFiles(data_files.option, data_files.train, val_files)

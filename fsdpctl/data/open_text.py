@@ -52,8 +52,8 @@ def open_text(
 ) -> DataSet:
     """Return the tokens of the text at `config.path`, the value of the setting `key`.
 
-    `found` are the files of this path, if they are known. If the cache has the tokens of files with
-    these sizes and times, no file is read. UsageError if there is no text to train on.
+    `data_files` are the files of this path, if they are known. No file is read if the cache has the
+    tokens of files with these sizes and times. UsageError if there is no text to train on.
     """
     files = tuple[Path, ...]()
     if config.name == STDLIB:
@@ -139,9 +139,8 @@ def _encoded(
     if not has_val_files:
         texts, val_texts = hold_out(texts, config.used_val_fraction)
     if not texts:
-        raise UsageError(
-            f"data.val_fraction={config.used_val_fraction:g}: leaves nothing to train on"
-        )
+        fraction = f"{config.used_val_fraction:g}"
+        raise UsageError(f"data.val_fraction={fraction}: leaves nothing to train on")
     train, stream = _encode(tokenizer, texts)
     val, val_stream = _encode(tokenizer, val_texts) if val_texts else (None, None)
     return _Index(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
@@ -147,9 +148,8 @@ def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
         else:
             folder, matches = root, set[str]()
         depth = 1 if matches and not is_glob else None
-        listing = with_retries(
-            path, lambda: store.find(folder, maxdepth=depth, detail=True), UsageError
-        )
+        find = partial(store.find, folder, maxdepth=depth, detail=True)
+        listing = with_retries(path, find, UsageError)
     files = {}
     for url, info in listing.items():
         if info["type"] == "file" and (not matches or url in matches or _belongs(url, matches)):

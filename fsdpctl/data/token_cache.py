@@ -84,7 +84,7 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
         (scratch / _HEADER).write_text(json.dumps(header, indent=1) + "\n")
         if folder.exists() and read_cache(name) is None:  # corrupted
             shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():  # else another process was faster
+        if not folder.exists():  # another process may have been faster
             scratch.rename(folder)
     except OSError:  # without a cache, the next run only takes longer to start
         return CacheEntry(dict(arrays), checksums, dict(facts))

@@ -98,10 +98,7 @@ class _OpenedFile:
         count: int | None = None,
         index: DocumentIndex | None = None,
     ) -> TokenShard:
-        """Return the tokens after `offset` bytes.
-
-        UsageError if their number isn't `count`, the number in a header, or isn't whole.
-        """
+        """Return the tokens after `offset` bytes; UsageError unless there are `count` whole ids."""
         dtype = np.dtype(dtype)
         num_tokens, rest = divmod(self.size - offset, dtype.itemsize)
         if rest or count not in (None, num_tokens):
@@ -355,7 +352,7 @@ def _raw(name: str) -> Callable[[_OpenedFile], TokenFile]:
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
-    is_half = ids < 4  # as the upper half of an id of twice the width
+    is_half = ids < 4  # upper halves of ids of twice the width are small
     if len(ids) < 64:
         return ""
     if is_half[1::2].mean() > 0.99 and is_half[::2].mean() < 0.9:

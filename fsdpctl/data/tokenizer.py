@@ -40,11 +40,11 @@ Tokens = NDArray[np.unsignedinteger]
 class TextPiece(NamedTuple):
     """A document, or a part of a long document, and its size in bytes."""
 
-    text: str  # of a part, with up to CONTEXT characters before and after it
-    size: int
-    begins: bool = True
+    text: str  # a part has up to CONTEXT_CHARS characters of context on both sides
+    size: int  # bytes of the file
+    begins: bool = True  # whether the document begins here
     ends: bool = True
-    span: tuple[int, int] | None = None  # the part in the text; None: all of it
+    span: tuple[int, int] | None = None  # the part in `text`, without context; None: all of it
 
 
 class ByteTokenizer:
@@ -52,7 +52,7 @@ class ByteTokenizer:
 
     name = BYTE_TOKENIZER
     vocab_size = 256
-    dtype = np.uint16  # of token files
+    dtype = np.uint16  # in token files
     splits_text = True
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:

@@ -64,8 +64,8 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
     if templates.is_symlink():
         raise UsageError(f"{templates}: expected a directory, got a link")
     if templates.is_dir():
-        found = sorted(each.name for each in templates.iterdir() if each.name.endswith(".jinja"))
-        names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
+        jinja = sorted(each.name for each in templates.iterdir() if each.name.endswith(".jinja"))
+        names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in jinja)
     return {name: read_regular(folder / name) for name in names if os.path.lexists(folder / name)}
 
 
@@ -84,8 +84,8 @@ def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
         if content.get("merges") == NO_MERGES:
             content["merges"] = []
         backend, _ = library.convert_gguf_tokenizer(architecture, content)
-        made: Any = PreTrainedTokenizerFast
-        made(tokenizer_object=backend, **settings).save_pretrained(folder)
+        fast: Any = PreTrainedTokenizerFast
+        fast(tokenizer_object=backend, **settings).save_pretrained(folder)
         files |= read_files(Path(folder))
     metadata = read_header(path).metadata
     tokenizer, settings = (json.loads(files[name]) for name in (TOKENIZER_JSON, TOKENIZER_CONFIG))

@@ -119,9 +119,9 @@ def tokenize_files(
     for stale in existing if output.shard_tokens is not None else ():
         if stale.stem > last:
             stale.unlink()
-    about = data_files.summary(validates=False, skipped=len(skipped.files))
-    used = f"{about}{skipped_summary(skipped.files)}"
-    return TokenizeResult(state.files, state.total, state.num_bytes, used, skipped.notes())
+    summary = data_files.summary(validates=False, skipped=len(skipped.files))
+    summary += skipped_summary(skipped.files)
+    return TokenizeResult(state.files, state.total, state.num_bytes, summary, skipped.notes())
 
 
 def _about(data_files: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
@@ -162,17 +162,17 @@ class _Writer:
         self._count = 0  # tokens in the file
 
     def write(self, batch: list[TextPiece], tokens: Tokens) -> None:
-        state, most = self._state, self._output.shard_tokens
+        state, max_tokens = self._state, self._output.shard_tokens
         values = np.ascontiguousarray(tokens, dtype=self._dtype)
         while state.more < len(values):
-            end = len(values) if most is None else state.more + most - self._count
+            end = len(values) if max_tokens is None else state.more + max_tokens - self._count
             chunk = values[state.more : end]
             self._file.write(chunk.data)
             self._digest.update(chunk.data)
             self._count += len(chunk)
             state.total += len(chunk)
             state.more += len(chunk)
-            if self._count == most:
+            if self._count == max_tokens:
                 self._complete()
         state.pieces += len(batch)
         state.more = 0

@@ -192,5 +192,5 @@ class Display:
                 stream.flush()
 
 
-DISPLAY = Display()  # of this process
+DISPLAY = Display()  # the only instance in a process
 doing = DISPLAY.doing

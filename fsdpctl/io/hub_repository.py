@@ -71,13 +71,13 @@ class Repository:
             commit = read_text_file(reference).strip()
             if not COMMIT.fullmatch(commit):
                 raise UsageError(f"{reference}: not a commit; delete it")
-        found = self.folder / "snapshots" / commit
-        if not COMMIT.fullmatch(commit) or not found.is_dir():
+        folder = self.folder / "snapshots" / commit
+        if not COMMIT.fullmatch(commit) or not folder.is_dir():
             return None
-        real = os.path.realpath(found)
+        real = os.path.realpath(folder)
         if real != os.path.join(os.path.realpath(self.folder), "snapshots", commit):
-            raise UsageError(f"{found}: links to {real}, outside its repository; delete it")
-        return found
+            raise UsageError(f"{folder}: links to {real}, outside its repository; delete it")
+        return folder
 
     def names(self) -> list[str]:
         """Return the names of all files of the repository on the Hub; empty if unknown."""
@@ -151,7 +151,7 @@ class Repository:
                         folder = _call_in_thread(fetch, answered)
                     finally:
                         stopped.set()
-                    Path(folder).mkdir(parents=True, exist_ok=True)  # if there are no files
+                    Path(folder).mkdir(parents=True, exist_ok=True)  # missing without files
         return names
 
     def _announce(self, what: str, count: int, size: int) -> None:

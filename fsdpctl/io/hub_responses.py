@@ -26,8 +26,10 @@ _ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
 _ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
 _ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  # of a URL
 # Limits that the real server never reaches: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
-_MAX_BYTES, _MAX_PAGES = 256 * MIB, 2000  # of a decompressed response or listing; of a listing
-_MAX_SECONDS, _TIMEOUT = 60.0, 20.0  # of a response; without a byte, after which 5 retries follow
+_MAX_BYTES = 256 * MIB  # decompressed, per response or listing
+_MAX_PAGES = 2000  # per listing
+_MAX_SECONDS = 60.0  # per response
+_TIMEOUT = 20.0  # seconds without a byte, after which the library retries 5 times
 MAX_SILENCE_S = 360.0  # seconds without a response or a part of a file
 _MAX_NAME = 1000  # characters of a name with its directories
 
@@ -127,15 +129,15 @@ class _ResponseChecks:
             if link is not None:
                 self._check_host(request.url.join(link))
         _check_headers(response)
-        about = _ABOUT.search(request.url.path)
+        api_path = _ABOUT.search(request.url.path)
         if response.status_code >= 400:
             response.close()
             response._content = b""  # the reason is in the headers
-        elif about and request.method == "GET" and not response.has_redirect_location:
+        elif api_path and request.method == "GET" and not response.has_redirect_location:
             size = self._pages.get(str(request.url), 0)
             if not size:
                 self._pages.clear()  # this page is the first of a listing
-            response._content = _content(response, bool(about[1]), _MAX_BYTES - size)
+            response._content = _content(response, bool(api_path[1]), _MAX_BYTES - size)
             if (link := links.get("next")) is not None:
                 following = str(request.url.join(link))
                 if following in self._pages or len(self._pages) >= _MAX_PAGES:

@@ -34,11 +34,8 @@ class UploadTarget:
         from huggingface_hub import HfApi, constants
 
         repository = Repository(self.name, None, "model", self.url, is_upload=True)
-        with (
-            repository.hub_errors(),
-            checked_responses(constants.ENDPOINT, MAX_SILENCE_S),
-            doing(what),
-        ):
+        responses = checked_responses(constants.ENDPOINT, MAX_SILENCE_S)
+        with repository.hub_errors(), responses, doing(what):
             yield HfApi()
 
     def check(self) -> None:

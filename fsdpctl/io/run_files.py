@@ -73,8 +73,8 @@ def _read(link: "os.DirEntry[str]") -> str:
 
 def _entries(folder: Path) -> list["os.DirEntry[str]"]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

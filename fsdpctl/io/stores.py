@@ -52,7 +52,7 @@ class StoredFile:
     store: Any
     url: str  # as users write it
     path: str  # as the store expects it
-    error_type: ErrorType = FsdpctlError  # if the store does not answer
+    error_type: ErrorType = FsdpctlError  # raised if the store does not answer
 
     def child(self, name: str) -> "StoredFile":
         url, path = f"{self.url}/{name}", f"{self.path}/{name}"

@@ -38,8 +38,8 @@ def wrapped(line: str, width: int) -> str:
     if len(line) <= width or "\n" in line:
         return line
     indent = len(line) - len(line.lstrip()) + 2
-    if found := _SUBJECT.match(line):
-        indent = found.end()
+    if subject := _SUBJECT.match(line):
+        indent = subject.end()
     return "\n".join(
         textwrap.wrap(
             line, max(width, 2 * _HEAD), subsequent_indent=" " * indent, break_long_words=False,
