@@ -1,6 +1,6 @@
 """Trains any PyTorch module with fully sharded data parallelism.
 
-The names below are loaded when they are first used: `import fsdpctl` imports no torch.
+The public names are loaded when they are first used: `import fsdpctl` does not import torch.
 """
 
 from importlib import import_module
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fsdpctl.plan.step_plan import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
-__version__ = "0.1.0"  # the only place; not from metadata, which a checkout may lack
+# Not read from the installed metadata, which a checkout may lack.
+__version__ = "0.1.0"
 
 __all__ = [
     "Assumed", "GradAccumulator", "MemoryEstimate", "OwnerMap", "Precision", "Prefetch",

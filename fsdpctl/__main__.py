@@ -1,4 +1,7 @@
-"""`python -m fsdpctl`, and what the installed command runs: first of all, what must not wait."""
+"""The entry point of `python -m fsdpctl` and of the installed command.
+
+Signals and standard streams are set up before the slow imports.
+"""
 
 import os
 import signal
@@ -10,16 +13,17 @@ _UNLESS_SET = {
 
 
 def _interrupted(number: int, frame: object) -> None:
-    os._exit(130)  # nothing has begun; the command line has a handler of its own
+    os._exit(130)  # nothing has started; commands/app.py installs other handlers
 
 
 def _open_standard_streams() -> None:
-    """A closed one would become the first file that is opened, and be written to as the stream."""
+    """Open closed standard streams: the next opened file would get the stream's descriptor."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number
+            # The system assigns the lowest free descriptor.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -29,13 +33,13 @@ _open_standard_streams()
 
 def main() -> None:
     """Run the command line."""
-    # Libraries read these when they load, here and in all children. What matters in warnings of
-    # transformers and of torch's C++, such as stacks where a launcher is lost, is checked and said
-    # in a line. Threads of OpenMP that spin keep cores from others; GOMP_SPINCOUNT decides if set.
+    # Libraries read these variables when they are imported, here and in all child processes.
+    # fsdpctl itself reports what matters in warnings of transformers and torch's C++, such as a
+    # lost launcher. OpenMP threads that spin would keep cores busy; GOMP_SPINCOUNT overrides that.
     for name, text in _UNLESS_SET.items():
         os.environ.setdefault(name, text)
     try:
-        from fsdpctl.commands.app import main as run  # takes a moment
+        from fsdpctl.commands.app import main as run  # slow to import
 
         run()
     except ImportError as error:

@@ -1,8 +1,4 @@
-"""The exceptions of fsdpctl, each with the exit code that the command line ends with.
-
-SignalError, which ends a command that got a signal, has the codes of StoppedError and
-InterruptError. It derives from BaseException.
-"""
+"""The exceptions of fsdpctl, each with the exit code of the command line."""
 
 import difflib
 import errno
@@ -14,33 +10,32 @@ from enum import IntEnum
 STOP_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT
 )  # fmt: skip
-REMOVED_DURING_RUN = (
-    "deleted or moved during the run"  # in the message about a run directory or metrics.jsonl
-)
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
+# Part of the message if the run directory or metrics.jsonl is missing.
+REMOVED_DURING_RUN = "deleted or moved during the run"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and an exceeded quota
 
 
 class ExitCode(IntEnum):
-    """How the command line or a rank ends; a rank's may also be a signal, as a negative number."""
+    """The exit code of the command line or of a rank; a rank may also end by a signal (< 0)."""
 
     FAILED = 1
-    USAGE = 2  # what the user typed or configured cannot work
-    INSUFFICIENT = 3  # a run lacks memory by its estimate, or an export what a server needs
+    USAGE = 2  # the command line or the configuration is invalid
+    INSUFFICIENT = 3  # estimated memory exceeds the limit, or an export is incomplete
     CORRUPTED = 4  # a checkpoint is damaged or incomplete
-    STOPPED = 75  # on request, after saving what there was
-    NON_FINITE = 76  # a loss or gradient was not finite, or a spike
-    SELF_CHECK = 77  # the first step was not what the configuration says
+    STOPPED = 75  # stopped on request, after saving
+    NON_FINITE = 76  # a loss or gradient was not finite, or spiked
+    SELF_CHECK = 77  # the first step did not do what the configuration says
     INTERRUPT = 130  # Ctrl-C
 
 
-# Of ranks: a restart would not help, or was not wanted; and the message needs no panel.
+# After these exit codes of ranks, fsdpctl does not restart, and prints the message without a panel.
 NO_RESTART = (
     ExitCode.USAGE, ExitCode.CORRUPTED, ExitCode.STOPPED, ExitCode.NON_FINITE, ExitCode.SELF_CHECK
 )  # fmt: skip
 
 
 class FsdpctlError(Exception):
-    """Root of all errors that fsdpctl raises on purpose; each of `args` is a line for the user."""
+    """The base class of errors that fsdpctl raises; each of `args` is a line for the user."""
 
     exit_code = ExitCode.FAILED
 
@@ -55,13 +50,13 @@ class UsageError(FsdpctlError):
 
 
 class DoesNotFitError(FsdpctlError):
-    """The estimated memory of a run exceeds what its ranks or nodes have."""
+    """The estimated memory of a run exceeds the memory of its ranks or nodes."""
 
     exit_code = ExitCode.INSUFFICIENT
 
 
 class IncompleteExportError(FsdpctlError):
-    """An export lacks what was trained, or what a server needs."""
+    """An export lacks trained weights, or files that a server needs."""
 
     exit_code = ExitCode.INSUFFICIENT
 
@@ -85,7 +80,7 @@ class NonFiniteError(FsdpctlError):
 
 
 class SelfCheckError(FsdpctlError):
-    """The first step of a start was not what the configuration says."""
+    """The first step of a start did not do what the configuration says."""
 
     exit_code = ExitCode.SELF_CHECK
 
@@ -97,9 +92,9 @@ class InterruptError(FsdpctlError):
 
 
 class SignalError(BaseException):
-    """A signal ends the command.
+    """A signal ends the command, with the exit code of StoppedError or InterruptError.
 
-    It derives from BaseException, so code that catches every Exception of a library lets it pass.
+    SignalError derives from BaseException, so that `except Exception` does not catch it.
     """
 
     def __init__(self, number: int) -> None:
@@ -109,25 +104,25 @@ class SignalError(BaseException):
 
 
 class EngineError(FsdpctlError):
-    """The sharded model was called in an order or with values that it cannot serve."""
+    """The sharded model was called in an unsupported order or with unsupported values."""
 
 
 class ModuleError(EngineError):
-    """The module is or does what a sharded one cannot."""
+    """The module has a feature that a sharded module does not support."""
 
     exit_code = ExitCode.USAGE
 
 
 def shorten_list(names: Sequence[str], most: int = 5) -> str:
-    """List `names`, at most `most` of them, with the number of the others."""
+    """List at most `most` names, and the number of the remaining names."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known word closest to `word`, else an empty string."""
+    """Return `; did you mean X?` with the known name closest to `word`, or an empty string."""
     word, names = word.lower(), {each.lower(): each for each in known}
-    # What was typed in part, or too far, is nearer than what only looks like it.
+    # A name with `word` as its beginning, or the reverse, is closer than a similar name.
     close = sorted(
         (
             each

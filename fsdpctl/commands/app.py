@@ -75,7 +75,7 @@ COMMANDS = {
     "list": CommandInfo("listing", False, "List settings, options and recipes.",
                         ("list", "list strategy", "list optimizer.lr"), "list_choices"),
 }  # fmt: skip
-# What users of other tools type.
+# Names of similar commands in other tools.
 _SYNONYMS = {
     "export": "consolidate-checkpoint", "merge": "consolidate-checkpoint RUN DIR --merge",
     "chat": "sample SRC --chat", "generate": "sample", "eval": "evaluate", "estimate":
@@ -83,7 +83,7 @@ _SYNONYMS = {
     "train", "resume": "train", "config": "list", "preprocess": "tokenize", "import": "convert",
     "inspect": "inspect-checkpoint", "verify": "verify-checkpoint", "version": "--version",
 }  # fmt: skip
-_QUIET = ("-q", "--quiet")  # of every command
+_QUIET = ("-q", "--quiet")  # options of every command
 _QUIETLY = "-q or --quiet hides plans and progress; results, warnings and errors remain."
 _FREE_TEXT_OPTIONS = ("--prompt",)  # options whose value may be any text
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -114,10 +114,10 @@ class _Commands(TyperGroup):
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of `args`; one of another tool is answered with ours."""
-        ours = _SYNONYMS.get(args[0]) if args and args[0] not in COMMANDS else None
-        if ours is not None:
-            raise UsageError(f"{args[0]}: no such command; use fsdpctl {ours}")
+        """Return the command in `args`; the error for another tool's command names fsdpctl's."""
+        command = _SYNONYMS.get(args[0]) if args and args[0] not in COMMANDS else None
+        if command is not None:
+            raise UsageError(f"{args[0]}: no such command; use fsdpctl {command}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -139,14 +139,14 @@ def print_version(wanted: bool) -> None:
     if torch.cuda.is_available():
         say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl.version()))}")
         for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            say(f"device {index}: {about.name}, {about.total_memory / (1 << 30):.0f} GiB")
+            device = torch.cuda.get_device_properties(index)
+            say(f"device {index}: {device.name}, {device.total_memory / (1 << 30):.0f} GiB")
     else:
         say("devices: CPU only")
     raise typer.Exit
 
 
-# Errors of the command line itself: click's class, which newer versions of typer include.
+# The class of command-line errors: click's, which newer versions of typer include.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -172,7 +172,7 @@ def about(
         is_eager=True,
     ),
 ) -> None:
-    """Define the options that belong to no command."""
+    """Define the options of `fsdpctl` itself."""
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
@@ -180,14 +180,14 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _print_error(message: str) -> None:
-    from fsdpctl.commands.printing import print_error  # takes a moment
+    from fsdpctl.commands.printing import print_error  # slow to import
 
     print_error(message)
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an error of the block, or a signal, in one line, and exit with the code of its kind."""
+    """After an error or a signal in the block, print one line and exit with its code."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _raise_signal)
@@ -198,44 +198,45 @@ def exit_on_error() -> Iterator[None]:
             _print_error(str(text))
         sys.exit(error.exit_code)
     except _ParserError as error:
-        from fsdpctl.config.compose import TRAIN_OPTIONS  # takes a moment
+        from fsdpctl.config.compose import TRAIN_OPTIONS  # slow to import
 
-        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
         is_of_train = getattr(error, "option_name", "") in TRAIN_OPTIONS
-        _print_error(f"{said}{'; `fsdpctl train` has it' * is_of_train}")
+        _print_error(f"{message}{'; `fsdpctl train` has it' * is_of_train}")
         sys.exit(UsageError.exit_code)
     except (MemoryError, RecursionError) as error:
         is_deep = isinstance(error, RecursionError)
         _print_error("a file or directory is nested too deeply" if is_deep else "out of memory")
         sys.exit(UsageError.exit_code)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        location = f"{error.filename}: " if error.filename else ""
         with contextlib.suppress(OSError):
-            _print_error(f"{where}{error.strerror or error}")
+            _print_error(f"{location}{error.strerror or error}")
         sys.exit(UsageError.exit_code)
     finally:
         DISPLAY.stop()
 
 
-def _refuse_repeated(words: Iterable[str]) -> None:
-    """Refuse an option that is given twice, of which the parser would take the last value."""
-    counts = Counter(each.partition("=")[0] for each in words if each.startswith("--"))
+def _refuse_repeated(args: Iterable[str]) -> None:
+    """Raise UsageError if an option is repeated: the parser would silently use the last value."""
+    counts = Counter(each.partition("=")[0] for each in args if each.startswith("--"))
     for name, count in counts.items():
         if count > 1 and len(name) > 2 and "." not in name:
             raise UsageError(f"{name}: given {count} times; pass it once")
 
 
 def main() -> None:
-    """Run the command line. An error is printed in one line; its kind sets the exit code."""
+    """Run the command line. An error is printed in one line and determines the exit code."""
     typed = list(pairwise(["", *sys.argv[1:]]))
     args = [
         each for before, each in typed if each not in _QUIET or before in _FREE_TEXT_OPTIONS
     ] or ["--help"]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
-    sys.stdout = output = open_stdout(sys.stdout)  # for all that print
+    sys.stdout = output = open_stdout(sys.stdout)
     with exit_on_error():
-        for before, each in typed:  # before anything quotes or records them
+        # Credentials are rejected before a message or a file contains them.
+        for before, each in typed:
             name = each.partition("://")[0].partition("=")[0]
             if before not in _FREE_TEXT_OPTIONS and name not in _FREE_TEXT_OPTIONS:
                 refuse_credentials(each, name)

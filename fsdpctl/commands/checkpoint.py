@@ -1,4 +1,4 @@
-"""The commands on checkpoints: `consolidate-checkpoint`, `shard-`, `inspect-` and `verify-`."""
+"""`fsdpctl shard-checkpoint` and `inspect-checkpoint`, and helpers of commands on checkpoints."""
 
 import json
 from collections import Counter
@@ -25,8 +25,6 @@ from fsdpctl.io.stores import is_remote
 from fsdpctl.io.texts import one_line
 
 _MOST_FILES = 1 << 16
-_FORMATS = ("hf", "gguf", "peft")
-_DTYPES = ("float32", "bfloat16", "float16")
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
 
@@ -42,9 +40,9 @@ Source = Annotated[
 
 def resolve_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
-    found = find_checkpoint(source)
+    checkpoint = find_checkpoint(source)
     note(*incomplete_checkpoints_in(source))
-    return found
+    return checkpoint
 
 
 def open_source(source: str, *, best: bool = False) -> CheckpointReader:
@@ -57,7 +55,7 @@ def open_source(source: str, *, best: bool = False) -> CheckpointReader:
 
 
 def verify_base(reader: CheckpointReader) -> None:
-    """Verify the model that has the untrained weights of a checkpoint, if there is one."""
+    """Verify the base model, which has the untrained weights of a checkpoint, if it has one."""
     info = reader.manifest.base
     if info is None:
         return
@@ -155,7 +153,7 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
     dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
     model = manifest.config.get("model", "a custom model")
     at = f", step {progress.step}, {progress.samples:,} samples"
-    if not manifest.config:  # of a custom training loop, of which only the optimizer may count
+    if not manifest.config:  # from a custom training loop: only the optimizer counts steps
         at = f", optimizer step {steps}" if (steps := progress.optimizer_step) else ""
     yield f"{reader}: {model}{at}"
     numel = sum(info.numel for info in weights)

@@ -15,7 +15,7 @@ from fsdpctl.run.environment import RECORD, read_settings, read_starts
 from fsdpctl.run.metrics import read_metrics
 
 _COMPARED_METRICS = ("loss", "val_loss", "grad_norm")
-_DECIDING = _COMPARED_METRICS[:2]  # which are equal if the runs are
+_DECIDING = _COMPARED_METRICS[:2]  # a difference makes the runs different
 _NOT_COMPARED = ("train.run_dir", "started", "command", RECORD)
 
 
@@ -34,19 +34,17 @@ def compare_runs(
 
     Compares losses, settings, and the environments of the newest starts.
     """
-    found = compare_run_dirs(run_a, run_b)
-    differ = "; ".join(found["differences"])
+    comparison = compare_run_dirs(run_a, run_b)
+    differ = "; ".join(comparison["differences"])
     if as_json:
-        show_json(found)
+        show_json(comparison)
     else:
         say(f"A       {run_a}", f"B       {run_b}", "")
-        rows = [
-            [name, f"{found[name]['compared']:,}", _first(found[name])]
-            for name in _COMPARED_METRICS
-        ]
+        series = {name: comparison[name] for name in _COMPARED_METRICS}
+        rows = [[name, f"{x['compared']:,}", _first(x)] for name, x in series.items()]
         show_table(("metric", "steps", "first difference"), rows, right=("steps",))
         for name in ("configuration", "environment"):
-            rows = [[x["key"], x["a"] or "not set", x["b"] or "not set"] for x in found[name]]
+            rows = [[x["key"], x["a"] or "not set", x["b"] or "not set"] for x in comparison[name]]
             say("", *([] if rows else [f"{name}s are equal"]))
             if rows:
                 show_table((name, "A", "B"), rows)
@@ -104,19 +102,19 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[dict[str, str
 
 def _environment(run_dir: Path) -> dict[str, str]:
     (*_, newest) = [{}, *read_starts(run_dir)]
-    if isinstance(variables := newest.get("variables"), dict):  # each by itself: lines stay short
+    if isinstance(variables := newest.get("variables"), dict):  # a line for each
         newest |= {f"variables.{key}": x for key, x in variables.items()} | {"variables": None}
     return {key: x if isinstance(x, str) else json.dumps(x) for key, x in newest.items()}
 
 
 def _metrics_by_step(run_dir: Path) -> dict[str, dict[int, float | None]]:
-    """Read the values by step, None if not finite; of a repeated step the last ones."""
-    found: dict[str, dict[int, float | None]] = {name: {} for name in _COMPARED_METRICS}
+    """Read the values by step, None if not finite; a repeated step has its last values."""
+    values: dict[str, dict[int, float | None]] = {name: {} for name in _COMPARED_METRICS}
     for line in read_metrics(run_dir / METRICS):
         for name in _COMPARED_METRICS:
             if (value := getattr(line, name)) is not UNSET:
-                found[name][line.step] = value
-    return found
+                values[name][line.step] = value
+    return values
 
 
 def _compared(name: str, a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[str, Any]:

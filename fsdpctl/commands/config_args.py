@@ -48,11 +48,11 @@ RanksPerNode = Annotated[
 YAML = (".yaml", ".yml")
 
 
-_SHOWN = set(Origin) - {Origin.DEFAULT}  # of the origins of values
+_SHOWN = set(Origin) - {Origin.DEFAULT}  # origins that a printed recipe shows
 
 
 class ConfigArguments(NamedTuple):
-    """The arguments that a configuration is composed of."""
+    """The command-line arguments of a configuration."""
 
     settings: list[str]
     recipe: str | None
@@ -62,7 +62,7 @@ def normalize(
     settings: list[str] | None, recipe: str | None = None, nproc_per_node: str | None = None
 ) -> ConfigArguments:
     """Normalize the notation: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`."""
-    found: list[str] = []
+    normalized: list[str] = []
     rest = iter(settings or [])
     for text in rest:
         name, equals, value = text.partition("=")
@@ -71,12 +71,12 @@ def normalize(
                 raise UsageError(f"{text}: conflicts with the recipe {recipe}; pass only one")
             recipe = text
         elif name.startswith("--") and ("." in name or name[2:] in GROUPS):  # never an option
-            found.append(f"{name[2:]}={value if equals else next(rest, '')}")
+            normalized.append(f"{name[2:]}={value if equals else next(rest, '')}")
         else:
-            found.append(text)
+            normalized.append(text)
     if nproc_per_node is not None:
-        found.append(f"launch.nproc_per_node={nproc_per_node}")
-    return ConfigArguments(found, recipe)
+        normalized.append(f"launch.nproc_per_node={nproc_per_node}")
+    return ConfigArguments(normalized, recipe)
 
 
 def note_changes(composed: Composed) -> None:
@@ -87,15 +87,17 @@ def note_changes(composed: Composed) -> None:
 
 def recipe_text(config: Config, left_out: Collection[str] = ()) -> str:
     """Return a configuration as a recipe with the origins of values, without some settings."""
-    words = user_settings(config)
-    kept = {name: x for name, x in words.items() if not {name, name.split(".")[0]} & {*left_out}}
-    found = {name: config.origin(name) for name in kept}
-    origins = {name: x.value for name, x in found.items() if x in _SHOWN and kept[name] != AUTO}
-    return settings_to_yaml(kept, origins).rstrip()
+    settings = user_settings(config)
+    shown = {
+        name: x for name, x in settings.items() if not {name, name.split(".")[0]} & {*left_out}
+    }
+    all_origins = {name: config.origin(name) for name in shown}
+    origins = {n: x.value for n, x in all_origins.items() if x in _SHOWN and shown[n] != AUTO}
+    return settings_to_yaml(shown, origins).rstrip()
 
 
-def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
-    """Raise UsageError unless the value of an option is one of those known."""
-    if given is not None and given not in known:
-        expected = f"{', '.join(known)}{did_you_mean(given, known)}"
-        raise UsageError(f"{option} {given}: expected {expected}")
+def check_choice(option: str, value: str | None, choices: Sequence[str]) -> None:
+    """Raise UsageError if an option has a value that is not in `choices`."""
+    if value is not None and value not in choices:
+        expected = f"{', '.join(choices)}{did_you_mean(value, choices)}"
+        raise UsageError(f"{option} {value}: expected {expected}")

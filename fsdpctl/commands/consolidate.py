@@ -1,4 +1,4 @@
-"""The commands on exports: `consolidate-checkpoint`, and `verify-checkpoint`."""
+"""`fsdpctl consolidate-checkpoint`, which exports a checkpoint, and `verify-checkpoint`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -90,20 +90,22 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
     if target is not None:
         target.check()
     reader = open_source(source, best=best)
-    about: dict[str, Any] = {"overwrite": overwrite}
+    options: dict[str, Any] = {"overwrite": overwrite}
     step = f"of step {reader.manifest.progress.step}"
     if format == "peft":
         from fsdpctl.checkpoint.peft import write_peft
 
-        count = write_peft(reader, folder, names_base=target is None, **about)
+        count = write_peft(reader, folder, names_base=target is None, **options)
         say(f"{folder}: {count:,} bytes of adapters, {step}")
     else:
         verify_base(reader)
-        about["merge"] = merge
+        options["merge"] = merge
         if format == "gguf":
-            exported = write_gguf(reader, folder, dtype=EXPORT_DTYPES[dtype or "float32"], **about)
+            exported = write_gguf(
+                reader, folder, dtype=EXPORT_DTYPES[dtype or "float32"], **options
+            )
         else:
-            exported = consolidate(reader, folder, dtype=dtype, max_file_bytes=limit, **about)
+            exported = consolidate(reader, folder, dtype=dtype, max_file_bytes=limit, **options)
         size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
         say(f"{exported.path}: {size}, {step}", *exported.notes)
     _finish(reader, folder.resolve(), is_peft=format == "peft")
@@ -112,12 +114,12 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
 
 
 def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
-    """Verify an export, to which a model card is added if it is a directory."""
+    """Add a model card if the export is a directory; verify the export."""
     from fsdpctl.checkpoint.verify_export import verify_export  # imports torch
     from fsdpctl.run.card import model_card
 
-    words, info = reader.manifest.config, reader.manifest.base
-    path = "" if words.get("model.init") == "random" else words.get("model.path", "")
+    settings, info = reader.manifest.config, reader.manifest.base
+    path = "" if settings.get("model.init") == "random" else settings.get("model.path", "")
     path = path if info is None else info.path
     base = Path(path) if path and Path(path).exists() else None
     if path and base is None:
@@ -149,28 +151,28 @@ def verify_checkpoint(
     if base is not None and not (is_hugging_face(folder) or has_adapters(folder)):
         raise UsageError(f"--base: only valid with an export; {source} is not one")
     if base is not None or (folder / CHECKSUMS).exists():
-        where, (counts, findings) = str(folder), _verified(folder, base)
+        location, (counts, findings) = str(folder), _verify_export(folder, base)
         lines = list(map(str, findings))
     else:
         reader = open_source(source)
-        where, lines = str(reader), []
+        location, lines = str(reader), []
         counts = {"tensors": len(reader.manifest.tensors), "bytes": reader.num_bytes}
         _read_all(reader, reader.num_bytes)
         if reader.manifest.base is not None:
             verify_base(reader)
             lines = [f"{reader.manifest.base.path}: base model verified"]
     if as_json:
-        found = {"base": base, "findings": list(map(asdict, findings))} if base else {}
-        is_whole = not any(each.is_lost for each in findings)
-        show_json({"path": where, **counts, "verified": is_whole, **found})
+        comparison = {"base": base, "findings": list(map(asdict, findings))} if base else {}
+        is_complete = not any(each.is_lost for each in findings)
+        show_json({"path": location, **counts, "verified": is_complete, **comparison})
     else:
-        (what, number), (_, size) = counts.items()
-        say(f"{where}: {number} {what}, {size:,} bytes verified", *lines)
+        (noun, number), (_, size) = counts.items()
+        say(f"{location}: {number} {noun}, {size:,} bytes verified", *lines)
     _refuse_lost(folder, findings)
 
 
-def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Finding]]:
-    """Verify the checksums of an export, and compare it with its base if one is given."""
+def _verify_export(folder: Path, base: str | None) -> tuple[dict[str, int], list[Finding]]:
+    """Verify the checksums of an export, and compare the export with its `base`, if any."""
     counts, findings = {"files": 0, "bytes": 0}, list[Finding]()
     try:
         if (folder / CHECKSUMS).exists():
@@ -192,9 +194,9 @@ def _verified(folder: Path, base: str | None) -> tuple[dict[str, int], list[Find
     return counts, findings
 
 
-def _read_all(found: CheckpointReader | ExportedDirectory, size: int) -> None:
+def _read_all(files: CheckpointReader | ExportedDirectory, size: int) -> None:
     with doing("verifying", BYTES, size) as advance:
-        for count in found.verify():
+        for count in files.verify():
             advance(count)
 
 

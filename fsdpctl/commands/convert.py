@@ -1,4 +1,4 @@
-"""`fsdpctl convert`: a recipe from another tool's configuration; `train --from` uses it."""
+"""`fsdpctl convert` writes a recipe from another tool's file; `train --from` trains with it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +29,14 @@ def convert(
 ) -> None:
     """Write a recipe from another tool's file.
 
-    If accelerate ran it, pass the file of accelerate too. The recipe sets what the files describe:
-    model, data, lengths, batch, optimizer, schedule, LoRA and sharding. Comments list what it
-    leaves out, with the reason.
+    If accelerate launches the tool, pass accelerate's file too. The recipe sets model, data,
+    lengths, batch, optimizer, schedule, LoRA and sharding as in the files. Comments list the
+    omitted keys with the reason.
     """
-    words, beside = normalize(settings)
-    files = [source, *([Path(beside)] if beside else [])]
-    recipe = convert_files(files, words)
-    # Escapes are those of values; comments are printable.
+    overrides, launch_file = normalize(settings)
+    files = [source, *([Path(launch_file)] if launch_file else [])]
+    recipe = convert_files(files, overrides)
+    # Values may contain control characters, which are escaped. Comments are printable.
     text = escaped(recipe_text(recipe, " and ".join(each.name for each in files)))
     if out is None:
         emit(text.rstrip("\n"))
@@ -52,24 +52,24 @@ def convert(
 
 
 def describe_omissions(recipe: ConvertedRecipe) -> list[str]:
-    """Return lines on what is missing, and on what changes the training and is left out."""
-    left = [each for each in recipe.left_out if not each.startswith(NOT_NEEDED)]
-    return [*(f"missing: {why}" for _, why in recipe.missing), *(f"left out: {x}" for x in left)]
+    """Return lines about missing settings, and about omitted keys that affect the training."""
+    omitted = [each for each in recipe.left_out if not each.startswith(NOT_NEEDED)]
+    return [*(f"missing: {why}" for _, why in recipe.missing), *(f"left out: {x}" for x in omitted)]
 
 
-def convert_files(files: Sequence[Path], words: list[str]) -> ConvertedRecipe:
-    """Return the recipe for one or two files of other tools, with settings of the command line."""
+def convert_files(files: Sequence[Path], overrides: list[str]) -> ConvertedRecipe:
+    """Return the recipe for one or two files of other tools, with command-line overrides."""
     from fsdpctl.resolve.machine import num_ranks_of
 
     if len(files) > 2:
         raise UsageError(f"{files[2]}: expected a training file and one of accelerate at most")
-    typed = dict(parse_settings(words))
+    typed = dict(parse_settings(overrides))
     return to_recipe(read_other_tool(*files), typed, num_ranks_of(typed))
 
 
-def cli_settings(source: Path, asked: ConfigArguments) -> list[str]:
-    """Return the settings of the command line; UsageError if it has a recipe too."""
-    if asked.recipe is not None:
-        way = f"pass only one; for a file of accelerate, add --from {asked.recipe}"
-        raise UsageError(f"--from {source}: conflicts with the recipe {asked.recipe}; {way}")
-    return asked.settings
+def cli_settings(source: Path, arguments: ConfigArguments) -> list[str]:
+    """Return the command-line overrides of `--from`; UsageError if a recipe is passed too."""
+    if (recipe := arguments.recipe) is not None:
+        hint = f"pass only one; for a file of accelerate, add --from {recipe}"
+        raise UsageError(f"--from {source}: conflicts with the recipe {recipe}; {hint}")
+    return arguments.settings

@@ -1,4 +1,4 @@
-"""The checks of paths and launch settings, which need no torch: its import takes seconds."""
+"""Checks of paths and launch settings before torch is imported, which takes seconds."""
 
 import re
 from pathlib import Path
@@ -17,11 +17,11 @@ from fsdpctl.resolve.launchers import check_nodes
 
 
 def check_paths(config: Config, recipe: str | None, resume: str) -> None:
-    """Check the paths of a run, and which node of how many this is.
+    """Check the paths of a run and the settings of its nodes.
 
-    Only the process that opens the run needs the data: relative paths are those of its directory.
-    But each node fetches what has a name on the Hub. UsageError if a path is wrong; the message
-    names its key.
+    Only the process that prepares the run reads the data, and relative paths start in its
+    directory. But every node fetches data that is named on the Hub. UsageError if a path is
+    invalid; the message names its key.
     """
     check_nodes(config.launch)
     if config.launch.name != "local" or config.launch.node_rank:
@@ -32,8 +32,8 @@ def check_paths(config: Config, recipe: str | None, resume: str) -> None:
         hint = nearest_path_hint(resume) or "; expected auto, never, or a run or checkpoint"
         raise UsageError(f"--resume {resume}: not found{hint}")
     if (run_dir := config.train.run_dir) is not None:
-        if is_remote(run_dir, where := f"train.run_dir={run_dir}"):
-            raise UsageError(f"{where}: expected a local directory; checkpoint.remote uploads")
+        if is_remote(run_dir, location := f"train.run_dir={run_dir}"):
+            raise UsageError(f"{location}: expected a local directory; checkpoint.remote uploads")
         check_run_dir(Path(run_dir))
     check_tokenizer_paths(config.data)
     try:

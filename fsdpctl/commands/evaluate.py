@@ -30,7 +30,7 @@ from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.training.assemble import make_model, single_rank_strategy
 from fsdpctl.training.validation_loss import ValidationLoss, bits_per_byte, validation_loss
 
-_OF_THE_DATA = ("data", "train.seq_len")
+_DATA_KEYS = ("data", "train.seq_len")
 
 
 def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -40,42 +40,45 @@ def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False
     `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
     """
     source = cached_model(source)
-    place = source if is_hugging_face(source) else find_checkpoint(source)
+    folder = source if is_hugging_face(source) else find_checkpoint(source)
     note_adapters(source)
-    given = normalize(settings).settings
-    named = {text.partition("=")[0] for text in given}
-    other_data = bool({"data", "data.path"} & named)
-    own = {"model": "hf", "model.path": str(place), "launch.nproc_per_node": "1"}
-    words = [f"{name}={text}" for name, text in own.items() if name not in named]
-    of_run = [x for x in _settings_of_data(place) if not (other_data and x[0].startswith("data"))]
-    opened = prepare(compose_config([*words, *given], converted=of_run))
-    found = _evaluate(opened)
-    loss, perplexity = found.mean, math.exp(min(found.mean, 700.0))
+    overrides = normalize(settings).settings
+    names = {text.partition("=")[0] for text in overrides}
+    has_other_data = bool({"data", "data.path"} & names)
+    model = {"model": "hf", "model.path": str(folder), "launch.nproc_per_node": "1"}
+    defaults = [f"{name}={text}" for name, text in model.items() if name not in names]
+    of_run = _data_settings(folder)
+    if has_other_data:
+        of_run = [x for x in of_run if not x[0].startswith("data")]
+    opened = prepare(compose_config([*defaults, *overrides], converted=of_run))
+    evaluation = _evaluate(opened)
+    loss, perplexity = evaluation.mean, math.exp(min(evaluation.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
-    is_seen = not other_data and not is_hugging_face(source)  # the run's own data
+    is_seen = not has_other_data and not is_hugging_face(source)  # the data of the run
     part = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
         show_json({
-            "path": str(place), "part": part, "loss": loss, "perplexity": perplexity,
-            "bits_per_byte": bits, "tokens": found.tokens, "loss_by_source": found.by_source,
+            "path": str(folder), "part": part, "loss": loss, "perplexity": perplexity,
+            "bits_per_byte": bits, "tokens": evaluation.tokens,
+            "loss_by_source": evaluation.by_source,
         })  # fmt: skip
         return
     in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
     seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
-    say(f"{place}: {opened.data.description}{seen}", *opened.data.format_notes)
+    say(f"{folder}: {opened.data.description}{seen}", *opened.data.format_notes)
     say(f"loss {loss:.4f} nats per token, perplexity {perplexity:.2f}{in_bits}")
-    say(*(f"{name}: loss {each:.4f}" for name, each in found.by_source.items()))
-    say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")
+    say(*(f"{name}: loss {each:.4f}" for name, each in evaluation.by_source.items()))
+    say(f"over {evaluation.tokens:,} tokens in samples of {opened.config.train.seq_len}")
 
 
-def _settings_of_data(source: Path) -> list[tuple[str, str]]:
+def _data_settings(source: Path) -> list[tuple[str, str]]:
     of_run = read_manifest(source).config if (source / MANIFEST).exists() else {}
-    found = (each for each in of_run.items() if each[0].startswith(_OF_THE_DATA))
-    return [each for each in found if each[0] != "data.tokenizer"]
+    of_data = (each for each in of_run.items() if each[0].startswith(_DATA_KEYS))
+    return [each for each in of_data if each[0] != "data.tokenizer"]
 
 
 def _evaluate(opened: Prepared) -> ValidationLoss:
-    # All strategies compute the same on one rank: `auto` selects none.
+    # On one rank, all strategies compute the same: there is nothing to select for `auto`.
     strategy = engine_strategies(opened.config.engine.name)[0]
     plan = make_run_plan(
         opened.config, Selection(strategy, Recomputation("none"), PrefetchConfig(), None)
@@ -98,7 +101,7 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
             advance(1)
             return True
 
-        found = validation_loss(
+        evaluation = validation_loss(
             model,
             batches,
             Collectives(),
@@ -107,5 +110,5 @@ def _evaluate(opened: Prepared) -> ValidationLoss:
             chunk_tokens=config.train.loss_chunk_tokens or 0,
             should_continue=show_progress,
         )
-    assert found is not None
-    return found
+    assert evaluation is not None
+    return evaluation

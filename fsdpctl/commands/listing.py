@@ -1,4 +1,4 @@
-"""`fsdpctl list`."""
+"""`fsdpctl list` shows settings, their options, and recipes."""
 
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import package_folder
 
-_NARROW = 120  # columns of a terminal, below which each key has lines of its own
+_NARROW = 120  # on a terminal with fewer columns, each key has its own lines instead of a table row
 
 
 def list_choices(
@@ -28,9 +28,9 @@ def list_choices(
     default = default_config()
     if as_json:
         sections = list(SECTIONS) if group is None else [group]
-        found = [_described(each, default) for each in sections]
+        descriptions = [_described(each, default) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
-        show_json(found if group else [*found, recipes])
+        show_json(descriptions if group else [*descriptions, recipes])
     elif group is None:
         _list_everything(default)
     else:
@@ -39,11 +39,11 @@ def list_choices(
 
 def _keys_of(group: str) -> dict[str, Key]:
     keys = {name: key for name, key in KEYS.items() if not key.user_key}
-    found = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
-    if not found and group not in SECTIONS:
-        where = f"{group}: no such group or key{hint(group, [*SECTIONS, *keys])}"
-        raise UsageError(f"{where} (expected {', '.join(SECTIONS)})")
-    return found
+    of_group = {n: key for n, key in keys.items() if n == group or n.startswith(f"{group}.")}
+    if not of_group and group not in SECTIONS:
+        problem = f"no such group or key{hint(group, [*SECTIONS, *keys])}"
+        raise UsageError(f"{group}: {problem} (expected {', '.join(SECTIONS)})")
+    return of_group
 
 
 def _described(section: str, default: Config) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _list_everything(default: Config) -> None:
 
 
 def _list_section(section: str, default: Config) -> None:
-    found = _keys_of(section)
+    section_keys = _keys_of(section)
     if section in GROUPS:
         folder = package_folder("conf") / section
         choices = {
@@ -84,14 +84,17 @@ def _list_section(section: str, default: Config) -> None:
         }
         rows = [(each, first_comment(file)) for each, file in choices.items()]
         show_table(("option", "description"), rows)
-        if not found:
+        if not section_keys:
             return
         say("")
     if out.is_terminal and out.width < _NARROW:
-        for name, key in found.items():
+        for name, key in section_keys.items():
             say(f"{name}={_default(key, default)}", f"    {key.meaning} ({key.allowed})")
         return
-    keys = ((name, _default(key, default), key.allowed, key.meaning) for name, key in found.items())
+    keys = (
+        (name, _default(key, default), key.allowed, key.meaning)
+        for name, key in section_keys.items()
+    )
     show_table(("key", "default", "allowed", "meaning"), keys)
 
 

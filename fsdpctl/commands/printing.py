@@ -1,4 +1,4 @@
-"""Printing of lines, tables and panels."""
+"""Prints lines, tables and panels."""
 
 import json
 import os
@@ -15,10 +15,11 @@ from fsdpctl.io.activity import QUIET
 from fsdpctl.io.terminal import LenientConsole, wrapped
 from fsdpctl.io.texts import one_line, printable
 
-_GAP, _FEW_WORDS = 2, 3  # between columns; blanks of a cell from which it wraps
-_NOTHING = ("", "-")  # cells
+_GAP = 2  # blanks between columns
+_FEW_WORDS = 3  # blanks in a cell; a cell with fewer is not wrapped
+_NOTHING = ("", "-")  # texts of empty cells
 _MANY_ROWS = 1000
-_LONGEST = 2000  # characters of a message that quotes a rejected value
+_LONGEST = 2000  # characters of an error, which may quote a long value
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -33,7 +34,7 @@ def say(*lines: str) -> None:
 
 
 def info(line: str, show: Callable[[str], None] = say) -> None:
-    """Print a line about what follows, unless quiet."""
+    """Print a line about the next activity, unless quiet."""
     if not os.environ.get(QUIET):
         show(line)
 
@@ -49,7 +50,7 @@ def emit(text: str, end: str = "\n") -> None:
 
 
 def show_json(value: object) -> None:
-    """Print what `--json` asks for."""
+    """Print the output of `--json`."""
     emit(json.dumps(value, indent=2))
 
 
@@ -69,20 +70,21 @@ def print_error(message: str) -> None:
 
 class _Column(NamedTuple):
     texts: list[str]  # the head and the cells
-    is_right: bool  # whether they are aligned there
-    least: int  # the width if its texts wrap at words
-    most: int
+    is_right: bool  # right-aligned
+    least: int  # width if the texts wrap at words
+    most: int  # width without wrapping
 
 
 def show_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()
 ) -> None:
-    """Print a table to standard output, without empty columns; those named `right` align there.
+    """Print a table to standard output, without empty columns.
 
-    Cells may quote other files: they are printed verbatim. On a terminal, texts wrap at words; if
-    that is too little, the columns that are left follow below, with the first one repeated.
-    Elsewhere, a table has its full width, and so has one that would take rich minutes. Without a
-    name, there is no head.
+    The columns in `right` are right-aligned. Cells may quote other files: they are printed
+    verbatim. On a terminal, texts wrap at words. If the table is still too wide, the remaining
+    columns follow below, with the first column repeated. Elsewhere, and if the table has very many
+    rows, which rich would wrap for minutes, it has its full width. A table without column names has
+    no head.
     """
     filled: list[_Column] = []
     for name, *cells in zip(head, *rows, strict=True):
@@ -101,16 +103,15 @@ def show_table(
         return
     padded = []
     for each in filled:
-        own = [cell_len(text) for text in each.texts]
-        most = max(own)
-        blanks = [" " * (most - width) for width in own]
+        lengths = [cell_len(text) for text in each.texts]
+        blanks = [" " * (max(lengths) - length) for length in lengths]
         pairs = zip(blanks, each.texts, strict=True)
         padded.append([a + b if each.is_right else b + a for a, b in pairs][not any(head) :])
     emit("\n".join((" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)))
 
 
 def _parts(columns: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
-    """Divide columns so that each part fits into `width`; all have the first column."""
+    """Divide columns into parts that fit into `width`; each part begins with the first column."""
     first, *rest = columns
     part, used = [first], first.least
     for column in rest:
@@ -126,14 +127,14 @@ def _parts(columns: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
 def _of_columns(columns: Sequence[_Column], width: int, *, has_head: bool) -> Table:
     widths = [each.least for each in columns]
     free = width - sum(widths) - _GAP * (len(columns) - 1)
-    while free > 0 and widths != [each.most for each in columns]:  # what lacks most gets more
+    while free > 0 and widths != [each.most for each in columns]:  # widen the most wrapped column
         lacking = max(range(len(widths)), key=lambda each: columns[each].most - widths[each])
         more = min(free, max(1, (columns[lacking].most - widths[lacking]) // 4))
         widths[lacking], free = widths[lacking] + more, free - more
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_head)
-    for column, own in zip(columns, widths, strict=True):
+    for column, column_width in zip(columns, widths, strict=True):
         justify: Literal["left", "right"] = "right" if column.is_right else "left"
-        table.add_column(Text(column.texts[0]), justify=justify, width=own)
+        table.add_column(Text(column.texts[0]), justify=justify, width=column_width)
     if not has_head:
         table.columns[0].style = "bold"
     for row in zip(*(column.texts[1:] for column in columns), strict=True):

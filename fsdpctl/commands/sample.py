@@ -1,4 +1,4 @@
-"""`fsdpctl sample`: text of the model of a checkpoint, Hugging Face directory or GGUF file."""
+"""`fsdpctl sample` generates text from a checkpoint, Hugging Face directory or GGUF file."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,16 +69,16 @@ def sample(  # noqa: PLR0913  # each is an option
     """
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = cached_model(source)
-    place = source if is_hugging_face(source) else resolve_checkpoint(source)
+    folder = source if is_hugging_face(source) else resolve_checkpoint(source)
     note_adapters(source)
     if chat:
-        _chat(place, [prompt] if prompt else _user_messages(), tokens, sampling)
+        _chat(folder, [prompt] if prompt else _user_messages(), tokens, sampling)
     else:
-        _show(sample_text(place, prompt, tokens, sampling))
+        _show(sample_text(folder, prompt, tokens, sampling))
 
 
 def _show(pieces: Iterable[str]) -> str:
-    """Print text as it arrives: verbatim, but without control characters in a terminal."""
+    """Print text as it arrives: verbatim, but without control characters on a terminal."""
     shown = []
     for piece in pieces:
         emit(printable(piece) if out.is_terminal else piece, end="")
@@ -88,16 +88,16 @@ def _show(pieces: Iterable[str]) -> str:
 
 
 def note_adapters(source: Path) -> None:
-    """Print what is not read of a model: adapters in its directory, scaling in a GGUF file."""
+    """Print which parts of a model are ignored: adapters next to it, or scaling in a GGUF file."""
     note(*notes_on_adapters(str(source), None), *notes_on_gguf(str(source)))
 
 
 def _user_messages() -> Iterator[str]:
-    shown = "> " if sys.stdin.isatty() else ""
-    DISPLAY.end_startup()  # now, the user types
+    marker = "> " if sys.stdin.isatty() else ""
+    DISPLAY.end_startup()  # the command waits for the user
     with suppress(EOFError):
         while True:
-            if message := input(shown).strip():
+            if message := input(marker).strip():
                 yield message
 
 
@@ -107,14 +107,14 @@ class TextGenerator:
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
         """Load the model, to generate at most `count` tokens."""
         config, weights, files = _open_model(source)
-        # Compiling takes longer than it saves on a few tokens.
-        changed = {"train.compile": False, "model.attention": attention_for(config.model)}
-        self.config = stored_config(config.changed(changed))
+        # For a few tokens, compiling takes longer than it saves.
+        changes = {"train.compile": False, "model.attention": attention_for(config.model)}
+        self.config = stored_config(config.changed(changes))
         self.source, self._count = source, count
-        model, usual = config.model, default_seq_len(config.model.name, config.model.max_seq_len)
-        self._context = config.train.seq_len or usual
-        if model.is_pretrained:  # the model knows longer texts than those it was fine-tuned on
-            self._context = max(self._context, usual)
+        model, longest = config.model, default_seq_len(config.model.name, config.model.max_seq_len)
+        self._context = config.train.seq_len or longest
+        if model.is_pretrained:  # pretraining had longer texts than fine-tuning
+            self._context = max(self._context, longest)
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
         self.tokenizer: Tokenizer = (
@@ -130,9 +130,9 @@ class TextGenerator:
             load_weights(weights, self._model)
 
     def text_after(self, prompt: list[int], before: Sequence[int] = ()) -> Iterator[str]:
-        """Yield the text after a prompt in pieces, without the token that ends it.
+        """Yield the text after a prompt in pieces, without the token that ends generation.
 
-        A space at the beginning depends on the tokens `before`.
+        Whether the text begins with a space depends on the tokens `before`.
         """
         with self._out_of_memory_as_error(), doing("generating"):
             tokens = generate(
@@ -155,8 +155,8 @@ class TextGenerator:
             # torch has no exception type for its CPU allocator.
             if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
                 raise
-            what = f"does not fit into memory on {self._device.type}"
-            raise FsdpctlError(f"{self.source}: {what}") from None
+            problem = f"does not fit into memory on {self._device.type}"
+            raise FsdpctlError(f"{self.source}: {problem}") from None
 
 
 def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`fsdpctl.train`: a module, a loss and data of a script in the trainer of `fsdpctl train`."""
+"""`fsdpctl.train` trains a script's module, loss and data with the trainer of `fsdpctl train`."""
 
 import signal
 import sys
@@ -28,19 +28,19 @@ def train(
     recipe: str | Path | None = None,
     settings: Sequence[str] = (),
 ) -> None:
-    """Train `module` as one rank: of torchrun or srun, or the only one. Once per process.
+    """Train `module` as one rank of torchrun or srun, or as the only rank.
 
-    Returns when the run is complete. If it is not, prints the reason in one line, and exits with
-    the code of `fsdpctl train`.
+    Call it once per process. It returns when the run is complete. Otherwise, it prints the reason
+    in one line and exits with the code of `fsdpctl train`.
 
     Args:
         module: Any module with values; those of rank 0 are trained.
-        loss: `loss(module, batch)` returns the sum of the losses of a batch, and the number of
-            what the loss is the mean over, such as samples, pixels or tokens; and optionally a dict
-            of other sums by name, which are divided by that number and reported.
+        loss: `loss(module, batch)` returns the sum of the losses of a batch, and the count by which
+            the sum is divided, such as the number of samples, pixels or tokens. A third value, a
+            dict of other sums by name, is optional: they are divided by the count and reported.
         data: A map-style Dataset.
-        val_data: Another one, for validation.
-        collate_fn: Makes a batch of a list of samples; by default torch's `default_collate`.
+        val_data: A map-style Dataset for validation.
+        collate_fn: Converts a list of samples to a batch; default: torch's `default_collate`.
         recipe: The name or path of a recipe.
         settings: Settings, KEY=VALUE, as on the command line.
     """
@@ -53,8 +53,10 @@ def train(
             from fsdpctl.resolve.script_module import compose_task, make_task
 
             task = make_task(module, loss, data, val_data, collate_fn)
-            composed, given = compose_task(task, settings, None if recipe is None else str(recipe))
-            train_task(task, composed, given, Reporter(say, partial(info, show=note), info))
+            composed, overrides = compose_task(
+                task, settings, None if recipe is None else str(recipe)
+            )
+            train_task(task, composed, overrides, Reporter(say, partial(info, show=note), info))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,7 @@
-"""`fsdpctl status`: the state of a run, from its directory alone: on any machine, without torch."""
+"""`fsdpctl status` shows the state of a run.
+
+It reads the run directory only, so it works on any machine, and without torch.
+"""
 
 import contextlib
 import os
@@ -36,11 +39,12 @@ from fsdpctl.run.progress import format_seconds
 
 STARTING, FINISHED, NOT_STARTED, KILLED = "starting", "finished", "not started", "killed"
 _STEPS, _PATIENCE = "train.steps", "train.patience"
-_METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
-_RECENT, _MOST_WARNINGS = 50, 5
+_METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: about 30,000 steps
+_RECENT = 50  # steps
+_MOST_WARNINGS = 5
 _MOST_LOGS = 64
-_STARTS_WITHIN = 120.0  # seconds
-_BRIEF = 100  # characters of a cause
+_STARTS_WITHIN = 120.0  # seconds until the first heartbeat
+_LONGEST_CAUSE = 100  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class CheckpointStatus:
     step: int
     age_seconds: float
     num_bytes: int
-    problem: str  # how it differs from its manifest; empty if it does not
+    problem: str  # a difference from the manifest; empty if complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,13 @@ class Status:
 
     run: str
     state: str  # starting, running, finished, stopped, failed, killed, not started
-    message: str  # why it ended, unless it is complete
+    message: str  # why the run ended before its last step
     step: int
     total_steps: int | None
-    eta_seconds: float | None  # while it runs
+    eta_seconds: float | None  # while the run is running
     loss: float | None
-    tokens_per_second: float | None  # this and the next: median over recent steps
-    samples_per_second: float | None  # in place of tokens, of a module of a script
+    tokens_per_second: float | None  # median over recent steps
+    samples_per_second: float | None  # median over recent steps of a script's module
     checkpoint: CheckpointStatus | None
     warnings: list[str]
 
@@ -80,55 +84,55 @@ def status(
     """Show the state and progress of a run."""
     if run is None and (run := latest_run(Path(RUNS))) is None:
         raise UsageError(f"{RUNS}/latest: not found; pass a run directory")
-    found = read_status(run)
+    run_status = read_status(run)
     if as_json:
-        show_json(asdict(found))
+        show_json(asdict(run_status))
         return
-    show_table(("", ""), _rows(found))
+    show_table(("", ""), _rows(run_status))
 
 
-def _rows(found: Status) -> Iterator[tuple[str, str]]:
-    yield "run", found.run
-    state = found.message
-    if not state.startswith(found.state):
-        state = f"{found.state}: {state}" if state else found.state
+def _rows(status: Status) -> Iterator[tuple[str, str]]:
+    yield "run", status.run
+    state = status.message
+    if not state.startswith(status.state):
+        state = f"{status.state}: {state}" if state else status.state
     yield "state", _shorten(state)
-    if len(state) > _BRIEF:
-        yield "log", str(Path(found.run, LOGS))
-    yield "step", _step_line(found)
-    if found.loss is not None:
-        yield "loss", f"{found.loss:.4f}"
+    if len(state) > _LONGEST_CAUSE:
+        yield "log", str(Path(status.run, LOGS))
+    yield "step", _step_line(status)
+    if status.loss is not None:
+        yield "loss", f"{status.loss:.4f}"
     saved = "none yet"
-    if (newest := found.checkpoint) is not None:
+    if (newest := status.checkpoint) is not None:
         saved = f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
         saved += f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
     yield "checkpoint", saved
-    for rate, unit in ((found.tokens_per_second, "tok"), (found.samples_per_second, "samples")):
+    for rate, unit in ((status.tokens_per_second, "tok"), (status.samples_per_second, "samples")):
         if rate is not None:
             yield "speed", f"{rate:,.0f} {unit}/s (median of recent steps)"
-    for text in found.warnings:
+    for text in status.warnings:
         yield "warning", text
 
 
 def _shorten(text: str) -> str:
-    """Return at most the first sentences, clauses or words of a text."""
-    if len(text) <= _BRIEF:
+    """Return the first sentences, clauses or words of a text."""
+    if len(text) <= _LONGEST_CAUSE:
         return text
-    ends = [text.rfind(end, len(text) // 9, _BRIEF) for end in (". ", "; ", ": ")]
-    return text[: max(ends)] if max(ends) > 0 else f"{text[:_BRIEF].rpartition(' ')[0]} …"
+    ends = [text.rfind(end, len(text) // 9, _LONGEST_CAUSE) for end in (". ", "; ", ": ")]
+    return text[: max(ends)] if max(ends) > 0 else f"{text[:_LONGEST_CAUSE].rpartition(' ')[0]} …"
 
 
-def _step_line(found: Status) -> str:
-    text = str(found.step)
-    if found.total_steps:
-        text += f" of {found.total_steps} ({found.step / found.total_steps:.1%})"
-    if found.eta_seconds is not None:
-        text += f", {format_seconds(found.eta_seconds)} left"
+def _step_line(status: Status) -> str:
+    text = str(status.step)
+    if status.total_steps:
+        text += f" of {status.total_steps} ({status.step / status.total_steps:.1%})"
+    if status.eta_seconds is not None:
+        text += f", {format_seconds(status.eta_seconds)} left"
     return text
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return the state of the run in `run_dir`; an error names a file that is corrupted."""
+    """Return the state of the run in `run_dir`; UsageError if a file is corrupted."""
     total, patience = (_setting(run_dir, key) for key in (_STEPS, _PATIENCE))
     record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_start_records(run_dir)
     newest, progress = _newest_checkpoint(run_dir, time.time())
@@ -144,15 +148,15 @@ def read_status(run_dir: Path) -> Status:
         best = progress.best.step
         message = f"no lower validation loss since step {best} ({_PATIENCE}={patience})"
     warnings = [text for each in starts for text in each.warnings][-_MOST_WARNINGS:]
-    # At the pace since the start, which includes saves and validations.
-    pace = record.seconds_per_step if record and state == RUNNING else None
+    # The mean since the start includes saves and validations.
+    seconds = record.seconds_per_step if record and state == RUNNING else None
     return Status(
         run=str(run_dir),
         state=state,
         message=message,
         step=step,
         total_steps=total,
-        eta_seconds=None if pace is None or total is None else pace * max(0, total - step),
+        eta_seconds=None if seconds is None or total is None else seconds * max(0, total - step),
         loss=last.loss if last and isinstance(last.loss, float) else None,
         tokens_per_second=_median([x.tokens_per_second for x in recent]),
         samples_per_second=_median([x.samples_per_second for x in recent]),
@@ -164,9 +168,9 @@ def read_status(run_dir: Path) -> Status:
 def _of_newest_start(
     steps: Sequence[MetricsLine], starts: Sequence[StartRecord]
 ) -> list[MetricsLine]:
-    """Return the last steps of the newest start: those before may have had other ranks."""
-    begun = next((each.step for each in reversed(starts) if each.step is not None), 0)
-    return [line for line in steps[-_RECENT:] if line.step > begun]
+    """Return the last steps of the newest start: earlier starts may have had other ranks."""
+    first = next((each.step for each in reversed(starts) if each.step is not None), 0)
+    return [line for line in steps[-_RECENT:] if line.step > first]
 
 
 def _lines(run_dir: Path) -> list[MetricsLine]:
@@ -180,7 +184,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _setting(run_dir: Path, key: str) -> int | None:
-    """Read one setting alone, which needs no torch."""
+    """Read one setting. The whole configuration is not parsed, since that needs torch."""
     text = read_settings(run_dir).get(key)
     try:
         value = None if text is None else KEYS[key].parse(text)
@@ -194,7 +198,7 @@ def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> t
     is_alive = record is not None and record.is_alive and not is_killed
     if is_done and not is_alive and (record is None or record.state != FAILED):
         return FINISHED, ""
-    if record is None:  # before the first heartbeat, a start has just written the configuration
+    if record is None:  # no heartbeat yet: a running start has just written RUN_CONFIG
         is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
         return (STARTING if is_recent else NOT_STARTED), ""
     if record.state == STOPPED:
@@ -203,30 +207,30 @@ def _state(run_dir: Path, record: HeartbeatRecord | None, *, is_done: bool) -> t
         return FAILED, record.cause or _first_error(run_dir) or record.message
     if is_alive:
         return (STARTING if record.step is None else RUNNING), ""
-    about, last = f"process {record.pid} on {record.host}", _first_error(run_dir)
+    message, error = f"process {record.pid} on {record.host}", _first_error(run_dir)
     if not is_killed:
-        about += " was killed or is unreachable"
-    return (KILLED if is_killed else FAILED), f"{about}; {last}" if last else about
+        message += " was killed or is unreachable"
+    return (KILLED if is_killed else FAILED), f"{message}; {error}" if error else message
 
 
 def _first_error(run_dir: Path) -> str:
     logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
-    found = []
-    for each in logs:
-        with contextlib.suppress(OSError):  # a restart may move it meanwhile
-            about = each.stat()
-            if each.is_file() and about.st_size:
-                found.append((about.st_mtime, f"{each.name}: {last_line(each)}"))
-    return min(found)[1] if found else ""
+    errors = []
+    for log in logs:
+        with contextlib.suppress(OSError):  # a restart may move the file meanwhile
+            stat = log.stat()
+            if log.is_file() and stat.st_size:
+                errors.append((stat.st_mtime, f"{log.name}: {last_line(log)}"))
+    return min(errors)[1] if errors else ""
 
 
 def _newest_checkpoint(
     run_dir: Path, now: float
 ) -> tuple[CheckpointStatus, Progress] | tuple[None, None]:
-    found = complete_checkpoints(run_dir / CHECKPOINTS)
-    if not found:
+    checkpoints = complete_checkpoints(run_dir / CHECKPOINTS)
+    if not checkpoints:
         return None, None
-    folder = found[-1]
+    folder = checkpoints[-1]
     manifest = read_manifest(folder)
     sizes = {name: info.size for name, info in (manifest.files | manifest.attachments).items()}
     files = ((name, folder / name, size) for name, size in sizes.items())

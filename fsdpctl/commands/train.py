@@ -1,4 +1,4 @@
-"""`fsdpctl train`, and the report at its end."""
+"""`fsdpctl train`, and its report when the training has ended."""
 
 import os
 import shlex
@@ -80,9 +80,9 @@ def train(
     ] = None,
 ) -> None:
     """Train a model, or resume a run."""
-    asked = normalize(settings, recipe, nproc_per_node)
-    first = None if print_config else partial(_check_early, resume)
-    composed = _composed(asked, source or [], first)
+    arguments = normalize(settings, recipe, nproc_per_node)
+    on_checked = None if print_config else partial(_check_early, resume)
+    composed = _compose(arguments, source or [], on_checked)
     if print_config:
         _print_config(composed, resume)
         return
@@ -91,27 +91,34 @@ def train(
         _dry_run(composed, resume)
     else:
         options = [f"--from {each}" for each in source or []]
-        options += [f"--recipe {asked.recipe}"] if asked.recipe else []
-        _train(composed, [*options, *asked.settings], resume)
+        options += [f"--recipe {arguments.recipe}"] if arguments.recipe else []
+        _train(composed, [*options, *arguments.settings], resume)
 
 
-def _composed(asked: ConfigArguments, files: list[Path], first: OnChecked | None) -> Composed:
-    """Compose the configuration, of other tools' files if given; quietly without `first`."""
+def _compose(
+    arguments: ConfigArguments, files: list[Path], on_checked: OnChecked | None
+) -> Composed:
+    """Compose the configuration from the arguments, or from other tools' `files`, if any.
+
+    Without `on_checked`, print nothing.
+    """
     if not files:
-        return compose_config(asked.settings, asked.recipe, on_checked=first, for_training=True)
-    source, words = files[0], cli_settings(files[0], asked)
-    recipe = convert_files(files, words)
-    for why in recipe.required:
-        raise UsageError(f"{source}: {why}")
+        return compose_config(
+            arguments.settings, arguments.recipe, on_checked=on_checked, for_training=True
+        )
+    source, overrides = files[0], cli_settings(files[0], arguments)
+    recipe = convert_files(files, overrides)
+    for problem in recipe.required:
+        raise UsageError(f"{source}: {problem}")
     names = " and ".join(each.name for each in files)
-    note(*(f"{names}: {line}" for line in describe_omissions(recipe) if first))
+    note(*(f"{names}: {line}" for line in describe_omissions(recipe) if on_checked))
     return compose_config(
-        words, str(source), converted=recipe.settings, on_checked=first, for_training=True
+        overrides, str(source), converted=recipe.settings, on_checked=on_checked, for_training=True
     )
 
 
 def _check_early(resume: str, config: Config, recipe: str | None) -> None:
-    """Check what needs no torch, whose import takes seconds, and print what follows."""
+    """Run the checks that need no torch, whose import takes seconds."""
     check_paths(config, recipe, resume)
     if is_first_process() and not config.launch.node_rank:
         info("opening the model and the data")
@@ -119,11 +126,11 @@ def _check_early(resume: str, config: Config, recipe: str | None) -> None:
 
 def _train(composed: Composed, settings: list[str], resume: str) -> None:
     try:
-        found = train_on_node(
+        outcome = train_on_node(
             composed, settings, resume, Reporter(say, partial(info, show=note), info)
         )
-        if found is not None:
-            report_exit(*found)
+        if outcome is not None:
+            report_exit(*outcome)
     except SignalError as error:
         if error.exit_code != StoppedError.exit_code:
             raise
@@ -131,9 +138,9 @@ def _train(composed: Composed, settings: list[str], resume: str) -> None:
 
 
 def _print_config(composed: Composed, resume: str) -> None:
-    """Print the configuration and the origin of values; lines about the selection go to stderr.
+    """Print the configuration with the origins of values; print the selection to stderr.
 
-    Settings that are selected if their defaults do not fit are left out.
+    Settings that are selected only if their defaults do not fit are omitted.
     """
     config, names = composed.config, auto_names(composed.config)
     if names:
@@ -150,7 +157,7 @@ def _print_config(composed: Composed, resume: str) -> None:
 
 
 def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
-    """Open a run without the launcher's variables: it may be shown where no launcher runs."""
+    """Open a run without the launcher's variables, as on a login node without a launcher."""
     from fsdpctl.resolve.machine import on_this_machine, role_of_dry_run
     from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import inspect_run_dir
@@ -163,7 +170,7 @@ def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
 
 
 def _dry_run(composed: Composed, resume: str) -> None:
-    opened, seen = _open(composed, resume)
+    opened, state = _open(composed, resume)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.resolve_auto import resolve_auto_of_run
     from fsdpctl.launch.prepare_run import check_dry_run, check_fits, is_finished
@@ -171,21 +178,21 @@ def _dry_run(composed: Composed, resume: str) -> None:
 
     estimator = Estimator()
     plan, estimate, lines = resolve_auto_of_run(
-        estimator, seen.config, seen.stored_config, seen.stored_in, note
+        estimator, state.config, state.stored_config, state.stored_in, note
     )
-    say(*lines, *describe_run(opened, plan, seen, estimate))
+    say(*lines, *describe_run(opened, plan, state, estimate))
     _show_samples(opened)
     _check_large_token_files(opened)
     check_fits(estimate, estimator, say)
-    if is_finished(seen, say):
+    if is_finished(state, say):
         return
-    unread = check_dry_run(opened, seen)
-    would, launch = "it would run", plan.config.launch
+    unverified = check_dry_run(opened, state)
+    verdict, launch = "it would run", plan.config.launch
     if launch.name != "local":
-        would += f" within a job of launch={launch.name}"
+        verdict += f" within a job of launch={launch.name}"
     elif launch.nnodes > 1:
-        would += " on each node, with its launch.node_rank and the same launch.rdzv_endpoint"
-    say(f"{would}; {unread}nothing was trained")
+        verdict += " on each node, with its launch.node_rank and the same launch.rdzv_endpoint"
+    say(f"{verdict}; {unverified}nothing was trained")
 
 
 def _show_samples(opened: "Prepared") -> None:
@@ -198,10 +205,10 @@ def _show_samples(opened: "Prepared") -> None:
     chats = [each for each in contents if isinstance(each, DocumentSet)]
     if not chats or not isinstance(tokenizer, FileTokenizer):
         return
-    marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
-    texts = [x for each in chats for x in preview(each, tokenizer, color=marked == "in color")]
+    marking = "in color" if out.is_terminal and not out.no_color else "in brackets"
+    texts = [x for each in chats for x in preview(each, tokenizer, color=marking == "in color")]
     for number, text in enumerate(texts, start=1):
-        say(f"\nsample {number}, trained text {marked}:")
+        say(f"\nsample {number}, trained text {marking}:")
         out.print(text)
     say("\nlengths of samples:")
     say(*histogram(chats))
@@ -217,7 +224,7 @@ def _check_large_token_files(opened: "Prepared") -> None:
 
 
 def report_exit(outcome: RoundOutcome, run_dir: Path) -> None:
-    """Print how the training ended, and exit with the code for it."""
+    """Print how the training ended, and exit with the matching code."""
     cause = outcome.cause
     is_interrupt = outcome.stop_signal == signal.SIGINT
     stopped = ExitCode.INTERRUPT if is_interrupt else ExitCode.STOPPED
@@ -270,17 +277,17 @@ def _show_failure(cause: Failure | None, run_dir: Path, outcome: RoundOutcome) -
             title, [f"cause  {cause.description}", *lines, *_failure_details(cause, run_dir)]
         )
         return
-    title, why = "ranks hang" if outcome.hang else outcome.stopped_ranks, outcome.reason
+    title, reason = "ranks hang" if outcome.hang else outcome.stopped_ranks, outcome.reason
     if outcome.lost_nodes:
         title = f"{outcome.lost_nodes}; {outcome.stopped_ranks}"
-        why = outcome.hang or "a launcher was killed, or a host is down or disconnected"
+        reason = outcome.hang or "a launcher was killed, or a host is down or disconnected"
     logs = f"{run_dir / 'logs'}/rank-*.log (stack of each rank)"
-    show_panel(title, [f"cause  {why}", f"hint   {RESUME_HINT}", f"log    {logs}"])
+    show_panel(title, [f"cause  {reason}", f"hint   {RESUME_HINT}", f"log    {logs}"])
 
 
 def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
-    if cause.was_killed and log.is_file():  # else the cause is its message
+    if cause.was_killed and log.is_file():  # otherwise, the panel shows the rank's message
         lines += ["", *log.read_text(errors="replace").splitlines()[-_LAST_LINES:], ""]
     lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
     if cause.exit_code == -signal.SIGKILL or lacked_memory:
@@ -292,7 +299,7 @@ def _failure_details(cause: Failure, run_dir: Path) -> list[str]:
 
 
 def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
-    """Return the estimate and the available memory; if that was too little, changes that fit."""
+    """Return the estimate and the available memory; if memory was lacking, changes that fit."""
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.suggestions import suggest
     from fsdpctl.estimate.summary import describe_suggestions
@@ -301,17 +308,18 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
 
     estimator = Estimator()
     try:
-        found = estimator.estimate(stored_plan(read_config(run_dir)))
+        estimate = estimator.estimate(stored_plan(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
-    lacks = lacked_memory or not found.fits
+    lacks = lacked_memory or not estimate.fits
     changes = (
-        describe_suggestions(suggest(estimator, found.plan, more_ranks=False)) if lacks else []
+        describe_suggestions(suggest(estimator, estimate.plan, more_ranks=False)) if lacks else []
     )
     return [
-        f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
-        f"reserved; {format_bytes(found.memory_bytes)} available per rank",
-        f"peak   {found.step.peak.phase}",
+        f"memory {format_bytes(estimate.allocated)} estimated, "
+        f"{format_bytes(estimate.peak_reserved)} reserved; "
+        f"{format_bytes(estimate.memory_bytes)} available per rank",
+        f"peak   {estimate.step.peak.phase}",
         *changes,
     ]
 

@@ -1,4 +1,4 @@
-"""`fsdpctl tokenize` and `fsdpctl data`."""
+"""`fsdpctl tokenize` writes token files; `fsdpctl data` shows the samples of a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def tokenize(
 ) -> None:
     """Tokenize text into token files.
 
-    If it is killed, the same command continues.
+    After an interruption, the same command continues.
     """
     if not source:
         raise UsageError("SRC: empty; expected a file, a directory or a glob")
@@ -50,11 +50,11 @@ def tokenize(
         raise UsageError(f"{destination}: expected a name that ends in .bin")
     output = TokenOutput(destination, shard_tokens)
     done = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
-    where = str(destination)
+    location = str(destination)
     if shard_tokens is not None:
-        where = f"{done.files:,} files {destination.stem}-*.bin"
+        location = f"{done.files:,} files {destination.stem}-*.bin"
     read = f"{done.tokens:,} tokens of {done.num_bytes:,} bytes of {done.about}"
-    say(f"{where}: {read}", *done.notes)
+    say(f"{location}: {read}", *done.notes)
 
 
 def data(
@@ -73,8 +73,8 @@ def data(
     for sample in samples:
         if rank is None or rank in sample.ranks:
             names = ", ".join(map(str, sample.ranks))
-            whose = f" (rank{'s' * (len(sample.ranks) > 1)} {names})" if names else ""
-            say(f"--- sample {sample.number}{whose}\n{sample.text}")
+            of_ranks = f" (rank{'s' * (len(sample.ranks) > 1)} {names})" if names else ""
+            say(f"--- sample {sample.number}{of_ranks}\n{sample.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +82,31 @@ class StepSample:
     """A sample of a step."""
 
     number: int  # in the training data
-    ranks: tuple[int, ...]  # that computed it; () if not known
-    text: str  # the tokens and the last target, decoded
+    ranks: tuple[int, ...]  # that computed the sample; () if unknown
+    text: str  # the decoded tokens, including the last target
 
 
 def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
-    """Return the samples of a step, and why it was rejected; the data must not have changed."""
+    """Return the samples of a step, and why the step was rejected, or an empty string.
+
+    UsageError if the data has changed, or the run has not completed the step.
+    """
     from fsdpctl.data.batches import Batches
     from fsdpctl.resolve.run_plan import stored_plan
     from fsdpctl.run.directory import read_config
 
-    where = f"--run {run_dir}"
+    location = f"--run {run_dir}"
     if not (run_dir / METRICS).is_file():
-        raise UsageError(f"{where}: not found; expected a run with at least one completed step")
+        raise UsageError(f"{location}: not found; expected a run with at least one completed step")
     config = read_config(run_dir)
     if config.model.is_script_module:
-        raise UsageError(f"{where}: {NO_DECODER}")
+        raise UsageError(f"{location}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
-    bad, after = _find_step(run_dir / METRICS, step)
-    if bad is not None:
-        whose: tuple[int, ...] = () if bad.rank is None else (bad.rank,)
-        ranks, numbers = dict.fromkeys(bad.rank_samples, whose), bad.samples
+    rejected, after = _find_step(run_dir / METRICS, step)
+    if rejected is not None:
+        rank: tuple[int, ...] = () if rejected.rank is None else (rejected.rank,)
+        ranks, numbers = dict.fromkeys(rejected.rank_samples, rank), rejected.samples
     else:
         plan = stored_plan(config).batches
         rows = data.train.samples(config.train.seq_len)
@@ -119,25 +122,25 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
         }
     texts = zip(numbers, _texts(data, config.train.seq_len, numbers), strict=True)
     samples = [StepSample(n, ranks.get(n, ()), text) for n, text in texts]
-    return samples, "" if bad is None else _describe_rejection(bad)
+    return samples, "" if rejected is None else _describe_rejection(rejected)
 
 
 def _find_step(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
-    bad, after, last = None, 0, 0
+    rejected, after, last = None, 0, 0
     for line in read_metrics(metrics):
         last = max(last, line.step)
         if line.step == step:
-            bad, after = line.rejected_step or bad, line.samples or after
-    if bad is None and not after:
+            rejected, after = line.rejected_step or rejected, line.samples or after
+    if rejected is None and not after:
         raise UsageError(f"--step {step}: not found; {metrics.parent} has completed {last} steps")
-    return bad, after
+    return rejected, after
 
 
-def _describe_rejection(bad: RejectedRecord) -> str:
-    rank = "" if bad.rank is None else f", on rank {bad.rank}"
-    threshold = "" if bad.threshold is None else f", threshold {bad.threshold:.6g}"
-    figures = f"loss {bad.loss}, gradient norm {bad.grad_norm}"
-    return f"{bad.reason}{rank}; {bad.action}; {figures}{threshold}"
+def _describe_rejection(record: RejectedRecord) -> str:
+    rank = "" if record.rank is None else f", on rank {record.rank}"
+    threshold = "" if record.threshold is None else f", threshold {record.threshold:.6g}"
+    values = f"loss {record.loss}, gradient norm {record.grad_norm}"
+    return f"{record.reason}{rank}; {record.action}; {values}{threshold}"
 
 
 def _check_data(run_dir: Path, data: DataSet) -> None:
