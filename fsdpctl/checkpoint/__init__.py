@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file per rank, and a manifest that makes them complete.
 
-A file holds 1-D tensors, each covering `[start, stop)` of a flattened parameter or optimizer
-state. The file's own header stores these spans and their checksums. Nothing depends on the number
-of ranks that wrote a checkpoint or on how they were sharded.
+A file has 1-D tensors, each of which covers `[start, stop)` of a flattened parameter or optimizer
+state. The header of the file stores these spans and their checksums. A reader does not depend on
+the number of ranks that wrote a checkpoint, or on their sharding.
 """

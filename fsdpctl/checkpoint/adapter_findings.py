@@ -1,7 +1,7 @@
-"""Findings on adapters and their base, and on which programs read those of experts.
+"""Findings on exported adapters and their base, and on the programs that read adapters of experts.
 
-Note: who reads adapters of experts. This was read on _AS_OF in the sources of vLLM and PEFT, and in
-threads about adapters that were lost in silence: vllm#50252, vllm#41384, sglang#27381,
+Note: which programs read adapters of experts. The sources of vLLM and PEFT were read on _AS_OF, and
+issues about adapters that were ignored without an error: vllm#50252, vllm#41384, sglang#27381,
 unsloth#5410, Automodel#1814.
 """
 
@@ -39,11 +39,11 @@ from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
 from fsdpctl.plan.layout import Span
 
 _AS_OF = "2026-11-29"
-_ELEMENTS_AT_ONCE = 1 << 20  # of a weight, read at a time
+_ELEMENTS_AT_ONCE = 1 << 20  # of a weight, which are read at a time
 _LORA_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _PER_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<number>\d+)\.\w+")
 _OTHER_EXPERTS = re.compile(r".*\bexperts\.(?!\d).*lora_\w+(\.weight)?")
-# Families whose classes in vLLM have is_3d_moe_weight, and one that loses stacked adapters.
+# Families whose classes in vLLM set is_3d_moe_weight; a family whose stacked adapters vLLM ignores.
 _STACKED_IN_VLLM, _LOST_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"), "gemma4"
 _MERGE = f"--merge exports a model that needs no such support ({_AS_OF})"
 
@@ -72,19 +72,22 @@ class _BaseWeight(NamedTuple):
 
 
 class _Adapter(NamedTuple):
-    """An adapter: the layer that it is added to, and the names of its tensors."""
+    """An adapter: the weight that it is added to, and the names of its two tensors."""
 
     base: _BaseWeight
     down: str
     up: str
-    expert: str  # of an expert that has its own adapter
+    expert: str  # the number of the expert, if each expert has its own adapter, or ""
 
 
 class _AdapterTensors:
-    """The tensors of a PEFT directory, sorted by the layers of their base."""
+    """The tensors of a PEFT directory, matched with the weights of their base."""
 
     def __init__(self, export: Path, model: ModelConfig) -> None:
-        """Read the header; `problems` has the names that fit no layer, by kind and reason."""
+        """Read the header of the file.
+
+        `problems` has the names of tensors that match no weight, by kind and reason.
+        """
         self._file = open_tensor_file(export / ADAPTER_WEIGHTS)
         self.tensors = self._tensors_named(export, {name: name for name in self._file.entries})
         self.problems: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -102,7 +105,7 @@ class _AdapterTensors:
                 width, out = sizes if each.is_transposed else sizes[::-1]
                 self.layers[name].append(_BaseWeight(weight, width, out, count))
         halves, fully_trained = self._sort_names()
-        self.whole = self._tensors_named(export, fully_trained)  # parameters of modules_to_save
+        self.whole = self._tensors_named(export, fully_trained)  # of modules_to_save
         self.adapters = [x for layer, names in halves.items() for x in self._match(layer, names)]
 
     def _tensors_named(self, export: Path, names: dict[str, str]) -> FileTensors:
@@ -114,7 +117,7 @@ class _AdapterTensors:
 
     def _sort_names(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         halves: dict[str, dict[str, str]] = defaultdict(dict)
-        whole = {}
+        fully_trained = {}
         for name in self.tensors.names(PARAMETER):
             inner = name.removeprefix(PEFT_PREFIX)
             param, reason = inner.replace(".modules_to_save", ""), ""
@@ -125,36 +128,43 @@ class _AdapterTensors:
             elif _OTHER_EXPERTS.fullmatch(inner):
                 reason = f"a form that PEFT and vLLM do not read (Automodel#1814); {_MERGE}"
             elif param in self.shapes:
-                whole[param] = name
+                fully_trained[param] = name
             elif not inner.endswith(".original_module.weight"):
                 reason = "neither LoRA nor a parameter of the base"
             if reason:
                 self.problems["adapters", reason].append(inner)
-        return halves, whole
+        return halves, fully_trained
 
     def _match(self, layer: str, names: dict[str, str]) -> Iterator[_Adapter]:
-        """Yield the adapter of a layer, unless the base has no such layer."""
-        kind, apart = tensor_kind(layer), _PER_EXPERT.fullmatch(layer)
-        known = self.layers.get(apart["experts"] if apart else layer.replace(".base_layer", ""))
-        if len(names) < 2 or not known:
-            reason = "the base has no such layer" if not known else f"only lora_{min(names)}"
+        """Yield the adapter of a layer, or add a problem if the base has no such layer."""
+        kind, per_expert = tensor_kind(layer), _PER_EXPERT.fullmatch(layer)
+        weights = self.layers.get(
+            per_expert["experts"] if per_expert else layer.replace(".base_layer", "")
+        )
+        if len(names) < 2 or not weights:
+            reason = "the base has no such layer" if not weights else f"only lora_{min(names)}"
             self.problems[kind, reason].append(layer)
             return
         (rank, width), (out, columns) = (self.shape(names[half]) for half in "AB")
-        for each in known:
-            experts = 1 if apart else each.experts
-            sizes = (each.out, each.out // 2) if apart else (each.out,)  # of gate_up_proj
+        for each in weights:
+            experts = 1 if per_expert else each.experts
+            sizes = (each.out, each.out // 2) if per_expert else (each.out,)  # of gate_up_proj
             if (
                 (rank or None) == columns
                 and (width, rank % experts) == (each.width, 0)
                 and out in sizes
             ):
                 target = _BaseWeight(each.name, width, out, experts)
-                yield _Adapter(target, names["A"], names["B"], apart["number"] if apart else "")
+                yield _Adapter(
+                    target, names["A"], names["B"], per_expert["number"] if per_expert else ""
+                )
                 return
-        shapes = " or ".join(f"{x.width} to {x.out}" for x in known)
+        shapes = " or ".join(f"{x.width} to {x.out}" for x in weights)
         reason = f"{width} to {out}, rank {rank} and {columns}, do not fit the base, {shapes}"
-        if any(x.experts > 1 and (out, width) == (x.width, x.out) for x in known) and not apart:
+        if (
+            any(x.experts > 1 and (out, width) == (x.width, x.out) for x in weights)
+            and not per_expert
+        ):
             reason = (
                 "in and out are swapped, as PEFT 0.18 wrote them and later versions do not read"
             )
@@ -162,31 +172,31 @@ class _AdapterTensors:
 
 
 def check_adapters(export: Path, model: ModelConfig, *, has_weights: bool) -> Iterator[Finding]:
-    """Compare adapters with their base, whose weights need not be here."""
-    found, file = _AdapterTensors(export, model), export / ADAPTER_CONFIG
+    """Compare adapters with their base; `has_weights` if the base's weights are available."""
+    adapters, file = _AdapterTensors(export, model), export / ADAPTER_CONFIG
     content = read_json(file, dict[str, Any], error_type=CheckpointError)
-    about = as_type(content, _ComparedConfig, str(file), CheckpointError)
-    for (kind, reason), names in found.problems.items():
+    config = as_type(content, _ComparedConfig, str(file), CheckpointError)
+    for (kind, reason), names in adapters.problems.items():
         yield lost_finding(kind, f"{shorten_list(names, 2)}: {reason}")
-    yield from _check_experts(found, model_type_of(model))
-    yield from _check_settings(about, found)
+    yield from _check_experts(adapters, model_type_of(model))
+    yield from _check_settings(config, adapters)
     theirs = open_weights(model) if has_weights else None
-    yield from _check_products(found, about, theirs)
-    yield from compare_values(found.whole, theirs)
-    if not found.adapters and not found.whole.names(PARAMETER):
+    yield from _check_products(adapters, config, theirs)
+    yield from compare_values(adapters.whole, theirs)
+    if not adapters.adapters and not adapters.whole.names(PARAMETER):
         yield lost_finding("adapters", "none for a layer of the base")
 
 
-def _check_experts(found: _AdapterTensors, family: str) -> Iterator[Finding]:
-    """Count the adapted experts, and name the programs that read adapters of their form."""
-    apart, stacked = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
-    for each in found.adapters:
+def _check_experts(adapters: _AdapterTensors, family: str) -> Iterator[Finding]:
+    """Count the adapted experts, and name the programs that read this form of adapters."""
+    per_expert, stacked = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for each in adapters.adapters:
         layer = each.base.name.rpartition(".")[0]
         if each.expert:
-            apart[layer].add(each.expert)
+            per_expert[layer].add(each.expert)
         elif each.base.experts > 1:
             stacked[layer].add(each.base.name)
-    counts = {layer: found.layers[layer][0].experts for layer in (*apart, *stacked)}
+    counts = {layer: adapters.layers[layer][0].experts for layer in (*per_expert, *stacked)}
     most = max(counts.values(), default=0)
     is_3d = family.startswith(_STACKED_IN_VLLM)
     mixed = "with --enable-mixed-moe-lora-format"
@@ -196,29 +206,28 @@ def _check_experts(found: _AdapterTensors, family: str) -> Iterator[Finding]:
         text = f"adapters of {most} experts in {len(stacked)} layers, stacked (PEFT's "
         text += f"target_parameters): PEFT 0.19 reads it, vLLM {how}, SGLang may ignore it "
         yield Finding("experts", f"{text}(sglang#27381); {_MERGE}")
-    if apart:
-        text = (
-            f"adapters of {most} experts in {len(apart)} layers, two matrices each: vLLM reads it"
-        )
+    if per_expert:
+        text = f"adapters of {most} experts in {len(per_expert)} layers, two matrices each: "
+        text += "vLLM reads it"
         yield Finding("experts", f"{text}{f' {mixed}' * is_3d}, SGLang too; {_MERGE}")
-    for layer, here in (*apart.items(), *stacked.items()):
-        count = counts[layer] if layer in apart else len(found.layers[layer])
-        what = "experts" if layer in apart else "matrices, and vLLM requires all"
+    for layer, here in (*per_expert.items(), *stacked.items()):
+        count = counts[layer] if layer in per_expert else len(adapters.layers[layer])
+        what = "experts" if layer in per_expert else "matrices, and vLLM requires all"
         if len(here) < count:
             text = f"{layer}: adapters of {len(here)} of {count} {what}"
-            yield Finding("experts", text, is_lost=layer in apart)
+            yield Finding("experts", text, is_lost=layer in per_expert)
 
 
-def _check_settings(about: _ComparedConfig, found: _AdapterTensors) -> Iterator[Finding]:
+def _check_settings(config: _ComparedConfig, adapters: _AdapterTensors) -> Iterator[Finding]:
     """Compare adapter_config.json with the adapters and the base."""
-    pairs = found.adapters
+    pairs = adapters.adapters
     adapted = {each.base.name for each in pairs}
     names = [x.down.removeprefix(PEFT_PREFIX).partition(".lora_A")[0] for x in pairs]
-    has_all = not about.layers_to_transform and not about.exclude_modules
-    modules = {layer: [x.name for x in each] for layer, each in found.layers.items()}
-    params = {name: [name] for name in found.shapes}
+    has_all = not config.layers_to_transform and not config.exclude_modules
+    modules = {layer: [x.name for x in each] for layer, each in adapters.layers.items()}
+    params = {name: [name] for name in adapters.shapes}
     for key, known in (("target_modules", modules), ("target_parameters", params)):
-        targets, unknown, lacking = getattr(about, key), list[str](), list[str]()
+        targets, unknown, lacking = getattr(config, key), list[str](), list[str]()
         for target in targets if isinstance(targets, list) else ():
             of_target = [
                 x for name, each in known.items() for x in each if _is_name_end(name, target)
@@ -231,9 +240,9 @@ def _check_settings(about: _ComparedConfig, found: _AdapterTensors) -> Iterator[
         for what, which in (("the base has no", unknown), ("no adapters of", lacking)):
             if which:
                 yield lost_finding(ADAPTER_CONFIG, f"{key}: {what} {shorten_list(which, 2)}")
-    ranks = {found.shape(x.down)[0] // x.base.experts for x in pairs}
-    if others := sorted(map(str, ranks - {about.r, *(about.rank_pattern or {}).values()})):
-        yield lost_finding(ADAPTER_CONFIG, f"r={about.r}, not {shorten_list(others)}")
+    ranks = {adapters.shape(x.down)[0] // x.base.experts for x in pairs}
+    if others := sorted(map(str, ranks - {config.r, *(config.rank_pattern or {}).values()})):
+        yield lost_finding(ADAPTER_CONFIG, f"r={config.r}, not {shorten_list(others)}")
 
 
 def _is_name_end(name: str, target: str) -> bool:
@@ -241,15 +250,15 @@ def _is_name_end(name: str, target: str) -> bool:
 
 
 def _check_products(
-    found: _AdapterTensors, about: _ComparedConfig, theirs: TensorSource | None
+    adapters: _AdapterTensors, config: _ComparedConfig, theirs: TensorSource | None
 ) -> Iterator[Finding]:
-    """Compute by how much each kind of layer changes, without the products of matrices."""
-    rank = float(about.r or 1)
-    scale = about.lora_alpha / (rank**0.5 if about.use_rslora else rank)
+    """Compute how much each kind of layer changes, without forming the products B A."""
+    rank = float(config.r or 1)
+    scale = config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
     changes: dict[str, list[WeightChange]] = defaultdict(list)
-    for pair in found.adapters:
+    for pair in adapters.adapters:
         kind, weight = tensor_kind(pair.base.name), pair.base.name
-        squares = _squared_product_norms(found.tensors, pair)
+        squares = _squared_product_norms(adapters.tensors, pair)
         idle = int((squares == 0).sum())
         if not np.isfinite(squares).all():
             yield lost_finding(kind, f"{weight}: NaN or infinite in its adapter")
@@ -266,9 +275,9 @@ def _check_products(
     yield from summarize_changes(changes)
 
 
-@np.errstate(all="ignore")  # of values that are not finite
+@np.errstate(all="ignore")  # values may not be finite
 def _squared_product_norms(weights: TensorSource, pair: _Adapter) -> NDArray[np.float64]:
-    """Return the squared norm of the product, of each expert: a trace of small matrices."""
+    """Return the squared norm of B A for each expert, as the trace of a small matrix."""
     keys = [tensor_key(PARAMETER, name) for name in (pair.down, pair.up)]
     down, up = (
         read_floats(weights, key).astype(np.float64).reshape(weights.info(key).shape)

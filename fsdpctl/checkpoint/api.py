@@ -35,11 +35,11 @@ def save_checkpoint(
     """Write a checkpoint to the new directory `path`, complete or not at all. Collective.
 
     Args:
-        path: A directory that does not exist yet, on a file system that all ranks share.
+        path: A directory that does not exist, on a file system that all ranks share.
         model: A sharded model.
         optimizer: ShardedAdamW, or an elementwise optimizer of `model.flat_parameters()`. The
             options of its groups, such as lr, are saved too. None saves only the weights.
-        extra: JSON-compatible values that `load_checkpoint` returns; those of rank 0 are saved.
+        extra: JSON-compatible values that `load_checkpoint` returns. Rank 0's values are saved.
 
     Raises:
         UsageError: If `path` exists.
@@ -50,9 +50,9 @@ def save_checkpoint(
         raise UsageError(f"{path}: already exists")
     ranks = model.collectives
     groups = [] if optimizer is None else [_json_options(each) for each in optimizer.param_groups]
-    about = CheckpointMetadata(Progress(extra=dict(extra or {}), param_groups=groups))
+    metadata = CheckpointMetadata(Progress(extra=dict(extra or {}), param_groups=groups))
     states = None if optimizer is None else _as_sharded_optimizer(model, optimizer)
-    write_checkpoint(path, take_snapshot(model, states, ranks.rank, about), ranks)
+    write_checkpoint(path, take_snapshot(model, states, ranks.rank, metadata), ranks)
 
 
 def load_checkpoint(
@@ -60,8 +60,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load `model` and `optimizer` from `path`, saved by any number of ranks. Collective.
 
-    If the optimizer has as many groups as were saved, they get their saved options, which
-    schedulers read.
+    If the checkpoint has as many parameter groups as the optimizer, the groups get their saved
+    options, such as lr.
 
     Returns:
         The `extra` values that were saved.
@@ -87,10 +87,10 @@ def load_checkpoint(
 
 
 def _json_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group that JSON can hold."""
-    found = {name: float(v) if isinstance(v, Tensor) else v for name, v in group.items()}
+    """Return the options of a parameter group that JSON can represent."""
+    options = {name: float(v) if isinstance(v, Tensor) else v for name, v in group.items()}
     kinds = (bool, int, float, str, tuple, list, type(None))
-    return {name: v for name, v in found.items() if name != "params" and isinstance(v, kinds)}
+    return {name: v for name, v in options.items() if name != "params" and isinstance(v, kinds)}
 
 
 def _as_sharded_optimizer(
@@ -112,7 +112,7 @@ class _WholeShard(NamedTuple):
 
 
 class _ElementwiseOptimizer:
-    """An elementwise torch optimizer of a model's flat parameters, as checkpoints see it."""
+    """Adapts an elementwise torch optimizer of flat parameters to `ShardedOptimizer`."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _ElementwiseOptimizer:
             )
 
     def separate_params(self, names: Collection[str]) -> None:
-        """Do nothing: full shards are stepped."""
+        """Do nothing: torch optimizers step whole shards."""
 
     def create_states(self) -> None:
         for shard in self._shards:
@@ -146,7 +146,7 @@ class _ElementwiseOptimizer:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
     def span_states(self) -> Iterator[tuple[_WholeShard, dict[str, Tensor]]]:
-        """Yield each shard with its states, which must have its shape."""
+        """Yield each shard with its states; UsageError if a state has another shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
             found = {name: value for name, value in state.items() if isinstance(value, Tensor)}

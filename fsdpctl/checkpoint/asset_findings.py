@@ -1,4 +1,4 @@
-"""Findings on the files with an export's weights: tokenizer, chat template, configurations."""
+"""Findings on the files next to exported weights: tokenizer, chat template, configurations."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ from fsdpctl.io.untrusted import as_type, parse_json
 _VOCABULARY_WEIGHT = re.compile(
     r"(embed_tokens|\bwte|embed_in|lm_head|embed_out|word_embeddings)\.weight$"
 )
-# Of config.json: no part of the computation, or compared by themselves.
+# Keys of config.json that do not affect the computation, or that other checks compare.
 _UNCOMPARED_KEYS = {
     "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
     "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "tie_word_embeddings",
@@ -32,36 +32,40 @@ _UNCOMPARED_KEYS = {
 
 
 class ModelAssets:
-    """The files with the weights of a model, by name."""
+    """The files next to the weights of a model, by name."""
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
         self.files, self.folder = files, folder
-        where, refusal = str(folder / TOKENIZER_JSON), CheckpointError
+        location, refusal = str(folder / TOKENIZER_JSON), CheckpointError
         content = self.json(TOKENIZER_JSON)
-        model = as_type(content.get("model") or {}, dict[str, Any], where, refusal)
-        kinds: Any = dict[str, int] | list[tuple[str, float]]  # the second with scores
-        vocab = as_type(model.get("vocab", {}), kinds, where, refusal)
+        model = as_type(content.get("model") or {}, dict[str, Any], location, refusal)
+        kinds: Any = (
+            dict[str, int] | list[tuple[str, float]]
+        )  # a list of tokens and scores in unigram models
+        vocab = as_type(model.get("vocab", {}), kinds, location, refusal)
         if isinstance(vocab, list):
             vocab = {token: number for number, (token, _) in enumerate(vocab)}
-        added = as_type(content.get("added_tokens") or [], list[dict[str, Any]], where, refusal)
+        added = as_type(content.get("added_tokens") or [], list[dict[str, Any]], location, refusal)
         self.ids: dict[str, int] = vocab | {
             str(x.get("content")): x["id"] for x in added if type(x.get("id")) is int
         }
 
     def json(self, name: str) -> dict[str, Any]:
-        where, content = str(self.folder / name), self.files.get(name, b"{}")
-        return parse_json(content, dict[str, Any], where, CheckpointError)
+        location, content = str(self.folder / name), self.files.get(name, b"{}")
+        return parse_json(content, dict[str, Any], location, CheckpointError)
 
     @property
     def template(self) -> str:
         if TEMPLATE_FILE in self.files:
             return self.files[TEMPLATE_FILE].decode(errors="replace")
-        found = (self.json(name).get("chat_template") for name in (TOKENIZER_CONFIG, TEMPLATE_JSON))
-        return next((str(each) for each in found if each), "")
+        templates = (
+            self.json(name).get("chat_template") for name in (TOKENIZER_CONFIG, TEMPLATE_JSON)
+        )
+        return next((str(each) for each in templates if each), "")
 
 
 def check_vocabulary(weights: TensorSource, assets: ModelAssets) -> Iterator[Finding]:
-    """Compare the rows of embedding and head with config.json and the tokenizer's ids."""
+    """Compare the rows of embedding and output head with config.json and the tokenizer's ids."""
     size, last = assets.json(CONFIG_JSON).get("vocab_size"), max(assets.ids.values(), default=-1)
     for name in filter(_VOCABULARY_WEIGHT.search, tensor_keys(weights)):
         rows = (weights.info(name).shape or [0])[0]
@@ -75,10 +79,12 @@ def check_vocabulary(weights: TensorSource, assets: ModelAssets) -> Iterator[Fin
 def compare_assets(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
     """Compare tokenizer, chat template, generation_config.json and config.json with the base's."""
     yield from _compare_tokenizers(ours, theirs)
-    one, other = ours.template, theirs.template
-    if one != other:
-        text = "differs from the base's" if one and other else "not in the base"
-        yield Finding("chat template", text if one else "missing; the base has one", not one)
+    our_template, their_template = ours.template, theirs.template
+    if our_template != their_template:
+        text = "differs from the base's" if our_template and their_template else "not in the base"
+        yield Finding(
+            "chat template", text if our_template else "missing; the base has one", not our_template
+        )
     made, base = ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG)
     if base and not made:
         yield lost_finding(GENERATION_CONFIG, "missing; the base has one")
@@ -86,7 +92,7 @@ def compare_assets(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
         yield lost_finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
     elif differing := _differing_keys(made, base, {"transformers_version"}):
         yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
-    if CONFIG_JSON not in theirs.files:  # a run or a checkpoint, whose weights have been compared
+    if CONFIG_JSON not in theirs.files:  # a run or a checkpoint: its weights have been compared
         return
     pair = [each.json(CONFIG_JSON) for each in (ours, theirs)]
     kinds = [each.get("model_type") for each in pair]
@@ -99,12 +105,12 @@ def compare_assets(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
 
 
 def _compare_tokenizers(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
-    files, known = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (ours, theirs))
+    files, their_files = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (ours, theirs))
     moved = sorted(x for x, number in theirs.ids.items() if ours.ids.get(x) != number)
     new = sorted(map(repr, ours.ids.keys() - theirs.ids))
     differing = _differing_keys(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
-    if known and not files:
-        yield lost_finding("tokenizer", f"missing; the base has {shorten_list(known)}")
+    if their_files and not files:
+        yield lost_finding("tokenizer", f"missing; the base has {shorten_list(their_files)}")
     elif not ours.ids or not theirs.ids:
         return
     elif moved:
@@ -119,7 +125,7 @@ def _compare_tokenizers(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Find
 
 
 def _differing_keys(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], apart: Collection[str] = ()
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> str:
-    names = sorted({*ours, *theirs}.difference(apart))
+    names = sorted({*ours, *theirs}.difference(ignored))
     return shorten_list([name for name in names if ours.get(name) != theirs.get(name)])

@@ -23,13 +23,13 @@ from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.untrusted import as_type
 
 _ANY_NAME = r".*"
-# Others add these to a directory that they publish; no tool reads a model from them.
+# Files that users add to a published directory, and that no tool reads as part of the model.
 _MAY_BE_ADDED = re.compile(r"\..*|(README|LICENSE|NOTICE).*|.*\.md", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class _ChecksumFile:
-    files: dict[str, FileInfo]  # all, with the checksums of all their bytes
+    files: dict[str, FileInfo]  # all files, each with the checksum of all bytes
 
 
 class ChecksumWriter:
@@ -45,18 +45,18 @@ class ChecksumWriter:
         metadata: dict[str, str],
         read: Callable[[TensorEntry], Iterator[memoryview]],
     ) -> None:
-        """Write a file of tensors, with the bytes that `read` yields of each, and open it."""
+        """Write a file of tensors, whose bytes `read` yields, and check that it can be opened."""
         header = make_header(entries, metadata)
-        whole = xxhash.xxh3_128(header)
+        digest = xxhash.xxh3_128(header)
 
         def chunks() -> Iterator[memoryview]:
             for entry in entries:
                 for data in read(entry):
-                    whole.update(data)
+                    digest.update(data)
                     yield data
 
         size = write_tensor_file(path, header, chunks())
-        self._content.files[path.name] = FileInfo(size, whole.hexdigest())
+        self._content.files[path.name] = FileInfo(size, digest.hexdigest())
 
     def write(self, folder: Path) -> None:
         for name, path in _files_in(folder):
@@ -69,51 +69,54 @@ class ChecksumWriter:
 
 
 class ExportedDirectory:
-    """An exported directory whose files have the recorded names and sizes."""
+    """An exported directory whose files have the names and sizes in its checksum file."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the checksums, and check everything except the bytes of the files."""
+        """Read the checksum file, and check everything except the bytes of files."""
         self.folder = folder
-        where = f"{folder / CHECKSUMS}: corrupted"
+        location = f"{folder / CHECKSUMS}: corrupted"
         sealed = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
-        self._content = as_type(sealed, _ChecksumFile, where, CheckpointError)
+        self._content = as_type(sealed, _ChecksumFile, location, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):
-                checked_name(part, _ANY_NAME, where, CheckpointError)
-        found = dict(_files_in(folder))
+                checked_name(part, _ANY_NAME, location, CheckpointError)
+        paths = dict(_files_in(folder))
         for name, info in self._content.files.items():
-            if name not in found:
+            if name not in paths:
                 raise CheckpointError(f"{folder / name}: not found; {CHECKSUMS} names it")
-            if (size := found[name].stat().st_size) != info.size:
+            if (size := paths[name].stat().st_size) != info.size:
                 raise CheckpointError(
                     f"{folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
                 )
-        for name, path in found.items():
+        for name, path in paths.items():
             is_known = name in self._content.files or name == CHECKSUMS
             if not is_known and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
                 raise CheckpointError(f"{path}: does not belong to this export")
 
     def counts(self) -> dict[str, int]:
-        """Return the number of files, without that of the checksums, and of bytes."""
+        """Return the number of files, without the checksum file, and their bytes."""
         files = self._content.files
         return {"files": len(files), "bytes": sum(each.size for each in files.values())}
 
     def verify(self) -> Iterator[int]:
-        """Verify every byte; yield, often, the bytes verified since; an error names the file."""
+        """Verify every byte; yield the number of bytes verified since the last yield.
+
+        CheckpointError, which names the file, if a checksum does not match.
+        """
         for name, info in self._content.files.items():
-            path, whole = self.folder / name, xxhash.xxh3_128()
+            path, digest = self.folder / name, xxhash.xxh3_128()
             descriptor = open_regular(path, CheckpointError)
             with os_errors_as(path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
                 while data := file.read(CHUNK_BYTES):
-                    whole.update(data)
+                    digest.update(data)
                     yield len(data)
-            if whole.hexdigest() != info.xxh3:
+            if digest.hexdigest() != info.xxh3:
                 raise CheckpointError(f"{path}: corrupted: the checksum does not match")
 
 
 def _files_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files below a directory, by their names relative to it."""
-    for place, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for each in sorted(names):
-            path = Path(place, each)
+            path = Path(folder_path, each)
             yield str(path.relative_to(folder)), path

@@ -42,30 +42,36 @@ def consolidate(
 ) -> publish.ExportResult:
     """Write the new directory `destination`, which appears complete or not at all.
 
-    `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
-    than `max_file_bytes` gets no further tensor. Adapters are merged in float32.
+    `dtype` is float32, bfloat16 or float16; None keeps the dtype of the master weights. Files have
+    at most `max_file_bytes`, except for a larger tensor. Adapters are merged in float32.
     """
     destination = destination.resolve()  # the target of a symbolic link, not the link
     with publish.export_directory(destination, reader.folder, overwrite=overwrite) as folder:
-        # Merged weights are rounded once, below.
+        # Merged weights stay in float32 here, so that `cast` below rounds them only once.
         weights = exported_weights(reader, None if dtype is None else "F32", merge=merge)
-        kept: Collection[str] = ()
+        kept_in_float32: Collection[str] = ()
         if MODEL_KEY in reader.manifest.config:
             from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
 
-            kept = float32_names(config_of_checkpoint(reader.manifest.config, str(reader)).model)
-        exports = _exported_tensors(weights, dtype, kept)
+            kept_in_float32 = float32_names(
+                config_of_checkpoint(reader.manifest.config, str(reader)).model
+            )
+        exports = _exported_tensors(weights, dtype, kept_in_float32)
         publish.check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split_into_files(exports, max_file_bytes)
-        of_name = {each.entry.name: each for each in exports}
+        exports_by_name = {each.entry.name: each for each in exports}
 
         def read(entry: TensorEntry) -> Iterator[memoryview]:
-            for _, data in weights.read(of_name[entry.name].key):
-                yield cast(data, of_name[entry.name].stored_dtype, entry.dtype, entry.name)
+            for _, data in weights.read(exports_by_name[entry.name].key):
+                yield cast(data, exports_by_name[entry.name].stored_dtype, entry.dtype, entry.name)
                 advance(len(data))
 
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-            usual = (x for x in exports if x.stored_dtype in FLOATS and x.entry.name not in kept)
+            usual = (
+                x
+                for x in exports
+                if x.stored_dtype in FLOATS and x.entry.name not in kept_in_float32
+            )
             notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merge=merge)
@@ -75,23 +81,23 @@ def consolidate(
 @dataclass(frozen=True, slots=True)
 class _ExportedTensor:
     key: str
-    stored_dtype: str  # its dtype in the checkpoint
-    entry: TensorEntry  # its entry in the exported file
+    stored_dtype: str  # in the checkpoint
+    entry: TensorEntry  # in the exported file
 
 
 def _exported_tensors(
-    reader: TensorSource, dtype: str | None, kept: Collection[str]
+    reader: TensorSource, dtype: str | None, kept_in_float32: Collection[str]
 ) -> list[_ExportedTensor]:
-    found = []
+    exported = []
     for key in tensor_keys(reader):
         info, name = reader.info(key), key.partition("/")[2]
         casts = dtype is not None and info.dtype in FLOATS
-        target = "float32" if name in kept else str(dtype)
+        target = "float32" if name in kept_in_float32 else str(dtype)
         written = EXPORT_DTYPES[target] if casts else info.dtype
-        found.append(
+        exported.append(
             _ExportedTensor(key, info.dtype, TensorEntry(name, written, tuple(info.shape)))
         )
-    return found
+    return exported
 
 
 def _split_into_files(
@@ -115,7 +121,7 @@ def _write_folder(
     read: Callable[[TensorEntry], Iterator[memoryview]],
     dtypes: Collection[str],
 ) -> tuple[str, ...]:
-    """Write the files; return what is missing. `dtypes` are those of the model."""
+    """Write the files; return notes on missing files. `dtypes` are the model's dtypes."""
     weight_map: dict[str, str] = {}
     checksums = ChecksumWriter()
     for number, tensors in enumerate(files, start=1):
@@ -131,8 +137,8 @@ def _write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / manifest.INDEX_JSON, index)
     attached = read_attachments(reader)
-    where = str(reader.folder / CONFIG_JSON)
-    source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
+    location = str(reader.folder / CONFIG_JSON)
+    source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], location, CheckpointError)
     notes: tuple[str, ...] = ()
     if MODEL_KEY not in reader.manifest.config:  # a custom training loop saves no settings
         notes = ("no config.json: the checkpoint does not name its model",)
@@ -152,9 +158,9 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def write_sharded_weights(
-    source: TensorSource, destination: Path, *, num_files: int, about: publish.CheckpointMetadata
+    source: TensorSource, destination: Path, *, num_files: int, metadata: publish.CheckpointMetadata
 ) -> int:
-    """Write a new checkpoint of files with equal shares; return the bytes of the weights."""
+    """Write a new checkpoint of `num_files` equal files; return the bytes of the weights."""
     destination = destination.resolve()
     if destination.exists():
         raise UsageError(f"{destination}: already exists")
@@ -171,7 +177,7 @@ def write_sharded_weights(
             if shares := _file_spans(tensors, rank, num_files):
                 name = rank_file(rank)
                 files[name] = _write_file(source, scratch / name, shares, advance)
-        publish.write_manifest(scratch, about, files, tensors, num_files)
+        publish.write_manifest(scratch, metadata, files, tensors, num_files)
     return total
 
 
@@ -186,7 +192,7 @@ def _file_spans(
 def _write_file(
     source: TensorSource, path: Path, shares: Mapping[str, Span], advance: Advance
 ) -> manifest.FileInfo:
-    """Write the tensors after their checksums, for which they are read once more."""
+    """Write a file of spans. The header precedes the tensors, so they are read twice."""
     stored = {}
     for key, span in shares.items():
         digests = manifest.chunk_digests(data for _, data in source.read(key, span))

@@ -17,13 +17,13 @@ from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.models.adapter_names import is_adapter_name
 from fsdpctl.plan.layout import Span
 
-_ELEMENTS_AT_ONCE = 1 << 20  # compared at a time
-_KINDS = {  # the first that the name of a tensor has
+_ELEMENTS_AT_ONCE = 1 << 20  # which are compared at a time
+_KINDS = {  # the kind of a tensor is the first one whose pattern its name has
     "experts": r"\bexperts\b", "norms": r"norm|\bln_", "routers": r"router|\bgate\b",
     "attention": r"attn|attention", "mlp": r"mlp|feed_forward|ffn|shared_expert|\bfc",
     "embeddings": r"embed|\bwte\b|\bwpe\b", "head": r"head",
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # with the number of one
+_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # and the number of an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Finding:
 
     subject: str  # such as a kind of tensors
     text: str
-    is_lost: bool = False  # what was trained, or what a server needs, is not in the export
+    is_lost: bool = False  # whether the export lacks trained values, or a part that servers need
     figures: dict[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def lost_finding(subject: str, text: str) -> Finding:
 
 
 class WeightChange(NamedTuple):
-    """The change of a weight: squared norms of the change and of the base, 0 if it is unknown."""
+    """The change of a weight: the squared norms of the change and of the base (0 if unknown)."""
 
     delta: float
     norm: float
@@ -60,7 +60,7 @@ def tensor_kind(name: str) -> str:
 
 
 def summarize_changes(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
-    """Return a line for each kind: how many of its tensors changed, and by how much."""
+    """Yield a finding for each kind: the number of changed tensors, and their relative change."""
     for kind, of_kind in sorted(changes.items()):
         delta, norm, most = sum(x.delta for x in of_kind), sum(x.norm for x in of_kind), ""
         changed, total = sum(x.delta > 0 for x in of_kind), len(of_kind)
@@ -111,7 +111,10 @@ def _experts(weights: TensorSource) -> dict[str, int]:
 def compare_values(
     ours: TensorSource, theirs: TensorSource | None, *, is_trained: bool = True
 ) -> Iterator[Finding]:
-    """Compare values with the base's, rounded to the dtype of the export; None: only check them."""
+    """Compare values with the base's values, rounded to the dtype of the export.
+
+    Without `theirs`, only check that values are finite.
+    """
     known = {*tensor_keys(theirs)} if theirs is not None else set()
     changes: dict[str, list[WeightChange]] = defaultdict(list)
     keys = sorted(tensor_keys(ours))
@@ -131,43 +134,47 @@ def compare_values(
         yield lost_finding("weights", "all equal the base's; nothing that was trained is there")
 
 
-@np.errstate(all="ignore")  # of values that are not finite
+@np.errstate(all="ignore")  # values may not be finite
 def _compare_tensor(
     ours: TensorSource, theirs: TensorSource | None, key: str
 ) -> tuple[WeightChange, int, bool]:
     """Return the change, the number of new NaNs, and whether any value is not zero.
 
-    Of a tensor with more rows than the base's, the first ones are compared.
+    If the tensor has more rows than the base's tensor, the first rows are compared.
     """
     info = ours.info(key)
     other = info if theirs is None else theirs.info(key)
     is_alike = other.shape == info.shape or (
         other.shape[1:] == info.shape[1:] and other.numel < info.numel
     )
-    delta, norm, bad, has_any = 0.0, 0.0, 0, False
+    delta, norm, num_bad, has_any = 0.0, 0.0, 0, False
     for span in Span(0, info.numel).split(_ELEMENTS_AT_ONCE):
-        data, known = _read_bytes(ours, key, span), bytearray()
+        data, base_data = _read_bytes(ours, key, span), bytearray()
         if theirs is not None and is_alike and span.start < other.numel:
-            known = _read_bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))
-        base = _as_floats(known, other.dtype, info.dtype)
-        is_same = data == known and other.dtype == info.dtype
+            base_data = _read_bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))
+        base = _as_floats(base_data, other.dtype, info.dtype)
+        is_same = data == base_data and other.dtype == info.dtype
         values = base if is_same else _as_floats(data, info.dtype, info.dtype)
         if not is_same and not np.isfinite(values @ values):
             is_bad = ~np.isfinite(values)
             is_bad[: base.size] &= np.isfinite(base)
-            bad, values, base = bad + int(is_bad.sum()), np.nan_to_num(values), np.nan_to_num(base)
+            num_bad, values, base = (
+                num_bad + int(is_bad.sum()),
+                np.nan_to_num(values),
+                np.nan_to_num(base),
+            )
         difference = values[: base.size] - base
         delta += 0.0 if is_same else float(difference @ difference)
         norm += float(np.nan_to_num(base @ base))
         has_any = has_any or bool(values.any())
-    return WeightChange(delta, norm, parameter_name(key)), bad, has_any
+    return WeightChange(delta, norm, parameter_name(key)), num_bad, has_any
 
 
 def _read_bytes(weights: TensorSource, key: str, span: Span) -> bytearray:
-    found = bytearray()
+    content = bytearray()
     for _, data in weights.read(key, span):
-        found += data
-    return found
+        content += data
+    return content
 
 
 def _as_floats(data: bytearray, dtype: str, rounded: str) -> NDArray[np.float32]:

@@ -1,7 +1,8 @@
-"""Export of a checkpoint to a GGUF file for llama.cpp, a head or a MiB in memory at a time.
+"""Export of a checkpoint to a GGUF file for llama.cpp, with a head or a MiB in memory at a time.
 
-Note: why queries and keys are reordered. llama.cpp rotates adjacent pairs of dimensions in Llama's
-heads, as in Meta's weights. Hugging Face rotates one half of the dimensions against the other.
+Note: why rows of queries and keys are reordered. In Llama's heads, llama.cpp rotates pairs of
+adjacent dimensions, as Meta's code does. Hugging Face's code pairs the first half of the dimensions
+with the second half.
 """
 
 import json
@@ -62,7 +63,7 @@ class _GgufTensor:
     key: str
     info: TensorInfo
     dtype: str
-    rows: int  # per head, if its rows are reordered; 0: not reordered
+    rows_per_head: int  # per head, if rows are reordered; 0: not reordered
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +118,11 @@ def _check_supported(model: ModelConfig, reader: CheckpointReader) -> None:
     elif (family := model_type_of(model)) not in _ARCHITECTURES:
         problem = f"{family} models: not supported; expected {', '.join(_ARCHITECTURES)}"
     else:
-        about = _transformers_config(model)
-        rope, kind = about.rope_parameters, about.rope_parameters["rope_type"]
+        config = _transformers_config(model)
+        rope, kind = config.rope_parameters, config.rope_parameters["rope_type"]
         others = [name for name, value in rope.items() if name not in _ROPE_KEYS and value]
-        if about.hidden_act not in _SILU:
-            problem = f"activation {about.hidden_act} not supported by llama.cpp; expected silu"
+        if config.hidden_act not in _SILU:
+            problem = f"activation {config.hidden_act} not supported by llama.cpp; expected silu"
         elif kind not in _ROPE_TYPES:
             problem = f"rope_type {kind} not supported; expected {', '.join(_ROPE_TYPES)}"
         elif others:
@@ -200,8 +201,8 @@ def _write_parameters(
 ) -> None:
     import gguf
 
-    head_dim, about = model.head_width, _transformers_config(model)
-    rope, window = about.rope_parameters, _sliding_window(about)
+    head_dim, config = model.head_width, _transformers_config(model)
+    rope, window = config.rope_parameters, _sliding_window(config)
     matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(reader.manifest.config["model"])
@@ -215,7 +216,7 @@ def _write_parameters(
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(about.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(int(model.vocab_size or 0))
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -225,52 +226,52 @@ def _write_parameters(
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def _sliding_window(about: Any) -> int | None:
-    kinds = getattr(about, "layer_types", None) or ["sliding_attention"]
-    found: int | None = getattr(about, "sliding_window", None)
-    return found if "sliding_attention" in kinds else None
+def _sliding_window(config: Any) -> int | None:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if "sliding_attention" in kinds else None
 
 
 def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     """Return the factor that stretches the wavelength of each pair (Llama 3.1)."""
-    about = _transformers_config(model)
-    if about.rope_parameters["rope_type"] != "llama3":
+    config = _transformers_config(model)
+    if config.rope_parameters["rope_type"] != "llama3":
         return None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](about, "cpu")
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     pairs = np.arange(0, model.head_width, 2, dtype=np.float64) / model.head_width
-    plain = about.rope_parameters["rope_theta"] ** -pairs
+    plain = config.rope_parameters["rope_theta"] ** -pairs
     factors: NDArray[np.float32] = (plain / scaled.double().numpy()).astype(np.float32)
     return factors
 
 
 def _chunks(weights: TensorSource, advance: Advance, tensor: _GgufTensor) -> Iterator[memoryview]:
-    if not tensor.rows:
+    if not tensor.rows_per_head:
         for _, data in weights.read(tensor.key):
             yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
             advance(len(data))
         return
     size = ITEMSIZES[tensor.info.dtype]
     width = tensor.info.numel // tensor.info.shape[0]
-    head = tensor.rows * width
+    head = tensor.rows_per_head * width
     for start in range(0, tensor.info.numel, head):
         read = b"".join(data for _, data in weights.read(tensor.key, Span(start, start + head)))
-        rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows // 2, width * size)
+        rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows_per_head // 2, width * size)
         together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
         yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)
         advance(len(read))
 
 
-# llama.cpp's names of pre-tokenizers, in the order of preference, and the expressions by which they
-# split, one after the other. transformers has those of some.
+# llama.cpp's names of pre-tokenizers, in order of preference, and the regular expressions that
+# split a text, one after the other. If a list is empty, transformers has the expressions.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLITS: Mapping[str, Sequence[str]] = {
     "gpt-2": [_GPT2],
     "smollm": [r"\p{N}", _GPT2],
     **dict.fromkeys(("llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "qwen35"), ()),
 }
-_IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is a token is that token
+_IGNORE_MERGES = ("llama-bpe", "tekken")  # a piece that is in the vocabulary becomes one token
 _SAMPLE_TEXTS = (
     "Hello, world! isn't it? WE'LL see; they'Re y'all's 'tis -- don't.",
     "1 12 123 1234 12345 1234567 3.14 1,000 x2 2x a1b22c ٣٤ ²½",
@@ -283,30 +284,30 @@ _SAMPLE_TEXTS = (
 
 
 def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
-    """Add a byte-level BPE tokenizer, made of `files` by name, to a GGUF file.
+    """Add the byte-level BPE tokenizer in `files` to a GGUF file.
 
-    Rows of the model's embedding without a token get placeholder tokens. Returns a note on it, if
-    the file has no tokenizer or one that may differ, or an empty string.
+    Rows of the embedding without a token get placeholder tokens. Return a note if the GGUF file
+    gets no tokenizer or one whose tokens may differ, or "".
     """
-    why, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
-    about: dict[str, Any] = {}
+    problem, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
+    tokenizer_json: dict[str, Any] = {}
     if files.keys() & set(VOCABULARIES):
         saved = FileTokenizer(
             "of the checkpoint", files
-        ).files_as_saved()  # with tokens of all files
-        about = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
-        is_bytes = '"ByteLevel"' in json.dumps(about.get("pre_tokenizer"))
-        why = "the run's tokenizer is not a byte-level BPE"
-        if about.get("model", {}).get("type") == "BPE" and is_bytes:
-            why = "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
-            name = _find_pre_tokenizer(about)
+        ).files_as_saved()  # one file with all tokens
+        tokenizer_json = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
+        is_bytes = '"ByteLevel"' in json.dumps(tokenizer_json.get("pre_tokenizer"))
+        problem = "the run's tokenizer is not a byte-level BPE"
+        if tokenizer_json.get("model", {}).get("type") == "BPE" and is_bytes:
+            problem = "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
+            name = _find_pre_tokenizer(tokenizer_json)
     if not name:
         writer.add_tokenizer_model("none")
-        return f"no tokenizer: {why}"
+        return f"no tokenizer: {problem}"
     saved |= {each: files[each] for each in (CONFIG_JSON,) if each in files}
     try:
         writer.add_tokenizer_pre(name)
-        _add_tokenizer(writer, about, saved, vocab_size)
+        _add_tokenizer(writer, tokenizer_json, saved, vocab_size)
         writer.add_string(GGUF_TOKENIZER, saved[TOKENIZER_JSON].decode())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
@@ -315,11 +316,11 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
 
 
 def _add_tokenizer(
-    writer: Any, about: Mapping[str, Any], files: Mapping[str, bytes], size: int
+    writer: Any, tokenizer_json: Mapping[str, Any], files: Mapping[str, bytes], size: int
 ) -> None:
     import gguf
 
-    tokens, types = _tokens(about, size)
+    tokens, types = _tokens(tokenizer_json, size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -333,27 +334,29 @@ def _add_tokenizer(
     special.add_to_gguf(writer, quiet=True)
 
 
-def _find_pre_tokenizer(about: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a pre-tokenizer with the same tokens of some texts, or ""."""
+def _find_pre_tokenizer(tokenizer_json: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a pre-tokenizer that yields the same tokens for texts, or ""."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    plain = {**about, "post_processor": None, "truncation": None, "padding": None}
+    plain = {**tokenizer_json, "post_processor": None, "truncation": None, "padding": None}
     theirs = Tokenizer.from_str(json.dumps(plain))
     ours = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
-    words = (decoders.ByteLevel().decode([each]) for each in about["model"]["vocab"])
-    known = [each for each in words if "\ufffd" not in each]  # not a part of a character
-    # llama.cpp does not compose characters, which changes nothing here.
-    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in known]
-    made: dict[str, Any] = {}
+    decoded = (decoders.ByteLevel().decode([each]) for each in tokenizer_json["model"]["vocab"])
+    complete = [
+        each for each in decoded if "\ufffd" not in each
+    ]  # without tokens that are a part of a character
+    # llama.cpp does not compose characters. The texts are composed, so that this has no effect.
+    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in complete]
+    candidates: dict[str, Any] = {}
     for name, splits in _SPLITS.items():
         steps = splits or [GGUF_PRE_TOKENIZER_SPLITS[name]]
         last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made[name] = pre_tokenizers.Sequence(
+        candidates[name] = pre_tokenizers.Sequence(
             [*(pre_tokenizers.Split(Regex(each), "isolated") for each in steps), last]
         )
     pieces = _pieces(theirs.pre_tokenizer)
-    for name in sorted(made, key=lambda each: _pieces(made[each]) != pieces):
-        ours.pre_tokenizer = made[name]
+    for name in sorted(candidates, key=lambda each: _pieces(candidates[each]) != pieces):
+        ours.pre_tokenizer = candidates[name]
         ours.model.ignore_merges = name in _IGNORE_MERGES
         if all(_ids(ours, each) == _ids(theirs, each) for each in (_SAMPLE_TEXTS, texts)):
             return name
@@ -368,14 +371,14 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [each.ids for each in tokenizer.encode_batch(list(texts))]
 
 
-def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     import gguf
 
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    vocabulary: Mapping[str, int] = about["model"]["vocab"]
+    vocabulary: Mapping[str, int] = tokenizer_json["model"]["vocab"]
     known = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
-    for each in about.get("added_tokens", ()):
+    for each in tokenizer_json.get("added_tokens", ()):
         kind = gguf.TokenType.CONTROL if each.get("special") else gguf.TokenType.USER_DEFINED
         known[each["id"]] = (each["content"], kind)
     for number in known.keys() & range(vocab_size):

@@ -1,4 +1,4 @@
-"""The weights in a GGUF file, dequantized a range at a time while they are read."""
+"""The weights in a GGUF file, which are dequantized a range at a time while they are read."""
 
 import re
 from collections import Counter
@@ -23,14 +23,14 @@ from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.hub_names import stored_names
 from fsdpctl.plan.layout import Span, round_up
 
-_ELEMENTS_AT_ONCE = 1 << 18  # elements, of which dequantization makes several copies
+_ELEMENTS_AT_ONCE = 1 << 18  # dequantization makes several copies
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ROTATED = re.compile(r"\.attn_[qk]\.")  # whose heads transformers reorders in `llama`
+_ROTATED = re.compile(r"\.attn_[qk]\.")  # transformers reorders the heads of these in `llama`
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredRows:
-    """A tensor of the model: rows of one in the file."""
+    """A tensor of the model, which is a range of rows of a tensor in the file."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]  # of the model
@@ -39,41 +39,41 @@ class _StoredRows:
 
 
 class GgufTensors:
-    """The weights in a GGUF file by transformers' names, in float32."""
+    """The weights in a GGUF file in float32, by transformers' names."""
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
         """Find the model's weights in the file.
 
-        UsageError if a tensor is missing, differs in shape or dtype, or is not the model's.
+        UsageError if a tensor is missing or unexpected, or its shape or dtype does not match.
         """
         self.path, header = path, read_header(path)
         self._architecture = header.architecture
         tied = (
             ["output.weight"] if self._architecture == "falcon" else []
-        )  # by transformers, in any file
-        left = header.tensors.keys() - {*SCALINGS, *tied}
+        )  # transformers ties it in any file
+        unused = header.tensors.keys() - {*SCALINGS, *tied}
         self._stored: dict[str, _StoredRows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self._architecture], model.num_layers)
-        of_model = stored_names(build_base_model(model))
-        experts = Counter(_EXPERT.sub(".experts.", name) for name in of_model)
-        for name, shape in of_model.items():
+        model_shapes = stored_names(build_base_model(model))
+        experts = Counter(_EXPERT.sub(".experts.", name) for name in model_shapes)
+        for name, shape in model_shapes.items():
             expert = _EXPERT.search(name)
             theirs = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
             if theirs not in header.tensors:
                 raise UsageError(f"{path}: {theirs or name}: not found")
             tensor = header.tensors[theirs]
             stored = shape[1:] if shape[0] == 1 else shape  # transformers adds a dimension
-            whole = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
-            if tensor.shape != whole:
-                is_of = f"shape {list(tensor.shape)}, the model's is {list(whole)}"
+            expected = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
+            if tensor.shape != expected:
+                is_of = f"shape {list(tensor.shape)}, the model's is {list(expected)}"
                 raise UsageError(f"{path}: {theirs} has {is_of}")
             is_rotated = self._architecture == "llama" and _ROTATED.search(theirs)
             head = model.head_width if is_rotated else 1
             first = prod(stored[:-1]) * int(expert[1]) if expert else 0
             self._stored[name] = _StoredRows(tensor, shape, first, head)
-            left.discard(theirs)
-        for name in sorted(left):
+            unused.discard(theirs)
+        for name in sorted(unused):
             raise UsageError(f"{path}: {name}: not in transformers' model of {self._architecture}")
         for tensor in header.tensors.values():
             kind = gguf.GGMLQuantizationType(tensor.kind)
@@ -103,14 +103,14 @@ class GgufTensors:
         ):
             for first in range(start // together * together, stop, step):
                 last = min(first + step, round_up(stop, together))
-                here = Span(first * width, last * width)
-                if (wanted := here.intersect(span)) is not None:
+                row_span = Span(first * width, last * width)
+                if (wanted := row_span.intersect(span)) is not None:
                     values = self._read_rows(file, rows, first, last)
-                    part = wanted.shift(-here.start)
+                    part = wanted.shift(-row_span.start)
                     yield wanted, values[part.start : part.stop].view(np.uint8).data
 
     def _read_rows(self, file: IO[Any], rows: _StoredRows, first: int, last: int) -> NDArray[Any]:
-        """Return the elements of some rows in the order that they have in the model."""
+        """Read rows and return their elements in the model's order."""
         tensor, num_bytes = rows.tensor, (last - first) * rows.tensor.row_bytes
         file.seek(tensor.start + (rows.first + first) * tensor.row_bytes)
         data = np.fromfile(file, np.uint8, num_bytes)
@@ -123,5 +123,5 @@ class GgufTensors:
         heads = {"num_attention_heads": count, "num_key_value_heads": count}
         theirs: Any = modeling_gguf_pytorch_utils
         processor = theirs.TENSOR_PROCESSORS.get(self._architecture, theirs.TensorProcessor)
-        made = processor(config=heads).process(values, tensor.name)
-        return np.ascontiguousarray(made.weights).reshape(-1)
+        processed = processor(config=heads).process(values, tensor.name)
+        return np.ascontiguousarray(processed.weights).reshape(-1)

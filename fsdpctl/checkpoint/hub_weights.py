@@ -1,4 +1,4 @@
-"""Weights of models of transformers, between the names in memory and those on the Hub."""
+"""Weights of models of transformers, renamed between names in memory and names in Hub files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from fsdpctl.plan.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class _Composition:
-    """A tensor made of parts of others."""
+    """A tensor that is the concatenation of ranges of other tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Span], ...]  # ranges of flattened tensors
@@ -28,7 +28,7 @@ class _Composition:
 
 
 class ComposedTensors:
-    """A source whose tensors are composed of those of another one, read by range."""
+    """A source whose tensors are composed of ranges of another source's tensors."""
 
     def __init__(self, source: TensorSource, compositions: Mapping[str, _Composition]) -> None:
         self._source = source
@@ -46,25 +46,25 @@ class ComposedTensors:
     def info(self, key: str) -> TensorInfo:
         if key not in self._compositions:
             return self._source.info(key)  # raises, and names the tensor
-        made = self._compositions[key]
-        dtypes = {self._source.info(part).dtype for part, _ in made.parts}
+        composition = self._compositions[key]
+        dtypes = {self._source.info(part).dtype for part, _ in composition.parts}
         if len(dtypes) > 1:
             raise CheckpointError(f"{self}: {key}: its parts have dtypes {', '.join(dtypes)}")
-        info = TensorInfo(list(made.shape), dtypes.pop())
-        if sum(span.numel for _, span in made.parts) != info.numel:
+        info = TensorInfo(list(composition.shape), dtypes.pop())
+        if sum(span.numel for _, span in composition.parts) != info.numel:
             raise CheckpointError(
-                f"{self}: {made.parts[0][0]} and {len(made.parts) - 1} more tensors do not fill "
-                f"{key} of shape {info.shape}"
+                f"{self}: {composition.parts[0][0]} and {len(composition.parts) - 1} more tensors "
+                f"do not fill {key} of shape {info.shape}"
             )
         return info
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        made = self._compositions[key]
-        span = span or Span(0, sum(part.numel for _, part in made.parts))
+        composition = self._compositions[key]
+        span = span or Span(0, sum(part.numel for _, part in composition.parts))
         start = 0
-        for inner, part in made.parts:
+        for inner, part in composition.parts:
             here = Span(max(span.start, start), min(span.stop, start + part.numel))
-            offset = part.start - start  # from places here to places there
+            offset = part.start - start  # from elements of this tensor to elements of its part
             start += part.numel
             if here.start >= here.stop:
                 continue
@@ -73,16 +73,16 @@ class ComposedTensors:
 
 
 def under_model_names(stored: TensorSource, model: ModelConfig) -> TensorSource:
-    """Return the weights under the names in memory, from those of a Hugging Face directory."""
+    """Return the weights of a Hugging Face directory under their names in memory."""
     module = build_base_model(model)
     compositions = {}
-    for name, found in map_stored_tensors(module, stored.names(PARAMETER)).items():
-        keys = [tensor_key(PARAMETER, each) for each in found.parts]
+    for name, stored_as in map_stored_tensors(module, stored.names(PARAMETER)).items():
+        keys = [tensor_key(PARAMETER, each) for each in stored_as.parts]
         parts = tuple((key, Span(0, stored.info(key).numel)) for key in keys)
-        for copy in found.copies:
-            _check_equal(stored, found.parts[0], copy)
-        shape = found.shape or (sum(span.numel for _, span in parts),)
-        kind = BUFFER if found.is_buffer else PARAMETER
+        for copy in stored_as.copies:
+            _check_equal(stored, stored_as.parts[0], copy)
+        shape = stored_as.shape or (sum(span.numel for _, span in parts),)
+        kind = BUFFER if stored_as.is_buffer else PARAMETER
         shapes = {tuple(stored.info(key).shape) for key in keys}
         if len(parts) == 1:
             shape = shapes.pop()  # loading compares it with the model's
@@ -91,28 +91,28 @@ def under_model_names(stored: TensorSource, model: ModelConfig) -> TensorSource:
 
 
 def under_hub_names(weights: TensorSource, model: ModelConfig) -> TensorSource:
-    """Return the weights as transformers writes them to files, from the names in memory."""
+    """Return weights, whose names are those in memory, as transformers writes them to files."""
     module = build_base_model(model)
     shapes = stored_names(module)
     compositions = {}
-    for name, whole in map_stored_tensors(module, list(shapes)).items():
-        key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
-        sizes = [prod(shapes[part]) for part in whole.parts]
-        for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
+    for name, stored_as in map_stored_tensors(module, list(shapes)).items():
+        key = tensor_key(BUFFER if stored_as.is_buffer else PARAMETER, name)
+        sizes = [prod(shapes[part]) for part in stored_as.parts]
+        for part, size, stop in zip(stored_as.parts, sizes, accumulate(sizes), strict=True):
             compositions[part] = _Composition(shapes[part], ((key, Span(stop - size, stop)),))
     return ComposedTensors(weights, compositions)
 
 
 def float32_names(model: ModelConfig) -> frozenset[str]:
-    """Return the tensors in files that transformers keeps in float32 in a model of 16 bits."""
+    """Return the names in files of tensors that transformers keeps in float32 in 16-bit models."""
     with torch.device("meta"):
         half = build_causal_lm(model, torch.bfloat16)
     listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]
-    wide = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
+    float32 = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
     module = build_base_model(model)
     parts = map_stored_tensors(module, list(stored_names(module)))
-    kept = (each for name, each in parts.items() if name in wide or listed.search(name))
-    return frozenset(part for each in kept for part in each.parts)
+    in_float32 = (each for name, each in parts.items() if name in float32 or listed.search(name))
+    return frozenset(part for each in in_float32 for part in each.parts)
 
 
 def _check_equal(weights: TensorSource, name: str, copy: str) -> None:

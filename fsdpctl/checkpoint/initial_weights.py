@@ -1,8 +1,9 @@
-"""The weights that a run starts from, and those that its checkpoints leave to their base.
+"""The weights that a run starts from, and base weights, which its checkpoints do not contain.
 
-A base is not trained. A checkpoint names it by path, and by two checksums, which detect a different
-model of the same shape: a start computes the one of samples of each tensor, and a run the one of
-all bytes while it trains, before it saves. The whole of a large base takes as long as loading it.
+Base weights are not trained. A checkpoint names their path and two checksums, which detect another
+model of the same shapes. A run verifies the checksum of samples of each tensor when it starts. It
+computes the checksum of all bytes while it trains, before it saves: reading all bytes takes as long
+as loading the base.
 """
 
 import json
@@ -41,16 +42,16 @@ from fsdpctl.plan.layout import Span
 T = TypeVar("T")
 OnBytes = Callable[[int], None]
 _CHUNK_BYTES = 1 << 26  # per checksum
-_SAMPLES, _SAMPLE_BYTES = 4, 1 << 18  # of a tensor
+_SAMPLES, _SAMPLE_BYTES = 4, 1 << 18  # per tensor
 
 
 def report_reading(count: int) -> None:
-    """Report that the training thread reads."""
+    """Report that this rank reads weights, so that the watchdog does not take it for hung."""
     RANK_STATUS.at(READING)
 
 
 class InitialAdapters:
-    """Adapters that are initialized when they are read, each by its name and the seed."""
+    """Adapters that are initialized when they are read, from their name and a seed."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, seed: int
@@ -77,9 +78,10 @@ class InitialAdapters:
 def initial_weights(
     model: ModelConfig, module: nn.Module, seed: int, base: TensorSource
 ) -> TensorSource:
-    """Return the weights that training starts from: `base`, plus adapters if it has none.
+    """Return the weights that training starts from: `base`, with adapters if it has none.
 
-    Of `module`, only names and shapes are used. `seed` is that of the adapters' initial values.
+    Only names and shapes of `module` are used. `seed` determines the adapters' initial values.
+    UsageError if `base` has adapters and `model.lora.path` is set.
     """
     if model.lora.rank is None:
         return base
@@ -91,9 +93,9 @@ def initial_weights(
         trained = trained_shapes(module)
         shapes = {name: shape for name, shape in trained.items() if is_adapter_name(name)}
         return Overlay(InitialAdapters(shapes, model, seed), base)
-    given = PeftAdapters(Path(model.lora.path), module)
-    given.check()
-    return Overlay(given, base)
+    adapters = PeftAdapters(Path(model.lora.path), module)
+    adapters.check()
+    return Overlay(adapters, base)
 
 
 def open_initial_weights(model: ModelConfig, module: nn.Module, seed: int) -> TensorSource:
@@ -101,7 +103,7 @@ def open_initial_weights(model: ModelConfig, module: nn.Module, seed: int) -> Te
 
 
 class ObjectCollectives(Protocol):
-    """The collectives that saving and checksums need."""
+    """The collective that saving and checksums need."""
 
     rank: int
     size: int
@@ -112,29 +114,29 @@ class ObjectCollectives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """Weights that a run reads, to be verified before it saves."""
+    """Untrained weights that a run reads, which are verified before it saves."""
 
-    info: BaseInfo  # as it must be; `xxh3` is empty if no checkpoint has named them
+    info: BaseInfo  # expected checksums; `xxh3` is empty if no checkpoint names the weights yet
     weights: TensorSource
-    named_by: str = ""  # the checkpoint that names them; empty: the run itself
-    is_named: bool = True  # by the checkpoints of the run
+    named_by: str = ""  # the checkpoint that names the weights; empty if this run is the first
+    is_named: bool = True  # whether checkpoints of this run name the weights
 
     @classmethod
     def new(cls, folder: Path, weights: TensorSource, ranks: ObjectCollectives) -> Self:
-        """Describe weights that no checkpoint has named, before they are loaded. Collective."""
+        """Describe weights that no checkpoint names, before they are loaded. Collective."""
         return cls(
             BaseInfo(str(folder), "", weights_checksum(weights, _sample_spans, ranks)), weights
         )
 
     def check_samples(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> None:
-        """Compare the samples of each tensor; CheckpointError if they differ. Collective."""
+        """Verify samples of each tensor; CheckpointError if they differ. Collective."""
         if weights_checksum(self.weights, _sample_spans, ranks, on_bytes) != self.info.sampled:
             raise self._changed()
 
     def verify(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> BaseInfo:
-        """Return the description, after all bytes; CheckpointError if they differ. Collective.
+        """Verify all bytes and return the checksums; CheckpointError if they differ. Collective.
 
-        The samples come last: they detect weights that were replaced after they were loaded.
+        Samples are read last, since they detect weights that were replaced after they were loaded.
         """
         xxh3 = weights_checksum(self.weights, _chunk_spans, ranks, on_bytes)
         self.check_samples(ranks, on_bytes)
@@ -153,7 +155,7 @@ class BaseWeights:
 def open_pretrained(
     model: ModelConfig, folder: Path, ranks: ObjectCollectives
 ) -> tuple[TensorSource, BaseWeights | None]:
-    """Return the weights of a Hugging Face directory or a checkpoint, and its base. Collective."""
+    """Return the weights of a Hugging Face directory or checkpoint, and its base. Collective."""
     if is_hugging_face(folder):
         return open_weights(model, folder), None
     weights, base = open_checked(CheckpointReader(folder), ranks)
@@ -163,7 +165,7 @@ def open_pretrained(
 def open_checked(
     reader: CheckpointReader, ranks: ObjectCollectives
 ) -> tuple[TensorSource, BaseWeights | None]:
-    """Return all weights of a checkpoint, and its base, of which samples match. Collective."""
+    """Return all weights of a checkpoint, and its base after checking samples. Collective."""
     info = reader.manifest.base
     if info is None:
         return reader, None
@@ -178,16 +180,16 @@ def weights_checksum(
     ranks: ObjectCollectives,
     on_bytes: OnBytes = report_reading,
 ) -> str:
-    """Return a checksum over `spans` of each tensor, which `ranks` read in parts. Collective."""
+    """Return a checksum over `spans` of each tensor; each rank reads a part of them. Collective."""
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
     parts = [(name, span) for name, info in infos.items() for span in spans(info)]
     start, stop = (place * len(parts) // ranks.size for place in (ranks.rank, ranks.rank + 1))
-    error, own = "", list[str]()
+    error, local_digests = "", list[str]()
     try:
-        own = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
+        local_digests = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
     except FsdpctlError as caught:  # the other ranks wait for the result
         error = str(caught)
-    results = ranks.all_gather_object((own, error))
+    results = ranks.all_gather_object((local_digests, error))
     for _, error in results:
         if error:
             raise CheckpointError(error)
@@ -201,7 +203,7 @@ def _chunk_spans(info: TensorInfo) -> Iterable[Span]:
 
 
 def _sample_spans(info: TensorInfo) -> Iterable[Span]:
-    """Return 1 MiB at four places, of which the last ends the tensor; all of a smaller one."""
+    """Return 4 spans of 256 KiB, from begin to end of the tensor, or all of a small tensor."""
     size = _SAMPLE_BYTES // ITEMSIZES[info.dtype]
     last = info.numel - size
     if info.numel <= _SAMPLES * size:
@@ -210,8 +212,8 @@ def _sample_spans(info: TensorInfo) -> Iterable[Span]:
 
 
 def _digest(weights: TensorSource, name: str, span: Span, on_bytes: OnBytes) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for _, data in weights.read(tensor_key(PARAMETER, name), span):
         on_bytes(len(data))
-        found.update(data)
-    return found.hexdigest()
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The tensors that checkpoints store, and loading them into a model with any sharding."""
+"""The pieces of tensors that ranks store, and loading them into a model with any sharding."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ class OptimizerRun(Protocol):
 
 
 class ShardedOptimizer(Protocol):
-    """The interface of an optimizer that checkpoints need."""
+    """The part of an optimizer's interface that checkpoints need."""
 
     def separate_params(self, names: Collection[str]) -> None:
-        """Step each of the named parameters separately from others."""
+        """Step each of the named parameters as a tensor of its own, with its own step count."""
 
     def create_states(self) -> None:
-        """Create the states that the first step would create."""
+        """Create the states that the first optimizer step creates."""
 
     def span_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
         """Yield each run with its states: the scalar `step`, and moments; see `codes`."""
@@ -63,7 +63,7 @@ class TensorPiece:
 def model_pieces(
     model: ShardedModelProtocol, *, trained_only: bool = False
 ) -> Iterator[TensorPiece]:
-    """Yield the parts of parameters that this rank writes."""
+    """Yield the pieces of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for piece in shard.layout.param_slices(shard.saved_span):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
@@ -73,7 +73,7 @@ def model_pieces(
 
 
 def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[TensorPiece]:
-    """Yield the same for the optimizer's states; nothing before the first step."""
+    """Yield the pieces of optimizer states that this rank writes; none before the first step."""
     for run, states in optimizer.span_states():
         within = run.span.intersect(run.shard.saved_span)
         for piece in run.shard.layout.param_slices(within) if within else ():
@@ -111,8 +111,8 @@ def load_into(
 ) -> Progress:
     """Load this rank's shards and states, reading only the elements that it holds. Collective.
 
-    `weights` are those of the checkpoint and of its base, if it has one. Without an optimizer, its
-    states stay unread. Returns the progress of the run.
+    `weights` has the tensors of the checkpoint and of its base, if it has a base. Without an
+    optimizer, optimizer states are not read. Return the progress of the run.
     """
     _load_model(weights or reader, model)
     progress = reader.manifest.progress
@@ -133,7 +133,7 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 @torch.no_grad()
 def load_weights(source: TensorSource, model: ShardedModelProtocol) -> None:
-    """Load this rank's shards from full weights, reading only what it holds. Collective."""
+    """Load this rank's shards, reading only the elements that it holds. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
@@ -160,7 +160,7 @@ def _load_model(source: TensorSource, model: ShardedModelProtocol) -> None:
 
 
 def _read(source: TensorSource, key: str, span: Span) -> Iterator[tuple[Span, Tensor]]:
-    """Yield the elements `span` of a flattened tensor in chunks, in the dtype that is stored."""
+    """Yield the elements `span` of a flattened tensor in chunks, in their stored dtype."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
         RANK_STATUS.at(READING)
@@ -168,19 +168,19 @@ def _read(source: TensorSource, key: str, span: Span) -> Iterator[tuple[Span, Te
 
 
 def _read_into(source: TensorSource, key: str, span: Span, target: Tensor) -> None:
-    """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
+    """Copy the elements `span` of a flattened tensor into `target`, cast to target's dtype."""
     for part, values in _read(source, key, span):
         within = part.shift(-span.start)
         target[within.start : within.stop].copy_(values)
 
 
 def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
-    """Read the optimizer's moments: codes as they are, others rounded to what is kept."""
+    """Read the optimizer's moments, and quantize or dequantize them if its dtype differs."""
     for run, states in optimizer.span_states():
         for piece in run.shard.layout.param_slices(run.span):
             inside = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
-                # Whole blocks: behind a parameter, zeros belong to it.
+                # Whole blocks: the zeros after a parameter belong to its last block.
                 part = Span(inside.start, round_up(inside.stop, SCALE_BLOCK))
                 moment = get_moment(states, name).window(part)
                 _load_moment(reader, name, piece, moment)
@@ -203,7 +203,7 @@ def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment:
 def _read_moment(
     reader: CheckpointReader, name: str, param: str, span: Span, device: torch.device
 ) -> Moment:
-    """Read the elements `span` of a parameter's moment as they are stored, in whole blocks."""
+    """Read the elements `span` of a parameter's moment in their stored form, in whole blocks."""
     key = tensor_key(name + CODES, param)
     is_coded = key in reader.manifest.tensors
     key = key if is_coded else tensor_key(name, param)
@@ -218,7 +218,7 @@ def _read_moment(
 
 
 def check_weights(source: TensorSource, module: nn.Module) -> None:
-    """Refuse weights that are not those of `module`, which may be on the meta device."""
+    """Check the names and shapes of weights; CheckpointError if they do not match `module`."""
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     _check_shapes(quantized_like(source, module), PARAMETER, shapes)
     buffers = persistent_buffers(module)

@@ -1,4 +1,7 @@
-"""The metadata of a checkpoint: spans in the headers of files, and the manifest, written last."""
+"""The metadata of a checkpoint: spans in the headers of files, and the manifest.
+
+The manifest is written last: a checkpoint without it is incomplete.
+"""
 
 import json
 import math
@@ -31,10 +34,14 @@ _DIGEST_BYTES = 16
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)  # files next to weights
-ASSETS = (*MODEL_CONFIG_FILES, *TOKENIZER_FILES, TEMPLATES)  # with those of the tokenizer
-# Kinds of tensors; other kinds are optimizer states. A remainder has the lower 8 bits of weights
-# of 24 bits.
+MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)  # next to weights
+ASSETS = (
+    *MODEL_CONFIG_FILES,
+    *TOKENIZER_FILES,
+    TEMPLATES,
+)  # files next to weights, with the tokenizer's files
+# Kinds of tensors; other kinds are optimizer states. A remainder is the lower 8 bits of 24-bit
+# weights.
 PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
 
 
@@ -59,7 +66,7 @@ def checksum(data: memoryview | bytes) -> str:
 
 
 def chunk_digests(stream: Iterable[memoryview]) -> bytes:
-    """Return the concatenated checksums of every CHUNK_BYTES of a stream in pieces of any size."""
+    """Return the concatenated checksums of each CHUNK_BYTES of a stream of pieces of any size."""
     done, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
     for data in stream:
         while data:
@@ -75,24 +82,27 @@ def chunk_digests(stream: Iterable[memoryview]) -> bytes:
 def write_span_file(
     path: Path, stored: Mapping[str, tuple[str, StoredSpan]], chunks: Iterable[memoryview]
 ) -> "FileInfo":
-    """Write a new file with spans of tensors, by their keys and dtypes; return its description."""
+    """Write a new file of spans of tensors; return its size and checksum.
+
+    `stored` has the dtype and the span of each key.
+    """
     entries = [TensorEntry(key, dtype, (x.span.numel,)) for key, (dtype, x) in stored.items()]
     spans = {key: [x.span.start, x.span.stop, x.digests.hex()] for key, (_, x) in stored.items()}
     header = make_header(entries, {SPANS_KEY: json.dumps(spans, separators=(",", ":"))})
     return FileInfo(write_tensor_file(path, header, chunks), checksum(header))
 
 
-def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
+def spans_from_json(text: str, location: str) -> dict[str, StoredSpan]:
     """Parse the text of the spans in a header; messages begin with `where`."""
-    stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
+    stored = parse_json(text, dict[str, tuple[int, int, str]], location, CheckpointError)
     try:
         return {key: StoredSpan(Span(a, b), bytes.fromhex(x)) for key, (a, b, x) in stored.items()}
     except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{location}: {error}") from None
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Return the name of a tensor in files: its kind, then the parameter's name."""
+    """Return the name of a tensor in files: `kind/name`."""
     return f"{kind}/{name}"
 
 
@@ -105,12 +115,12 @@ class FileInfo:
     """The expected size and checksum of a file."""
 
     size: Count
-    xxh3: str  # of all bytes; for a tensor file, of its header, which has the tensors' checksums
+    xxh3: str  # of all bytes; for a tensor file, of the header, which has checksums of the tensors
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The shape and dtype of a full tensor, however many files store it."""
+    """The shape and dtype of a full tensor, of which several files may store spans."""
 
     shape: Annotated[list[Count], Meta(max_length=64)]
     dtype: str  # safetensors' name
@@ -126,19 +136,19 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """The weights that a checkpoint leaves out because they are not trained."""
+    """The location of weights that a checkpoint omits because they are not trained."""
 
     path: str  # a Hugging Face directory or a checkpoint
-    xxh3: str  # over all weights there, as stored
-    sampled: str  # over 1 MiB of each of them, which every start reads
+    xxh3: str  # over all weights in `path`, as stored
+    sampled: str  # over 1 MiB of each weight, which every start reads
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything about a checkpoint except the tensors' bytes."""
 
-    files: dict[str, FileInfo]  # with tensors
-    attachments: dict[str, FileInfo]  # that come with the model, such as its tokenizer
+    files: dict[str, FileInfo]  # tensor files by name
+    attachments: dict[str, FileInfo]  # other files of the model by name, such as its tokenizer
     tensors: dict[str, TensorInfo]  # by key
     progress: Progress
     config: dict[str, str]  # resolved settings by key
@@ -154,16 +164,16 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    where = f"{folder / MANIFEST}: corrupted"
-    manifest = as_type(read_checksummed(folder), Manifest, where, CheckpointError)
-    # What types cannot check: names that stay in the folder, and possible sizes.
+    location = f"{folder / MANIFEST}: corrupted"
+    manifest = as_type(read_checksummed(folder), Manifest, location, CheckpointError)
+    # The manifest is untrusted: names must stay in the folder, and sizes must be possible.
     for name in manifest.files:
-        checked_name(name, _RANK_FILE, where, CheckpointError)
+        checked_name(name, _RANK_FILE, location, CheckpointError)
     for name in manifest.attachments:
-        asset_name(name, where, CheckpointError)
+        asset_name(name, location, CheckpointError)
         if name == MANIFEST:
-            raise CheckpointError(f"{where}: attachment {name} not supported")
+            raise CheckpointError(f"{location}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
         if info.dtype not in ITEMSIZES or info.numel > MAX_COUNT:
-            raise CheckpointError(f"{where}: tensor {key[:80]} not supported")
+            raise CheckpointError(f"{location}: tensor {key[:80]} not supported")
     return manifest

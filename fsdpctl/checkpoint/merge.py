@@ -1,4 +1,4 @@
-"""Merging adapters into the weights of their layers."""
+"""Merging adapters into the weights of their layers, while the weights are read."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -27,9 +27,10 @@ Matrix = NDArray[np.float32]
 
 
 def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool) -> TensorSource:
-    """Return the full weights of a checkpoint without adapters, as other tools expect them.
+    """Return the full weights of a checkpoint without adapters, under the names in Hub files.
 
-    Adapters are merged if `merge`; `dtype` is that of merged weights, None as stored.
+    `merge` merges adapters. Merged weights get `dtype`; None keeps their stored dtype.
+    UsageError if the checkpoint has adapters and `merge` is false, or the reverse.
     """
     weights = with_base(reader)
     has_adapters = any(map(is_adapter_name, weights.names(PARAMETER)))
@@ -55,7 +56,10 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool
 def _merge_into_quantized(
     weights: TensorSource, model: ModelConfig, dtype: str | None
 ) -> TensorSource:
-    """Merge into the weights that were trained with; `dtype` None: as in the files, or float32."""
+    """Merge adapters into the dequantized weights that they were trained with.
+
+    A `dtype` of None selects the dtype of the base's files, or float32 if they have several.
+    """
     from fsdpctl.checkpoint.quantized import DequantizedTensors  # imports torch
     from fsdpctl.models.build_model import build_model
     from fsdpctl.models.quantized import QUANT_FORMATS, quantized_shapes
@@ -76,7 +80,7 @@ def _transposed(model: ModelConfig) -> frozenset[str]:
 
 
 def notes_on_merge(reader: CheckpointReader, *, merge: bool) -> tuple[str, ...]:
-    """Return what to know about the weights that adapters were merged into, a line each."""
+    """Return a note if adapters were merged into dequantized weights."""
     dtype = reader.manifest.config.get("model.base_dtype", "auto")
     if not merge or dtype == "auto":
         return ()
@@ -88,7 +92,7 @@ def notes_on_merge(reader: CheckpointReader, *, merge: bool) -> tuple[str, ...]:
 
 
 class MergedTensors:
-    """Weights with their adapters merged: W + scale * B A, computed in float32, rounded once."""
+    """Weights with merged adapters: W + scale * B A, computed in float32 and rounded once."""
 
     def __init__(
         self,
@@ -98,15 +102,17 @@ class MergedTensors:
         rounded: Collection[str] = (),
         transposed: Collection[str] = (),
     ) -> None:
-        """Merge as the weights are read.
+        """Wrap `weights`, which are merged when they are read.
 
-        `dtype` is that of merged weights, None as stored, and of the parameters `rounded`. The
+        Merged weights and the parameters `rounded` get `dtype`; None keeps their stored dtype. The
         weights of layers `transposed` are (in, out).
         """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
         self._transposed, self._dtype = transposed, dtype
-        self._last: tuple[str, tuple[Matrix, Matrix]] | None = None  # (experts, …) each
+        self._last: tuple[str, tuple[Matrix, Matrix]] | None = (
+            None  # a weight's name and its factors, (experts, …)
+        )
         layers = adapted_layers(weights.names(PARAMETER))
         self._merged = {adapted_weight(layer): layer for layer in layers}
         self._rounded = {*self._merged, *rounded}
@@ -135,13 +141,13 @@ class MergedTensors:
         for within, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)
             first, stop = within.start // columns, -(-within.stop // columns)
-            added = self._update(name, info.shape, first, stop).reshape(-1)
+            update = self._update(name, info.shape, first, stop).reshape(-1)
             offset = within.start - first * columns
-            values = values + self._scale * added[offset : offset + within.numel]
+            values = values + self._scale * update[offset : offset + within.numel]
             yield within, cast(values.view(np.uint8).data, "F32", info.dtype, name)
 
     def _update(self, name: str, shape: Sequence[int], first: int, stop: int) -> Matrix:
-        """Return rows of the product of a weight's adapter; experts follow one another."""
+        """Return rows of the product B A for a weight; rows of experts are concatenated."""
         count = shape[0] if len(shape) == 3 else 1
         left, right = self._factors(name, count)
         rows, parts = shape[-2], []
@@ -152,7 +158,7 @@ class MergedTensors:
         return np.concatenate(parts)
 
     def _factors(self, name: str, count: int) -> tuple[Matrix, Matrix]:
-        """Return the factors of each expert's update; those of the last weight are kept."""
+        """Return the factors of each expert's update; the factors of the last weight are cached."""
         if self._last is None or self._last[0] != name:
             layer = self._merged[name]
             down, up = (

@@ -33,17 +33,20 @@ from fsdpctl.models.hub_names import tied_names
 from fsdpctl.models.linear_layers import transposed_layers
 from fsdpctl.models.stacked_experts import stacked_experts
 
-# Of modules_to_save, if the embeddings were resized: the same once more, and what they replace.
+# Ends of names of tensors that PEFT writes for modules_to_save if embeddings were resized: a second
+# copy of the trained tensor, and the tensor that it replaces. Neither is read.
 _RESIZED_COPIES = (".modules_to_save.weight", ".original_module.weight")
-# The ends of names that PEFT converts for models with experts (transformers' conversion tables).
+# Ends of names of layers that PEFT renames to matrices of stacked experts when it loads adapters,
+# by transformers' conversion tables for mixture-of-experts models. So the layers (a dense MLP, a
+# router) are exported as parameters of `target_parameters`, which PEFT does not rename.
 _RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
 
 class PeftAdapters(FileTensors):
-    """The adapters in a PEFT directory and the modules saved with them, under fsdpctl's names."""
+    """The adapters and modules_to_save in a PEFT directory, under the model's names."""
 
     def __init__(self, folder: Path, module: nn.Module) -> None:
-        """Read the header; `module` is the model with its adapters."""
+        """Read the header of the file; `module` is the model with its adapters."""
         path = folder / ADAPTER_WEIGHTS
         if not path.is_file():
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
@@ -51,22 +54,22 @@ class PeftAdapters(FileTensors):
         self._shapes = trained_shapes(module)
         ours = {theirs: name for name, theirs in peft_names(self._shapes).items()}
         known, first = {name for name, _ in module.named_parameters()}, tied_names(module)
-        found: dict[str, tuple[TensorFile, TensorEntry]] = {}
+        entries: dict[str, tuple[TensorFile, TensorEntry]] = {}
         for theirs, entry in file.entries.items():
             if not theirs.endswith(_RESIZED_COPIES):
                 name = ours.get(theirs) or theirs.removeprefix(PEFT_PREFIX)
                 name = name if name in known else first.get(name, name)
                 if name not in known or not theirs.startswith(PEFT_PREFIX):
                     _check_name(theirs, folder)
-                found.setdefault(name, (file, entry))
-        super().__init__(folder, found)
+                entries.setdefault(name, (file, entry))
+        super().__init__(folder, entries)
 
     def check(self) -> None:
-        """Refuse adapters that are not those of the model, by name and shape."""
-        where, shapes = f"model.lora.path={self.folder}", self._shapes
+        """Check names and shapes; UsageError if they do not match the model's adapters."""
+        location, shapes = f"model.lora.path={self.folder}", self._shapes
         for name, shape in shapes.items():
             if name not in self._entries and not is_adapter_name(name):
-                raise UsageError(f"{where}: {name} not found; model.lora.also requires it")
+                raise UsageError(f"{location}: {name} not found; model.lora.also requires it")
             if name not in self._entries:
                 there = [
                     each.replace(EXPERT_ADAPTERS, ".") for each in adapted_layers(self._entries)
@@ -74,32 +77,34 @@ class PeftAdapters(FileTensors):
                 layers = {each.rpartition(".")[2] for each in there}
                 is_stacked = any(EXPERT_ADAPTERS in each for each in (*self._entries, *shapes))
                 if is_stacked or any(f".{layer}.lora_" in name for layer in layers):
-                    layers = set(there)  # of some blocks only, or of layers called alike
+                    layers = set(there)  # full names: only some of the layers of a name are adapted
                 raise UsageError(
-                    f"{where}: {name} not found; model.lora.targets requires it; set "
+                    f"{location}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
                 )
-            found = self._entries[name][1].shape
-            if found != shape:
+            shape_found = self._entries[name][1].shape
+            if shape_found != shape:
                 raise UsageError(
-                    f"{where}: {name}: expected shape {list(shape)}, got {list(found)}"
+                    f"{location}: {name}: expected shape {list(shape)}, got {list(shape_found)}"
                 )
         for name in self._entries:
             if name not in shapes and not is_adapter_name(name):
-                whole = {x.rpartition(".")[0] for x in self._entries if not is_adapter_name(x)}
+                fully_trained = {
+                    x.rpartition(".")[0] for x in self._entries if not is_adapter_name(x)
+                }
                 raise UsageError(
-                    f"{where}: {name}: not one of modules_to_save; to train it too, set "
-                    f"model.lora.also={','.join(sorted(whole))}"
+                    f"{location}: {name}: not one of modules_to_save; to train it too, set "
+                    f"model.lora.also={','.join(sorted(fully_trained))}"
                 )
             if name not in shapes:
                 raise UsageError(
-                    f"{where}: unexpected {name}; check that the adapters are of this model and "
+                    f"{location}: unexpected {name}; check that the adapters are of this model and "
                     "that model.lora.targets includes their layers"
                 )
 
 
 def stored_rows(folder: Path, names: Collection[str]) -> dict[str, int]:
-    """Return the rows of those of the parameters that are in a PEFT directory."""
+    """Return the number of rows of each parameter in `names` that a PEFT directory has."""
     path = folder / ADAPTER_WEIGHTS
     entries = open_tensor_file(path).entries if path.is_file() else {}
     shapes = {
@@ -126,9 +131,9 @@ def _check_name(name: str, folder: Path) -> None:
 def write_peft(
     reader: CheckpointReader, destination: Path, *, overwrite: bool = False, names_base: bool = True
 ) -> int:
-    """Write the adapters of a checkpoint to a directory that `peft` opens; return their bytes.
+    """Write the adapters of a checkpoint to a directory that PEFT can load; return their bytes.
 
-    With `names_base`, the directory of a base that is not on the Hub is in adapter_config.json.
+    If `names_base`, adapter_config.json names the base even if it is a local directory.
     """
     destination = destination.resolve()
     weights = with_base(reader)
@@ -139,8 +144,8 @@ def write_peft(
     module = build_model(model)
     trained = trained_shapes(module)
     ours = {theirs: name for name, theirs in peft_names(trained).items()}
-    whole = [name for name in trained if not is_adapter_name(name)]
-    ties = {other: name for other, name in tied_names(module).items() if name in whole}
+    fully_trained = [name for name in trained if not is_adapter_name(name)]
+    ties = {other: name for other, name in tied_names(module).items() if name in fully_trained}
     ours |= {PEFT_PREFIX + other: name for other, name in ties.items()}
     infos = {name: weights.info(tensor_key(PARAMETER, ours[name])) for name in sorted(ours)}
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
@@ -155,19 +160,23 @@ def write_peft(
         checksums, metadata = ChecksumWriter(), {"format": "pt", **EXPORT_METADATA}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
         content = _adapter_config(model, names, base)
-        content["modules_to_save"] = sorted({x.rpartition(".")[0] for x in (*whole, *ties)}) or None
+        content["modules_to_save"] = (
+            sorted({x.rpartition(".")[0] for x in (*fully_trained, *ties)}) or None
+        )
         content["ensure_weight_tying"] = bool(ties)
         content["revision"] = on_hub[1] if on_hub else None
-        if model.first_new_token is not None:  # PEFT's model is to be resized to this tokenizer
-            own = {k: v for k, v in read_attachments(reader).items() if k not in MODEL_CONFIG_FILES}
-            write_assets(folder, own)
+        if model.first_new_token is not None:  # PEFT's user resizes the model to this tokenizer
+            tokenizer_files = {
+                k: v for k, v in read_attachments(reader).items() if k not in MODEL_CONFIG_FILES
+            }
+            write_assets(folder, tokenizer_files)
         write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
 
 
 def _target_modules(layers: list[str], names: Collection[str]) -> list[str]:
-    """Return the layers, by the last part of their names if that is unambiguous."""
+    """Return the last parts of the layers' names if these match no other layer, or full names."""
     ends = {layer.rpartition(".")[2] for layer in layers}
     bases = (name.removesuffix(".weight") for name in names if not is_adapter_name(name))
     alike = {base for base in bases if base.rpartition(".")[2] in ends}
@@ -175,11 +184,11 @@ def _target_modules(layers: list[str], names: Collection[str]) -> list[str]:
 
 
 def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> dict[str, Any]:
-    """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
+    """Return the content of adapter_config.json; `base` is the name of the base model."""
     plain, adapted = build_base_model(model), adapted_layers(names)
     linear = [each for each in adapted if EXPERT_ADAPTERS not in each]
-    # PEFT takes these layers for matrices of experts, unless it gets their parameters; those have
-    # no dropout there.
+    # In a model with stacked experts, PEFT would take layers in _RENAMED for matrices of experts,
+    # so they are listed in target_parameters. PEFT does not support dropout for these.
     has_stacks = any(True for _ in stacked_experts(plain))
     renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
     stacked = [adapted_weight(x) for x in adapted if EXPERT_ADAPTERS in x or f"{x}." in renamed]

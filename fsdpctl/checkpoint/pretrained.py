@@ -20,7 +20,7 @@ from fsdpctl.io.run_files import CHECKPOINTS, RUN_ASSETS, RUN_CONFIG
 from fsdpctl.io.untrusted import read_json
 
 _SINGLE_FILE = "model.safetensors"
-_MAX_BASES = 16  # checkpoints, each of which names the one before
+_MAX_BASES = 16  # length of a chain of checkpoints, each of which is the base of the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Index:
 def open_weights(model: ModelConfig, folder: Path | None = None, depth: int = 0) -> TensorSource:
     """Open the weights in `model.path`, or in `folder` if they were found before.
 
-    They are the base of a checkpoint, itself the base of another, and so on, `above` in all.
+    `depth` is the number of checkpoints that name one another as base and led here.
     """
     from fsdpctl.checkpoint.resized_embeddings import (  # imports torch
         stored_config,
@@ -89,7 +89,7 @@ def weights_folder(model: ModelConfig) -> Path:
 
 
 def read_model_assets(folder: Path) -> dict[str, bytes]:
-    """Read the files that come with the weights in `model.path`, by name."""
+    """Read the files next to the weights in `model.path`, by name."""
     if is_hugging_face(folder):
         return read_assets(folder)
     return read_attachments(CheckpointReader(find_checkpoint(folder)))
@@ -101,17 +101,17 @@ def read_assets(folder: Path) -> dict[str, bytes]:
 
 
 def find_tokenizer(folder: Path) -> str | None:
-    """Return the tokenizer in `model.path` as a value of `data.tokenizer`; None if unknown."""
-    places = [folder]
+    """Return the tokenizer in `model.path` as a value of `data.tokenizer`, or None if unknown."""
+    folders = [folder]
     if not is_hugging_face(folder):
         checkpoint = find_checkpoint(folder)
         if read_manifest(checkpoint).config.get("data.tokenizer") == BYTE_TOKENIZER:
             return BYTE_TOKENIZER
-        places = [checkpoint]
+        folders = [checkpoint]
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
-            places = [run_dir / RUN_ASSETS, checkpoint]  # the run outlives its checkpoints
-    return next((str(place) for place in places if has_tokenizer(place)), None)
+            folders = [run_dir / RUN_ASSETS, checkpoint]  # old checkpoints are deleted
+    return next((str(place) for place in folders if has_tokenizer(place)), None)
 
 
 def read_attachments(reader: CheckpointReader) -> dict[str, bytes]:
@@ -119,7 +119,7 @@ def read_attachments(reader: CheckpointReader) -> dict[str, bytes]:
 
 
 def weight_files(folder: Path) -> dict[str, TensorFile]:
-    """Return the file of each weight, the same one that transformers reads."""
+    """Return the file of each weight, by the rules by which transformers selects files."""
     single, index = folder / _SINGLE_FILE, folder / INDEX_JSON
     if not single.is_file() and index.is_file():
         return _indexed_files(index)
@@ -153,5 +153,7 @@ def _indexed_files(index: Path) -> dict[str, TensorFile]:
 
 def _missing_weights(folder: Path) -> str:
     others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    found = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
-    return f"{found or '*.safetensors not found'}. Set model.init=random to train from scratch"
+    unsupported = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
+    return (
+        f"{unsupported or '*.safetensors not found'}. Set model.init=random to train from scratch"
+    )

@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all: exports, and checkpoints with their manifest."""
+"""Directories that are published atomically: exports, and checkpoints with their manifest."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
-EXPORT_METADATA = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
+EXPORT_METADATA = {"fsdpctl": "consolidated"}  # metadata of exported tensor files
 CARD = "README.md"
-_SEAL = b"\n<!-- fsdpctl "  # before the checksum of a model card, which tells whether it was edited
+_SEAL = b"\n<!-- fsdpctl "  # precedes a model card's checksum, which detects edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CheckpointMetadata:
 
 
 def missing_space(folder: Path, nbytes: int) -> str:
-    """Return the space missing to write `nbytes` below `folder` as text, or an empty string."""
+    """Return a message if there is no space for `nbytes` below `folder`, or ""."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         free = shutil.disk_usage(existing).free
@@ -59,8 +59,13 @@ def check_space(destination: Path, nbytes: int) -> None:
 
 @contextmanager
 def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a directory that becomes `folder` if the block succeeds; it may exist if `replaces`."""
-    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
+    """Yield a new directory that is renamed to `folder` if the block succeeds.
+
+    With `replaces`, an existing `folder` is replaced.
+    """
+    scratch = folder.with_name(
+        f"{folder.name}.tmp-{token_hex(4)}"
+    )  # process ids repeat in containers
     try:
         scratch.mkdir(parents=True)
         yield scratch
@@ -70,7 +75,7 @@ def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def publish_directory(scratch: Path, folder: Path, *, replaces: bool = False) -> None:
-    """Make the synced directory `scratch` appear as `folder`, which stays if that fails."""
+    """Rename the directory `scratch` to `folder`. If this fails, an old `folder` stays."""
     fsync(scratch)
     if replaces and folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
@@ -82,28 +87,28 @@ def publish_directory(scratch: Path, folder: Path, *, replaces: bool = False) ->
             raise
         shutil.rmtree(aside)
     else:
-        scratch.rename(folder)  # the kernel rejects this if the folder has files by now
+        scratch.rename(folder)  # fails if another process has created `folder`
     fsync(folder.parent)
 
 
 def write_manifest(
     folder: Path,
-    about: CheckpointMetadata,
+    metadata: CheckpointMetadata,
     files: Mapping[str, FileInfo],
     tensors: Mapping[str, TensorInfo],
     world_size: int,
 ) -> None:
     """Write the attachments and the manifest of the tensor files in `folder`."""
-    attached = {name: FileInfo(len(x), checksum(x)) for name, x in about.attachments.items()}
-    stored = dict(files), attached, dict(sorted(tensors.items())), about.progress
-    config, base = dict(about.config), about.base
+    attached = {name: FileInfo(len(x), checksum(x)) for name, x in metadata.attachments.items()}
+    stored = dict(files), attached, dict(sorted(tensors.items())), metadata.progress
+    config, base = dict(metadata.config), metadata.base
     manifest = Manifest(*stored, config, versions(), world_size, base)
-    write_assets(folder, about.attachments)
+    write_assets(folder, metadata.attachments)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
 
 
 def write_assets(folder: Path, assets: Mapping[str, bytes]) -> None:
-    """Write files with the weights to a new directory; their names may have a directory."""
+    """Write files next to weights into a new directory; their names may include a subdirectory."""
     for name, content in assets.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, content)
@@ -118,13 +123,17 @@ class ExportResult:
     path: Path
     num_bytes: int
     num_tensors: int
-    notes: tuple[str, ...]  # what is missing or differs, one line each
+    notes: tuple[str, ...]  # what is missing or differs, a line each
     files: int = 1
 
 
 @contextmanager
 def export_directory(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a directory to export `source` to; the block's success makes it `destination`."""
+    """Yield a new directory for an export of `source`.
+
+    It is renamed to `destination` if the block succeeds. UsageError if `destination` exists and is
+    not an export that `overwrite` replaces, or contains `source`.
+    """
     check_destination(destination, overwrite=overwrite)
     folder = source.resolve()
     inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
@@ -137,7 +146,7 @@ def export_directory(destination: Path, source: Path, *, overwrite: bool) -> Ite
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:
-    """Check that `destination` does not exist, or is an earlier export to overwrite."""
+    """Check that `destination` does not exist or is empty, or is an export to overwrite."""
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination}: expected a directory, got a file")
     if not destination.is_dir() or not any(destination.iterdir()):
@@ -149,7 +158,7 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
 
 
 def sealed_card(text: str) -> bytes:
-    """Return a model card whose last line has its checksum."""
+    """Return a model card whose last line is a checksum of the text before it."""
     return b"%s%s%s -->\n" % (text.encode(), _SEAL, checksum(text.encode()).encode())
 
 

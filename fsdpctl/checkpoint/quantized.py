@@ -1,4 +1,4 @@
-"""Packed weights, made of those in files while these are read, and back."""
+"""Weights that are quantized or dequantized while they are read."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,23 +13,25 @@ from fsdpctl.models.quantized import GROUP, QuantFormat, quant_format_of, quanti
 from fsdpctl.plan.layout import Span
 
 _BYTES, _FLOATS = "U8", "F32"
-_GROUPS_AT_ONCE = 64  # groups, a million weights
-WeightShapes = Mapping[str, tuple[int, ...]]  # of the weights, by the parameter's name
+_GROUPS_AT_ONCE = 64  # about a million weights
+WeightShapes = Mapping[str, tuple[int, ...]]  # shapes of quantized weights, by parameter name
 
 
 def quantized_like(source: TensorSource, module: nn.Module) -> TensorSource:
-    """Return `source` with the weights packed that are packed in `module`."""
-    packing = quant_format_of(module)
-    if packing is None:
+    """Return `source`, in which the weights that are quantized in `module` are quantized too."""
+    quant_format = quant_format_of(module)
+    if quant_format is None:
         return source
-    return QuantizedTensors(source, quantized_shapes(module), packing)
+    return QuantizedTensors(source, quantized_shapes(module), quant_format)
 
 
 class QuantizedTensors:
-    """A source of which some weights are quantized when they are read, unless they were before."""
+    """A source that quantizes some weights when they are read, unless they are stored quantized."""
 
-    def __init__(self, source: TensorSource, shapes: WeightShapes, packing: QuantFormat) -> None:
-        self._source, self._shapes, self._packing = source, shapes, packing
+    def __init__(
+        self, source: TensorSource, shapes: WeightShapes, quant_format: QuantFormat
+    ) -> None:
+        self._source, self._shapes, self._quant_format = source, shapes, quant_format
 
     def __str__(self) -> str:
         return str(self._source)
@@ -46,26 +48,29 @@ class QuantizedTensors:
             raise CheckpointError(
                 f"{self}: {name} has shape {stored.shape}, the model's is {list(shape)}"
             )
-        return TensorInfo([self._packing.num_bytes(stored.numel)], _BYTES)
+        return TensorInfo([self._quant_format.num_bytes(stored.numel)], _BYTES)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span`; of the weights, only groups with bytes in it are read."""
+        """Yield the elements `span`, which are bytes of quantized weights.
+
+        Only the groups of weights that overlap `span` are read and quantized.
+        """
         stored = self._source.info(key)
         if parameter_name(key) not in self._shapes or stored.dtype == _BYTES:
             yield from self._source.read(key, span)
             return
-        span = span or Span(0, self._packing.num_bytes(stored.numel))
-        for bytes_there, weights in _group_ranges(span, stored.numel, self._packing):
+        span = span or Span(0, self._quant_format.num_bytes(stored.numel))
+        for byte_range, weights in _group_ranges(span, stored.numel, self._quant_format):
             values = torch.from_numpy(read_floats(self._source, key, weights))
-            packed = self._packing.quantize(values)
-            wanted = bytes_there.intersect(span)
+            packed = self._quant_format.quantize(values)
+            wanted = byte_range.intersect(span)
             assert wanted is not None
-            within = wanted.shift(-bytes_there.start)
+            within = wanted.shift(-byte_range.start)
             yield wanted, tensor_bytes(packed[within.start : within.stop])
 
 
 class DequantizedTensors(QuantizedTensors):
-    """The same source, of which these weights are the float32 numbers that they are in training."""
+    """A source in which quantized weights have the float32 values that training computes with."""
 
     def info(self, key: str) -> TensorInfo:
         info, shape = super().info(key), self._shapes.get(parameter_name(key))
@@ -78,21 +83,21 @@ class DequantizedTensors(QuantizedTensors):
         numel = self.info(key).numel
         span = span or Span(0, numel)
         first, last = span.start // GROUP, -(-span.stop // GROUP)
-        size = self._packing.group_bytes
-        within = Span(first * size, min(last * size, self._packing.num_bytes(numel)))
-        for bytes_there, weights in _group_ranges(within, numel, self._packing):
-            data = b"".join(bytes(part) for _, part in super().read(key, bytes_there))
+        size = self._quant_format.group_bytes
+        within = Span(first * size, min(last * size, self._quant_format.num_bytes(numel)))
+        for byte_range, weights in _group_ranges(within, numel, self._quant_format):
+            data = b"".join(bytes(part) for _, part in super().read(key, byte_range))
             packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            values = self._packing.dequantize(packed, (weights.numel,), torch.float32)
+            values = self._quant_format.dequantize(packed, (weights.numel,), torch.float32)
             wanted = weights.intersect(span)
             assert wanted is not None
             part = wanted.shift(-weights.start)
             yield wanted, tensor_bytes(values[part.start : part.stop])
 
 
-def _group_ranges(span: Span, numel: int, packing: QuantFormat) -> Iterator[tuple[Span, Span]]:
-    """Yield the bytes and the weights of the groups that have bytes in `span`, some at a time."""
-    size, end = packing.group_bytes, packing.num_bytes(numel)
+def _group_ranges(span: Span, numel: int, quant_format: QuantFormat) -> Iterator[tuple[Span, Span]]:
+    """Yield ranges of bytes and of weights: several groups at a time, which overlap `span`."""
+    size, end = quant_format.group_bytes, quant_format.num_bytes(numel)
     last = -(-span.stop // size)
     for first in range(span.start // size, last, _GROUPS_AT_ONCE):
         stop = min(first + _GROUPS_AT_ONCE, last)

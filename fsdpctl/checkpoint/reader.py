@@ -1,4 +1,4 @@
-"""Reading of checkpoints by ranges of full tensors; every byte that is used is verified."""
+"""A reader of checkpoints by ranges of full tensors, which verifies every byte that it returns."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from fsdpctl.plan.layout import Span, round_up
 
 @dataclass(frozen=True, slots=True)
 class LocatedSpan:
-    """A stored span and its location."""
+    """A stored span of a tensor, and its location in a file."""
 
     span: manifest.StoredSpan
     file: tensor_file.TensorFile
@@ -24,10 +24,10 @@ class LocatedSpan:
 
 
 class CheckpointReader:
-    """A complete checkpoint: every file exists with its size, and every tensor is covered."""
+    """A complete checkpoint: all files have their sizes, and their spans cover every tensor."""
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder` and check everything except the tensors' bytes."""
+        """Open `folder` and check everything except the bytes of tensors."""
         self.folder = folder
         self.manifest: manifest.Manifest = manifest.read_manifest(folder)
         self._parts: dict[str, list[LocatedSpan]] = {key: [] for key in self.manifest.tensors}
@@ -67,9 +67,9 @@ class CheckpointReader:
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor, in order, as bytes; None reads all.
 
-        Weights that are stored in two parts are put together, which is exact in float32.
-        Chunks are verified before they are yielded, and only those with requested elements are
-        read. Each chunk reuses the memory of the one before.
+        Weights that are stored as upper and lower bits are joined to float32, which is exact. Only
+        chunks with requested elements are read, and each is verified before it is yielded. A chunk
+        reuses the memory of the previous chunk.
         """
         numel = self._stored_info(key).numel
         span = span or Span(0, numel)
@@ -91,26 +91,26 @@ class CheckpointReader:
 
     def _read_stored(self, key: str, span: Span) -> Iterator[tuple[Span, memoryview]]:
         for part in self._parts[key]:
-            both = part.span.span.intersect(span)
-            if both is not None:
-                yield from _read_part(key, part, both)
+            overlap = part.span.span.intersect(span)
+            if overlap is not None:
+                yield from _read_part(key, part, overlap)
 
     def _remainder_of(self, key: str) -> str | None:
-        """Return the key of the lower bits of a weight, if they are stored apart."""
+        """Return the key of the lower bits of a weight, or None if the weight has one part."""
         kind, _, name = key.partition("/")
         lower = manifest.tensor_key(manifest.REMAINDER, name)
         return lower if kind == manifest.PARAMETER and lower in self.manifest.tensors else None
 
     def attachment(self, name: str) -> bytes:
         """Return an attached file that comes with the model, such as tokenizer.json."""
-        known, path = self.manifest.attachments[name], self.folder / name
+        info, path = self.manifest.attachments[name], self.folder / name
         content = read_regular(path, CheckpointError)
-        if len(content) != known.size or manifest.checksum(content) != known.xxh3:
+        if len(content) != info.size or manifest.checksum(content) != info.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
         return content
 
     def verify(self) -> Iterator[int]:
-        """Verify every byte; yield, often, the bytes verified since the last time."""
+        """Verify every byte; yield the number of bytes verified since the last yield."""
         for name in self.manifest.attachments:
             self.attachment(name)
         for key, info in self.manifest.tensors.items():
@@ -125,12 +125,12 @@ class CheckpointReader:
 
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
-        more = self.folder / TEMPLATES
-        if more.is_symlink():
-            raise CheckpointError(f"{more}: expected a directory, got a link")
-        inner = more.iterdir() if more.is_dir() else ()
+        templates = self.folder / TEMPLATES
+        if templates.is_symlink():
+            raise CheckpointError(f"{templates}: expected a directory, got a link")
+        inner = templates.iterdir() if templates.is_dir() else ()
         for file in sorted([*self.folder.iterdir(), *inner]):
-            if str(file.relative_to(self.folder)) not in expected and file != more:
+            if str(file.relative_to(self.folder)) not in expected and file != templates:
                 raise CheckpointError(f"{file}: does not belong to this checkpoint")
         for name, info in self.manifest.attachments.items():
             path = self.folder / name
@@ -146,7 +146,7 @@ class CheckpointReader:
         file = self._file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
-        spans = file.metadata.pop(manifest.SPANS_KEY, "{}")  # a long text that is not needed again
+        spans = file.metadata.pop(manifest.SPANS_KEY, "{}")  # popped: the text is long
         stored = manifest.spans_from_json(spans, f"{path}: corrupted")
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: corrupted: its spans do not match its tensors")
@@ -186,8 +186,8 @@ def _read_part(key: str, part: LocatedSpan, wanted: Span) -> Iterator[tuple[Span
     for number, data in enumerate(chunks, start=first):
         if not part.span.matches_chunk(number, data):
             raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")
-        held = Span(number * per_chunk, number * per_chunk + len(data) // size)
-        both = held.intersect(inner)
-        assert both is not None
-        within = both.shift(-held.start)
-        yield both.shift(offset), data[within.start * size : within.stop * size]
+        chunk_span = Span(number * per_chunk, number * per_chunk + len(data) // size)
+        overlap = chunk_span.intersect(inner)
+        assert overlap is not None
+        within = overlap.shift(-chunk_span.start)
+        yield overlap.shift(offset), data[within.start * size : within.stop * size]

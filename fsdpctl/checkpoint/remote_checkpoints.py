@@ -1,8 +1,8 @@
 """Checkpoints in object stores (s3://, gs:// and others of fsspec): read by range, and uploaded.
 
-Of a tensor, only the bytes that are used are fetched, and all of them are verified. A run uploads
-file by file. Each file is read back and compared, and the manifest comes last: a checkpoint without
-it is incomplete, and is never read.
+A reader fetches only the bytes that are used, and verifies them. A run uploads one file after
+another, reads each file back and compares it. The manifest is uploaded last: a checkpoint without a
+manifest is incomplete and is not read.
 """
 
 import os
@@ -36,38 +36,38 @@ from fsdpctl.io.run_files import MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, is_remote, open_store, with_retries
 
 _BLOCK_BYTES, _MIN_BLOCK_BYTES = 8 << 20, 256 << 10  # bytes of a request
-_CACHE_BYTES = 512 << 20  # bytes of blocks that a reader keeps
+_CACHE_BYTES = 512 << 20  # for blocks that a reader keeps
 _PREFETCHED_BLOCKS = 2  # blocks that are fetched before they are needed
 TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
 
 
 class _BlockCache:
-    """Ranges of files in a store, each fetched once, and those that follow ahead of their use."""
+    """A cache of blocks of files in a store, which prefetches the blocks that follow a read."""
 
     def __init__(self, num_files: int) -> None:
-        """Keep blocks of `num_files` files, which may be read in turns."""
+        """Choose a block size for reads that alternate between `num_files` files."""
         self.size = max(
             _MIN_BLOCK_BYTES,
             min(_BLOCK_BYTES, _CACHE_BYTES // (2 * (1 + _PREFETCHED_BLOCKS) * max(1, num_files))),
         )
-        self._held: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
     def read(self, file: StoredFile, number: int, file_size: int) -> bytes:
         last = (file_size - 1) // self.size
         for each in range(number, min(number + _PREFETCHED_BLOCKS, last) + 1):
-            place = (file.path, each)
-            if place not in self._held:
+            block = (file.path, each)
+            if block not in self._blocks:
                 stop = min((each + 1) * self.size, file_size)
-                self._held[place] = TRANSFERS.submit(file.read, each * self.size, stop)
-            self._held.move_to_end(place)
-        while len(self._held) > max(_CACHE_BYTES // self.size, 1 + _PREFETCHED_BLOCKS):
-            self._held.popitem(last=False)
-        return self._held[file.path, number].result()
+                self._blocks[block] = TRANSFERS.submit(file.read, each * self.size, stop)
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > max(_CACHE_BYTES // self.size, 1 + _PREFETCHED_BLOCKS):
+            self._blocks.popitem(last=False)
+        return self._blocks[file.path, number].result()
 
 
 @dataclass(frozen=True, slots=True)
 class _RemoteFile(tensor_file.TensorFile):
-    """The header of a file in a store; `path` is that of its description."""
+    """The header of a file in a store; `path` is a local file that has only the header."""
 
     location: StoredFile
     blocks: _BlockCache
@@ -89,10 +89,10 @@ class _RemoteFile(tensor_file.TensorFile):
 
 
 class RemoteReader(CheckpointReader):
-    """A complete checkpoint in a store. Of its files, headers and sizes are in a directory here."""
+    """A complete checkpoint in a store, with local sparse files that have headers and sizes."""
 
     def __init__(self, place: StoredFile) -> None:
-        """Fetch everything except the tensors' bytes, and check it."""
+        """Fetch and check everything except the bytes of tensors."""
         self._location = place
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
@@ -112,8 +112,8 @@ class RemoteReader(CheckpointReader):
         with errors_name(self.folder, str(self)):
             return super().attachment(name)
 
-    def _describe(self, folder: Path, about: tuple[str, FileInfo]) -> None:
-        name, info = about
+    def _describe(self, folder: Path, file_and_info: tuple[str, FileInfo]) -> None:
+        name, info = file_and_info
         file, path = self._location.child(name), folder / name
         if file.size() != info.size:
             raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
@@ -152,14 +152,14 @@ class RemoteReader(CheckpointReader):
         return len(content)
 
 
-def fetch_manifest(place: StoredFile, folder: Path) -> Manifest:
-    """Fetch the manifest of the checkpoint at `place` into a directory, and read it."""
-    file = place.child(MANIFEST)
+def fetch_manifest(location: StoredFile, folder: Path) -> Manifest:
+    """Fetch the manifest of a checkpoint into a directory, and read it."""
+    file = location.child(MANIFEST)
     size = file.size()
     if size > MAX_READ_BYTES:
         raise CheckpointError(f"{file.url}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
     (folder / MANIFEST).write_bytes(file.read(0, size))
-    with errors_name(folder, place.url):
+    with errors_name(folder, location.url):
         return read_manifest(folder)
 
 
@@ -170,12 +170,12 @@ def byte_ranges(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 REMOTE_KEY = "checkpoint.remote"
-_ATTEMPTS = 3  # to upload a file, if it is not the same when read back
+_ATTEMPTS = 3  # to upload a file, if it differs when it is read back
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A complete checkpoint in a store, by its manifest."""
+    """A complete checkpoint in a store, of which only the manifest was read."""
 
     location: StoredFile
     step: int
@@ -190,13 +190,15 @@ class RemoteCheckpoint:
 
 
 class RemoteCheckpoints:
-    """The checkpoints of a run in an object store, each in a directory of its step."""
+    """The checkpoints of a run in an object store, each in a directory for its step."""
 
-    def __init__(self, url: str, where: str = "") -> None:
-        """Open the store of a URL; errors of the URL begin with `where`."""
+    def __init__(self, url: str, location: str = "") -> None:
+        """Open the store of a URL; messages about the URL begin with `location`."""
         self.url = url.rstrip("/")
-        self._root = open_store(self.url, where or self.url, CheckpointError)
-        if hasattr(self._root.store, "auto_mkdir"):  # of a file system, which needs directories
+        self._root = open_store(self.url, location or self.url, CheckpointError)
+        if hasattr(
+            self._root.store, "auto_mkdir"
+        ):  # a file system, in which a file needs its directory
             self._root.store.auto_mkdir = True
 
     def _find(self) -> dict[Path, bool]:
@@ -204,13 +206,13 @@ class RemoteCheckpoints:
         store, root = self._root.store, self._root.path
         store.invalidate_cache()
         try:
-            # Not `find` and `exists`, which take a store that fails for one without the file.
-            found = with_retries(self.url, lambda: store.ls(root, detail=False), UsageError)
+            # Not `find` or `exists`, which return nothing if the store fails.
+            paths = with_retries(self.url, lambda: store.ls(root, detail=False), UsageError)
         except UsageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            found = []
-        names = {each.rstrip("/").rpartition("/")[2] for each in found}
+            paths = []
+        names = {each.rstrip("/").rpartition("/")[2] for each in paths}
         steps = sorted((Path(each) for each in names if STEP.fullmatch(each)), key=step_of)
         manifests = (self._root.child(each.name).child(MANIFEST) for each in steps)
         return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
@@ -219,19 +221,19 @@ class RemoteCheckpoints:
         return [name for name, is_whole in self._find().items() if is_whole]
 
     def newest(self) -> "RemoteCheckpoint | None":
-        """Return the newest complete checkpoint, if any; an error suggests an older one."""
-        found = self.complete()
-        if not found:
+        """Return the newest complete checkpoint, or None; errors suggest an older checkpoint."""
+        names = self.complete()
+        if not names:
             return None
-        place = self._root.child(found[-1].name)
+        location = self._root.child(names[-1].name)
         try:
             with TemporaryDirectory() as folder:
-                manifest = fetch_manifest(place, Path(folder))
+                manifest = fetch_manifest(location, Path(folder))
         except CheckpointError as error:
-            older = f"{self.url}/{found[-2].name}" if found[1:] else ""
+            older = f"{self.url}/{names[-2].name}" if names[1:] else ""
             hint = f"; --resume {older} starts a new run from the previous one" if older else ""
             raise CheckpointError(f"{error}{hint}") from None
-        return RemoteCheckpoint(place, step_of(found[-1]), manifest)
+        return RemoteCheckpoint(location, step_of(names[-1]), manifest)
 
     def open(self, name: str) -> RemoteReader:
         """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
@@ -247,32 +249,34 @@ class RemoteCheckpoints:
         probe.remove()
 
     def upload(self, folder: Path) -> None:
-        """Upload a complete checkpoint, unless it is there."""
-        place = self._root.child(folder.name)
-        here, manifest = folder / MANIFEST, place.child(MANIFEST)
+        """Upload a complete checkpoint, unless the store has it."""
+        location = self._root.child(folder.name)
+        local_manifest, manifest = folder / MANIFEST, location.child(MANIFEST)
         if manifest.exists():
-            if not _difference(here, manifest):
+            if not _difference(local_manifest, manifest):
                 return
-            manifest.remove()  # first: the other checkpoint is incomplete from now on
-        about = read_manifest(folder)
-        for name in (*about.files, *about.attachments):
-            _upload_file(folder / name, place.child(name))
+            manifest.remove()  # first, so that a mix of two checkpoints is never complete
+        uploaded = read_manifest(folder)
+        for name in (*uploaded.files, *uploaded.attachments):
+            _upload_file(folder / name, location.child(name))
         try:
-            _upload_file(here, manifest)
+            _upload_file(local_manifest, manifest)
         except FsdpctlError:
             manifest.remove()
             raise
 
     def remove_expired(self, keep: CheckpointConfig, newest: Path) -> None:
         """Delete the checkpoints that `keep` does not keep, and incomplete ones before `newest`."""
-        spared = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
-        found = self._find()
-        whole = [each for each, is_whole in found.items() if is_whole]
-        parts = [each for each in found if each not in whole and step_of(each) < step_of(newest)]
-        for each in (*expired(whole, keep, spared), *parts):
-            place = self._root.child(each.name)
-            place.child(MANIFEST).remove()
-            place.remove(recursive=True)
+        kept_names = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
+        checkpoints = self._find()
+        complete = [each for each, is_whole in checkpoints.items() if is_whole]
+        incomplete = [
+            each for each in checkpoints if each not in complete and step_of(each) < step_of(newest)
+        ]
+        for each in (*expired(complete, keep, kept_names), *incomplete):
+            location = self._root.child(each.name)
+            location.child(MANIFEST).remove()
+            location.remove(recursive=True)
 
 
 def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
@@ -280,17 +284,17 @@ def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
     url, run_dir = config.checkpoint.remote, config.train.run_dir
     if url is None or run_dir is None:
         return None
-    name = Path(os.path.abspath(run_dir)).name  # of "." too
+    name = Path(os.path.abspath(run_dir)).name  # "." has no name
     return RemoteCheckpoints(f"{url.rstrip('/')}/{name}", f"{REMOTE_KEY}={url}")
 
 
 def open_checkpoint(source: str) -> CheckpointReader:
-    """Open the newest checkpoint of a run, or a checkpoint: of a path here or a URL."""
+    """Open a checkpoint, or the newest checkpoint of a run, at a local path or a URL."""
     if not is_remote(source):
         return CheckpointReader(find_checkpoint(Path(source).expanduser()))
-    above, _, name = source.rstrip("/").rpartition("/")
+    parent, _, name = source.rstrip("/").rpartition("/")
     if STEP.fullmatch(name):
-        return RemoteCheckpoints(above).open(name)
+        return RemoteCheckpoints(parent).open(name)
     newest = RemoteCheckpoints(source).newest()
     if newest is None:
         raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
@@ -298,7 +302,7 @@ def open_checkpoint(source: str) -> CheckpointReader:
 
 
 def _upload_file(path: Path, file: StoredFile) -> None:
-    """Upload a file until it is the same when read back; it may be there already."""
+    """Upload a file, unless the store has it, and repeat until it reads back equal."""
     if file.exists() and not _difference(path, file):
         return
     for _ in range(_ATTEMPTS):
@@ -310,7 +314,10 @@ def _upload_file(path: Path, file: StoredFile) -> None:
 
 
 def _difference(path: Path, file: StoredFile) -> str:
-    """Return how a file in the store differs from one here; CheckpointError without an answer."""
+    """Return how a file in the store differs from a local file, or "".
+
+    CheckpointError if the store does not respond.
+    """
     size = path.stat().st_size
 
     def compare(part: tuple[str, int, int]) -> bool:
@@ -323,6 +330,6 @@ def _difference(path: Path, file: StoredFile) -> str:
     except CheckpointError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-            raise  # it cannot be read now, which says nothing about it
-        return str(error)  # lost or damaged there
+            raise  # the store failed: the file may be intact
+        return str(error)  # the file is missing or damaged
     return "" if is_same else f"{file.url}: differs from {path}"

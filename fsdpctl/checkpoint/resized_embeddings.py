@@ -1,4 +1,4 @@
-"""Weights of a model whose embeddings differ from those in its files: with new rows, or untied."""
+"""Weights of a model whose embeddings have new rows, or are untied, compared with its files."""
 
 import json
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ def resizes_embeddings(model: ModelConfig) -> bool:
 
 
 def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the model with the vocabulary and the ties of the directory or file."""
+    """Return the configuration with the vocabulary size and tying of the directory or file."""
     if not resizes_embeddings(model):
         return model
-    words, content = model_settings(str(folder)), config_dict(model)
+    settings, content = model_settings(str(folder)), config_dict(model)
     content.pop(TIE_WORD_EMBEDDINGS, None)
-    theirs = json.loads(words["model.config_json"])
+    theirs = json.loads(settings["model.config_json"])
     content |= (
         {TIE_WORD_EMBEDDINGS: theirs[TIE_WORD_EMBEDDINGS]} if TIE_WORD_EMBEDDINGS in theirs else {}
     )
     stored = with_config(model, content)
-    return with_sizes(stored, vocab_size=int(words["model.vocab_size"]))
+    return with_sizes(stored, vocab_size=int(settings["model.vocab_size"]))
 
 
 def with_resized_embeddings(weights: TensorSource, model: ModelConfig) -> TensorSource:
@@ -46,16 +46,17 @@ def with_resized_embeddings(weights: TensorSource, model: ModelConfig) -> Tensor
 
 
 class ResizedEmbeddings:
-    """The weights of a source with rows for new tokens, which are the mean of the rows before.
+    """The weights of a source with additional rows for new tokens.
 
-    The head of a model that `model.overrides` unties is the embedding.
+    A new row is the mean of the existing rows. If `model.overrides` unties the output head, the
+    head starts as a copy of the embedding.
     """
 
     def __init__(self, source: TensorSource, model: ModelConfig) -> None:
         self._source = source
         self._shapes, (embedding, *_) = vocabulary_shapes(build_base_model(model))
-        left = {x for x in self._shapes if x.endswith(".weight")} - {*source.names(PARAMETER)}
-        self._untied = {} if embedding in left else dict.fromkeys(left, embedding)
+        missing = {x for x in self._shapes if x.endswith(".weight")} - {*source.names(PARAMETER)}
+        self._untied = {} if embedding in missing else dict.fromkeys(missing, embedding)
         self._first_new_token = model.first_new_token
         self._rows: dict[str, bytearray] = {}
 
@@ -97,7 +98,7 @@ class ResizedEmbeddings:
         """Return a row that is the mean of the first rows, computed in float64 and rounded."""
         if key not in self._rows:
             dtype, total = self._source.info(key).dtype, np.zeros(width)
-            # Blocks of rows, so that the sum is the same whatever the chunks are that files have.
+            # A fixed block size, so that the sum does not depend on the chunks of files.
             for rows in Span(0, numel).split(_ROWS * width):
                 values = read_floats(self._source, key, rows).reshape(-1, width)
                 total += values.sum(axis=0, dtype=np.float64)

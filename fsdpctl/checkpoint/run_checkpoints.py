@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, the newest one, and which ones to keep."""
+"""The checkpoints of a run: their names, the newest checkpoint, and which checkpoints to keep."""
 
 import errno
 import os
@@ -19,8 +19,8 @@ from fsdpctl.io import run_files
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import nearest_run_hint, newest_runs_hint, read_regular
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # of a path, which has no empty names
-_MAX_LISTED = 3  # in full
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # pathlib reduces :// to :/
+_MAX_LISTED = 3  # incomplete checkpoints that are listed, each in a line
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -34,7 +34,7 @@ def step_of(folder: Path) -> int:
 
 
 def _steps_in(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints, complete or not, oldest first; none of them is a link."""
+    """Return the checkpoints, complete or not, oldest first; UsageError for a link."""
     run_files.check_checkpoint_dirs(checkpoints)
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((each for each in folders if run_files.STEP.fullmatch(each.name)), key=step_of)
@@ -53,35 +53,37 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def best_checkpoint_name(folder: Path) -> str:
-    """Return the name of the checkpoint that was the best one when `folder` was saved."""
+    """Return the name of the best checkpoint at the time when `folder` was saved, or ""."""
     best = read_manifest(folder).progress.best
     return "" if best is None else step_folder(folder, best.step).name
 
 
 def incomplete_checkpoints(checkpoints: Path) -> list[str]:
-    """Describe what looks newer than the newest complete checkpoint but is not complete."""
+    """Describe incomplete checkpoints that are newer than the newest complete one."""
     newest = newest_checkpoint(checkpoints)
-    other = f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
-    at = step_of(newest) if newest else -1
-    passed = [each for each in _steps_in(checkpoints) if step_of(each) > at]
-    found = [
-        f"{folder}: incomplete: {run_files.MANIFEST} not found; {other}"
-        for folder in passed[:_MAX_LISTED]
+    fallback = (
+        f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
+    )
+    newest_step = step_of(newest) if newest else -1
+    newer = [each for each in _steps_in(checkpoints) if step_of(each) > newest_step]
+    lines = [
+        f"{folder}: incomplete: {run_files.MANIFEST} not found; {fallback}"
+        for folder in newer[:_MAX_LISTED]
         if not _is_complete(folder)
     ]
-    if more := len(passed[_MAX_LISTED:]):
-        found.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
+    if more := len(newer[_MAX_LISTED:]):
+        lines.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
     link = checkpoints / run_files.LATEST
-    if (link.is_symlink() or link.exists()) and not found and not _is_complete(link):
-        found.append(f"{link}: does not point to a checkpoint; {other}")
-    return found
+    if (link.is_symlink() or link.exists()) and not lines and not _is_complete(link):
+        lines.append(f"{link}: does not point to a checkpoint; {fallback}")
+    return lines
 
 
 def resume_hint(damaged: Path) -> str:
-    """Return the end of an error that suggests an older checkpoint, or an empty string."""
-    at = step_of(damaged)
-    others = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < at]
-    return f"; --resume {others[-1]} starts a new run from the previous one" if others else ""
+    """Return the end of a message that suggests to resume an older checkpoint, or ""."""
+    step = step_of(damaged)
+    older = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < step]
+    return f"; --resume {older[-1]} starts a new run from the previous one" if older else ""
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -132,27 +134,27 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def replace_link(link: Path, target: Path) -> str:
-    """Make `link` a symbolic link to `target` in the same directory, in one atomic step.
+    """Make `link` a symbolic link to `target` in the same directory, atomically.
 
-    Return why it cannot be made, or an empty string: nothing but a person needs the link, and not
-    every file system has links.
+    Return why the link cannot be made, or "". A save does not fail for it: only people use the
+    link, and some file systems do not support links.
     """
-    scratch, why = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
+    scratch, problem = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
     with suppress(OSError):
         scratch.unlink()
     try:
         scratch.symlink_to(os.path.relpath(target, link.parent))
         scratch.replace(link)
     except OSError as error:
-        why = f"{link}: no link to {target.name} made: {error.strerror}"
-        for each in (scratch, link):  # a link to another one would mislead
+        problem = f"{link}: no link to {target.name} made: {error.strerror}"
+        for each in (scratch, link):  # a link to an older checkpoint would mislead
             with suppress(OSError):
                 each.unlink()
-    return why
+    return problem
 
 
 def restore_links(checkpoints: Path) -> None:
-    """Make the links to checkpoints again after a copy of them by a program that follows links."""
+    """Restore links to checkpoints if a program that follows links has copied the directory."""
     complete = complete_checkpoints(checkpoints)
     for link in (checkpoints / run_files.LATEST, checkpoints / run_files.BEST):
         same = (each for each in complete if _is_copy(link, each))
@@ -164,18 +166,18 @@ def restore_links(checkpoints: Path) -> None:
 
 
 def _is_copy(link: Path, folder: Path) -> bool:
-    """Return whether `link` is not a link but a copy of a checkpoint, with nothing of its own."""
+    """Return whether `link` is a directory that is a copy of a checkpoint, without other files."""
     if link.is_symlink() or not (link / run_files.MANIFEST).is_file():
         return False
     names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
-    linked, own = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
-    same = linked == own  # with its checksums
+    copied, original = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
+    same = copied == original  # manifests contain the checksums of all files
     return same and names[0] <= names[1]
 
 
 @contextmanager
 def errors_name(folder: Path, source: str) -> Iterator[None]:
-    """Name `source` in errors about its copy in `folder`."""
+    """Replace `folder` by `source` in errors inside the block: users do not know the copy."""
     try:
         yield
     except CheckpointError as error:
@@ -195,7 +197,7 @@ def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
 def remove_interrupted_saves(checkpoints: Path) -> None:
     """Delete the remains of interrupted saves. Call it only if no save is running."""
     for folder in checkpoints.glob("step-*.tmp-*"):
-        with suppress(RecursionError):  # of directories that no save has made
+        with suppress(RecursionError):  # directories of others may be nested too deeply
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -205,8 +207,8 @@ def expired(
     """Return the checkpoints to delete, oldest first: `keep` and `kept_names` keep the others."""
     old = complete[: -keep.keep_last] if keep.keep_last else ()
     every = keep.keep_every
-    left = [each for each in old if each.name not in kept_names]
-    return [each for each in left if not (every and step_of(each) % every == 0)]
+    candidates = [each for each in old if each.name not in kept_names]
+    return [each for each in candidates if not (every and step_of(each) % every == 0)]
 
 
 def remove_expired(

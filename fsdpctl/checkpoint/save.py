@@ -1,4 +1,4 @@
-"""Saving of a checkpoint: every rank writes its spans, rank 0 the manifest, then one rename."""
+"""Saving a checkpoint: every rank writes its spans, then rank 0 writes the manifest and renames."""
 
 import shutil
 import uuid
@@ -43,7 +43,7 @@ class Snapshot:
     """A rank's part of a checkpoint, in host memory."""
 
     pieces: list[TensorPiece]
-    steps: dict[str, int]  # of the optimizer, by parameter
+    steps: dict[str, int]  # optimizer steps by parameter
     metadata: CheckpointMetadata
 
     @property
@@ -53,7 +53,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _RankResult:
-    """A rank's file, or why the rank failed to write it."""
+    """The result of writing a rank's file, or the error."""
 
     file: str
     info: FileInfo | None = None
@@ -71,8 +71,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Capture this rank's part of the checkpoint.
 
-    With `staging`, the snapshot is a copy that the next snapshot overwrites. Without it, the
-    snapshot may alias the model's memory and is valid until that changes.
+    With `staging`, the snapshot is a copy in staging memory, which the next snapshot overwrites.
+    Without `staging`, it may alias the model's memory and is valid until the model changes.
     """
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=metadata.base is not None))
     values = [each.values.detach() for each in pieces]
@@ -89,17 +89,17 @@ def write_checkpoint(
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
-    All ranks share its file system. `on_bytes` is called with the bytes that this rank has written
-    since the last call. Raises FsdpctlError on all ranks if one of them cannot write.
+    All ranks share its file system. `on_bytes` is called with the number of bytes that this rank
+    has written since the last call. FsdpctlError on all ranks if a rank cannot write.
     """
     parts = ranks.all_gather_object((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
     lack = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
     if lack:
-        own = _RankResult(str(folder.parent), error=lack)
+        local_result = _RankResult(str(folder.parent), error=lack)
     else:
-        own = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    results = ranks.all_gather_object(own)
+        local_result = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
+    results = ranks.all_gather_object(local_result)
     failure = next((each for each in results if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
@@ -113,7 +113,7 @@ def write_checkpoint(
 
 def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes) -> _RankResult:
     name = rank_file(rank)
-    try:  # every error is returned, because the other ranks wait for the result
+    try:  # return every error: the other ranks wait for the result in a collective
         tensors = {
             each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
             for each in snapshot.pieces
@@ -146,13 +146,13 @@ def rank_pieces(
     if rank == 0:
         for name, buffer in model.persistent_buffers().items():
             spec = ParamSpec(name, tuple(buffer.shape))
-            everything = Span(0, buffer.numel())
-            piece = ParamSlice(spec, everything, everything)
+            full = Span(0, buffer.numel())
+            piece = ParamSlice(spec, full, full)
             yield TensorPiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
 
 
 def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
-    """Yield the parameters without elements, which are in no rank's part."""
+    """Yield the parameters without elements, which no shard contains."""
     nothing = Span(0, 0)
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
@@ -179,23 +179,23 @@ def _chunks(pieces: list[TensorPiece], on_bytes: OnBytes) -> Iterator[memoryview
 
 
 def _publish(
-    scratch: Path, folder: Path, results: list[_RankResult], about: CheckpointMetadata
+    scratch: Path, folder: Path, results: list[_RankResult], metadata: CheckpointMetadata
 ) -> str:
-    """Make the checkpoint appear; return the error, or an empty string."""
+    """Write the manifest and rename the directory; return the error, or ""."""
     steps: dict[str, int] = {}
     tensors: dict[str, TensorInfo] = {}
     for each in results:
         steps.update(each.steps)
         tensors.update(each.tensors)
-    usual = max(steps.values(), default=0)
-    unusual = {name: step for name, step in steps.items() if step != usual}
-    progress = replace(about.progress, optimizer_step=usual, optimizer_steps=unusual)
-    about = CheckpointMetadata(progress, about.config, about.attachments, about.base)
+    common_step = max(steps.values(), default=0)
+    other_steps = {name: step for name, step in steps.items() if step != common_step}
+    progress = replace(metadata.progress, optimizer_step=common_step, optimizer_steps=other_steps)
+    metadata = CheckpointMetadata(progress, metadata.config, metadata.attachments, metadata.base)
     files = {each.file: each.info for each in results if each.info is not None}
     try:
-        if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and not read
+        if folder.is_dir() and not (folder / MANIFEST).exists():  # from an interrupted copy
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
-        write_manifest(scratch, about, files, tensors, len(results))
+        write_manifest(scratch, metadata, files, tensors, len(results))
         publish_directory(scratch, folder)
     except Exception as error:
         return _error_text(error)

@@ -1,4 +1,4 @@
-"""Conversion between torch tensors and bytes, and host memory to stage snapshots in."""
+"""Host memory for snapshots, and conversion between torch tensors and bytes."""
 
 import threading
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ def tensor_from_bytes(data: memoryview, dtype: str) -> Tensor:
 class StagingMemory:
     """Host memory for copies of a rank's tensors, reused by every save.
 
-    It is allocated in chunks, because torch rounds pinned allocations up to a power of two and
-    keeps them.
+    It is allocated in chunks, because torch rounds the size of a pinned allocation up to a power of
+    two and does not return pinned memory to the system.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StagingMemory:
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Pin memory for copies of `tensors` in a thread, if they are on a GPU.
 
-        Pinning takes about a second per few gigabytes, which the first save would wait for.
+        Pinning takes about a second per few gigabytes, for which the first save would wait.
         """
         device = next((values.device for values in tensors if values.is_cuda), None)
         if device is None:
@@ -65,8 +65,8 @@ class StagingMemory:
             self._preparing = None
         on_cuda = any(values.is_cuda for values in tensors)
         copied = []
-        places = self._allocate(_sizes(tensors), pinned=on_cuda)
-        for values, memory in zip(tensors, places, strict=True):
+        buffers = self._allocate(_sizes(tensors), pinned=on_cuda)
+        for values, memory in zip(tensors, buffers, strict=True):
             copy = memory[: values.nbytes].view(values.dtype).view(values.shape)
             copied.append(copy.copy_(values.detach(), non_blocking=True))
         if on_cuda:
@@ -74,21 +74,21 @@ class StagingMemory:
         return copied
 
     def _allocate(self, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        usual = min(sum(sizes), _CHUNK_BYTES)
+        chunk_bytes = min(sum(sizes), _CHUNK_BYTES)
         filled: list[int] = []  # bytes of each chunk
         starts: list[tuple[int, int]] = []  # index of the chunk, offset in it
         room = -1
         for size in sizes:
             if size > room:
-                room = max(size, usual)
+                room = max(size, chunk_bytes)
                 filled.append(room)
             starts.append((len(filled) - 1, filled[-1] - room))
             room -= size
         if [each.numel() for each in self._chunks] != filled:
             self._chunks = []  # frees the old chunks before new ones are allocated
             self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
-        places = zip(starts, sizes, strict=True)
-        return [self._chunks[chunk][start : start + size] for (chunk, start), size in places]
+        slices = zip(starts, sizes, strict=True)
+        return [self._chunks[chunk][start : start + size] for (chunk, start), size in slices]
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:

@@ -1,8 +1,9 @@
 """Safetensors files, written as a stream and read by range, and casts of their values.
 
-The format: eight bytes of header length, a JSON header, the concatenated bytes of the tensors.
+The format: eight bytes with the header's length, a JSON header, the concatenated bytes of tensors.
 
-Note: why not torch. Importing it takes seconds, and more memory than a whole consolidation.
+Note: why this file does not import torch. The import takes seconds, and more memory than a
+consolidation.
 """
 
 import json
@@ -24,7 +25,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import parse_json
 
-# By safetensors' names of dtypes: those of torch, and the bytes of an element.
+# torch's names of dtypes and the bytes of an element, by safetensors' names of dtypes.
 DTYPE_SIZES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
@@ -33,10 +34,10 @@ DTYPE_SIZES = {
 ITEMSIZES = {name: size for name, (_, size) in DTYPE_SIZES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")
 EXPORT_DTYPES = {DTYPE_SIZES[each][0]: each for each in ("F32", "BF16", "F16")}
-HEADER_PREFIX = 8  # bytes, which have the length of the rest
+HEADER_PREFIX = 8  # bytes, which contain the length of the rest
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _WRITEBACK_BYTES = 32 << 20
-# Larger writes use larger pages, which a virtual machine may have to request from its host.
+# Larger writes fill larger pages, which a virtual machine may have to request from its host.
 _WRITE_BYTES = 256 << 10
 
 
@@ -55,12 +56,12 @@ class TensorEntry:
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file with `entries` in this order."""
+    """Return the header of a file with tensors in the order of `entries`."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
-        about = {"dtype": entry.dtype, "shape": list(entry.shape)}
-        content[entry.name] = about | {"data_offsets": [end, end + entry.nbytes]}
+        properties = {"dtype": entry.dtype, "shape": list(entry.shape)}
+        content[entry.name] = properties | {"data_offsets": [end, end + entry.nbytes]}
         end += entry.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8
@@ -70,18 +71,18 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 def write_new(path: Path, chunks: Iterable[memoryview]) -> int:
     """Write a new file and flush it to the disk; return its size. FileExistsError if it exists.
 
-    Note: why it advises the kernel. The advice starts the disk's work on the bytes so far while the
-    next chunks are computed, so that the final flush is short: half the time for gigabytes.
+    Note: why posix_fadvise is called. It makes the kernel start to write earlier chunks to the disk
+    while later ones are computed. So the final fsync is short, which halves the time for gigabytes.
     """
-    size = begun = 0  # bytes, and those whose write to the disk has begun
+    size = flushed = 0  # bytes written, and bytes whose write to the disk has begun
     with path.open("xb", buffering=0) as file:
         for data in chunks:
             size += len(data)
             while data:
                 data = data[os.write(file.fileno(), data[:_WRITE_BYTES]) :]
-            if size - begun >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), begun, size - begun, os.POSIX_FADV_DONTNEED)
-                begun = size
+            if size - flushed >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), flushed, size - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = size
         os.fsync(file.fileno())
     return size
 
@@ -97,7 +98,7 @@ def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -
 
 
 def check_with_safetensors(path: Path) -> None:
-    """Refuse a file that the reference implementation rejects, as for overlaps and gaps."""
+    """Check a file with the safetensors library, which rejects overlaps and gaps, for example."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -133,7 +134,7 @@ class TensorFile:
         return str(self.path)
 
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` of a tensor; a chunk reuses the memory of the last."""
+        """Yield bytes `[start, stop)` of a tensor; a chunk reuses the previous chunk's memory."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
         with os_errors_as(self.path, CheckpointError), open(descriptor, "rb") as file:
@@ -147,7 +148,7 @@ class TensorFile:
 
 
 def header_size(prefix: bytes) -> int:
-    """Return the size of a header that begins with `prefix`, an endless one if that is cut."""
+    """Return the size of a header that begins with `prefix`; huge if `prefix` is truncated."""
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else 1 << 62
     return HEADER_PREFIX + int(length)
 
@@ -169,21 +170,24 @@ def open_tensor_file(path: Path) -> TensorFile:
     for name, each in header.items():
         if each["dtype"] not in ITEMSIZES:
             raise CheckpointError(f"{path}: {name}: dtype {each['dtype']} not supported")
-        about = each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
-        entries[name] = TensorEntry(name, *about)
+        properties = each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
+        entries[name] = TensorEntry(name, *properties)
     checksum = xxhash.xxh3_128_hexdigest(prefix + text)
     return TensorFile(path, entries, metadata, checksum, HEADER_PREFIX + length, size)
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast `data` from one dtype of safetensors to another; UsageError beyond float16's range."""
+    """Cast `data` from one dtype of safetensors to another.
+
+    UsageError if a finite value is out of the range of float16.
+    """
     if source == target:
         return data
     values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else DTYPE_SIZES[source][0])
     if source == "BF16":  # the upper half of float32
         values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        narrowed = values.astype(np.float32)  # torch, too, rounds float64 twice
+        narrowed = values.astype(np.float32)  # as torch, which also rounds float64 twice
         if target == "BF16":
             return _to_bfloat16(narrowed).view(np.uint8).data
         narrowed = narrowed.astype(DTYPE_SIZES[target][0])
@@ -194,7 +198,7 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
 
 
 def join_remainder(upper: memoryview, lower: memoryview) -> memoryview:
-    """Return float32 of bfloat16 and signed remainders of 8 bits; see `codes`."""
+    """Join bfloat16 values and signed 8-bit remainders to float32; see `quantized_states`."""
     bits = np.frombuffer(upper, np.int16).astype(np.int32) << 8
     result: NDArray[np.uint8] = ((bits + np.frombuffer(lower, np.int8)) << 8).view(np.uint8)
     return result.data

@@ -1,4 +1,4 @@
-"""Weights by name, read by range, whatever files store them."""
+"""Sources of weights, which are read by name and range, in any form of storage."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,14 +23,14 @@ class TensorSource(Protocol):
         """Return the shape and dtype of a full tensor."""
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span`, or all, in chunks that reuse the memory of the one before."""
+        """Yield the elements `span`, or all, in chunks that reuse the previous chunk's memory."""
 
     def __str__(self) -> str:
-        """Return the path to name in messages."""
+        """Return the path or URL, which begins messages."""
 
 
 class FileTensors:
-    """Weights that are each stored in full in a safetensors file; nothing verifies their values."""
+    """Weights that are stored in full in safetensors files, without checksums."""
 
     def __init__(self, folder: Path, found: Mapping[str, tuple[TensorFile, TensorEntry]]) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class FileTensors:
 
     def info(self, key: str) -> TensorInfo:
         file, entry = self._file_and_entry(key)
-        if entry.dtype not in (*FLOATS, "I64"):  # integers of buffers
+        if entry.dtype not in (*FLOATS, "I64"):  # I64: buffers
             raise CheckpointError(
                 f"{file.path}: {entry.name} is {entry.dtype}; quantized weights are not supported"
             )
@@ -67,7 +67,7 @@ class FileTensors:
 
 
 class Overlay:
-    """The tensors of one source, plus those of another that the first does not have."""
+    """The tensors of `upper`, and the tensors of `lower` that `upper` does not have."""
 
     def __init__(self, upper: TensorSource, lower: TensorSource) -> None:
         self.upper, self.lower = upper, lower

@@ -1,4 +1,4 @@
-"""The verification of an export and its base: what changed, and what a server would lack."""
+"""Verification of an export: what changed compared with its base, and what a server would lack."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,23 +24,23 @@ def verify_export(
 ) -> list[Finding]:
     """Return the findings on a model, adapters or both in a directory, compared with their base.
 
-    The base is a model directory, GGUF file, run or checkpoint. Adapters need only its config.json;
-    `has_weights` tells whether its weights are there. CheckpointError if a file of the export
-    cannot be read; UsageError if one of the base.
+    The base is a model directory, GGUF file, run or checkpoint. For adapters, only its config.json
+    is required; `has_weights` tells whether its weights are available. CheckpointError if a file of
+    the export cannot be read; UsageError if a file of the base cannot be read.
     """
-    found, assets = list[Finding](), ModelAssets(read_assets(export), export)
+    findings, assets = list[Finding](), ModelAssets(read_assets(export), export)
     if is_hugging_face(export):
-        ours, theirs, found = _open_both(export, base, assets)
-        found += () if theirs is None else compare_names(ours, theirs)
-        found += compare_values(ours, theirs, is_trained=is_trained)
-        found += check_vocabulary(ours, assets)
+        ours, theirs, findings = _open_both(export, base, assets)
+        findings += () if theirs is None else compare_names(ours, theirs)
+        findings += compare_values(ours, theirs, is_trained=is_trained)
+        findings += check_vocabulary(ours, assets)
         if base is not None and not is_gguf(export):
-            found += compare_assets(assets, ModelAssets(read_model_assets(base), base))
+            findings += compare_assets(assets, ModelAssets(read_model_assets(base), base))
     if has_adapters(export) and base is not None:
         with _errors_of_base(base):
             model = _model_in(base)
-        found += check_adapters(export, model, has_weights=has_weights)
-    return found
+        findings += check_adapters(export, model, has_weights=has_weights)
+    return findings
 
 
 @contextmanager
@@ -58,14 +58,14 @@ def _model_in(path: Path) -> ModelConfig:
 def _open_both(
     export: Path, base: Path | None, assets: ModelAssets
 ) -> tuple[TensorSource, TensorSource | None, list[Finding]]:
-    """Open both: under the names in their files if these are equal, else under the model's."""
+    """Open export and base under the names in their files if equal, or under the model's names."""
     ours = _open_in_model(export) if is_gguf(export) else _open_stored(export)
     names = ours.names(PARAMETER)
     if base is None:
         return ours, None, []
-    is_ours = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
+    uses_model_names = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
     with _errors_of_base(base):
-        theirs = None if is_ours else _open_stored(base)
+        theirs = None if uses_model_names else _open_stored(base)
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
     if theirs is not None and names == theirs.names(PARAMETER) and not ties:
         return ours, theirs, []
@@ -73,7 +73,7 @@ def _open_both(
         with _errors_of_base(base):
             by_model = _open_in_model(base)
         in_model = _open_in_model(export)
-    except FsdpctlError as error:  # UsageError: of a family that fsdpctl does not train
+    except FsdpctlError as error:  # UsageError: the family is not supported
         if theirs is None:
             raise
         is_lost = isinstance(error, CheckpointError)
@@ -87,7 +87,7 @@ def _open_both(
 def _open_stored(folder: Path) -> FileTensors:
     try:
         files = weight_files(folder)
-    except UsageError as error:  # which has what to do for training
+    except UsageError as error:  # its next step is for training
         raise CheckpointError(str(error).removeprefix("model.path=").split(". Set")[0]) from None
     return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
 

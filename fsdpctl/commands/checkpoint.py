@@ -86,7 +86,7 @@ def shard_checkpoint(
     about = CheckpointMetadata(
         config=only_model_settings(to_settings(config)), attachments=read_model_assets(source)
     )
-    total = write_sharded_weights(weights, destination, num_files=world_size, about=about)
+    total = write_sharded_weights(weights, destination, num_files=world_size, metadata=about)
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
 

@@ -11,14 +11,15 @@ from fsdpctl.io.untrusted import as_type, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
-# Of adapter_config.json: what the computation doesn't depend on. `fan_in_fan_out` is that of the
-# layers, whatever the file has, as in PEFT. The others are about files, or about initialization.
+# Keys of adapter_config.json that the computation does not depend on. PEFT, too, derives
+# `fan_in_fan_out` from the layers. The other keys are about files or initialization.
 _IRRELEVANT = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
-# Initializations that leave the base weights as they are, so that A and B are all there is.
+# Values of `init_lora_weights` that leave the base weights unchanged. Other initializations change
+# them, so the file of the adapters alone would not describe the model.
 _INITIALIZATIONS = ("true", "false", "none", "gaussian", "eva", "orthogonal")
 
 
@@ -40,31 +41,34 @@ class _AdapterConfig:
 
 
 def saves_tied_weights(path: str) -> bool:
-    """Return whether an embedding and a head that are one parameter are saved as one."""
+    """Return whether adapters were saved with tied embeddings and output head."""
     return bool(_read_config(path).ensure_weight_tying)
 
 
 def _read_config(path: str) -> _AdapterConfig:
-    where = f"model.lora.path={path}"
+    location = f"model.lora.path={path}"
     file = Path(path) / ADAPTER_CONFIG
     if not file.exists():
-        raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
+        raise UsageError(f"{location}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
     content = read_json(file, dict[str, Any])
-    about = as_type(content, _AdapterConfig, str(file))
-    for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
-        if value != only:
-            raise UsageError(f"{where}: {name}={value}: expected {only}")
-    if str(about.init_lora_weights).lower() not in _INITIALIZATIONS:
+    config = as_type(content, _AdapterConfig, str(file))
+    for name, value, expected in (
+        ("peft_type", config.peft_type, "LORA"),
+        ("bias", config.bias, "none"),
+    ):
+        if value != expected:
+            raise UsageError(f"{location}: {name}={value}: expected {expected}")
+    if str(config.init_lora_weights).lower() not in _INITIALIZATIONS:
         raise UsageError(
-            f"{where}: init_lora_weights={about.init_lora_weights}: not supported, because it may "
-            "have changed the base weights or what is trained; save the adapters with PEFT's "
+            f"{location}: init_lora_weights={config.init_lora_weights}: not supported, because it "
+            "may have changed the base weights or what is trained; save the adapters with PEFT's "
             "path_initial_model_for_weight_conversion, or merge them"
         )
     for name, value in content.items():
         is_unset = value in (None, "", [], {}) or value is False
         if not is_unset and name not in (*_AdapterConfig.__dataclass_fields__, *_IRRELEVANT):
-            raise UsageError(f"{where}: {name}={str(value)[:80]}: not supported")
-    return about
+            raise UsageError(f"{location}: {name}={str(value)[:80]}: not supported")
+    return config
 
 
 def adapter_settings(path: str) -> dict[str, str]:
@@ -73,7 +77,7 @@ def adapter_settings(path: str) -> dict[str, str]:
     UsageError if the directory has no adapters, or unsupported ones.
     """
     where, about = f"model.lora.path={path}", _read_config(path)
-    words = {
+    settings = {
         "model.lora.rank": str(about.r),
         "model.lora.alpha": str(about.lora_alpha),
         "model.lora.dropout": str(about.lora_dropout),
@@ -81,19 +85,20 @@ def adapter_settings(path: str) -> dict[str, str]:
     }
     modules = about.target_modules
     if isinstance(modules, list) or (modules is None and about.target_parameters):
-        # Regular expressions of untrusted files are not run; the names of tensors are checked. Only
-        # one of the modules has to exist, as in PEFT.
+        # `target_modules` as a string is a regular expression, which is not run since the file is
+        # untrusted: the names of tensors are checked instead. As in PEFT, one of the listed modules
+        # has to exist, not all.
         targets = {*(modules or ()), *map(_layer_of_parameter, about.target_parameters or ())}
-        words["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
-    if saved := sorted({*(about.modules_to_save or ())}):
-        # As in PEFT, the end of a name can be that of a word: norm is input_layernorm too.
-        words["model.lora.also"] = f"({'|'.join(map(re.escape, saved))})$"
+        settings["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
+    if fully_trained := sorted({*(about.modules_to_save or ())}):
+        # As in PEFT, a name also matches the end of a longer word: norm matches input_layernorm.
+        settings["model.lora.also"] = f"({'|'.join(map(re.escape, fully_trained))})$"
     if isinstance(modules, str) and about.target_parameters:
         raise UsageError(
             f"{where}: target_parameters with target_modules={str(modules)[:80]}: set "
             "model.lora.targets to the names of all layers and experts"
         )
-    return words
+    return settings
 
 
 def _layer_of_parameter(name: str) -> str:
@@ -106,10 +111,10 @@ def has_adapters(folder: Path) -> bool:
 
 
 def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]:
-    """Return a note if the directory of the model has adapters, and none are read."""
+    """Return a note if the directory of the model has adapters that the run does not read."""
     if path is None or adapters is not None or not has_adapters(Path(path)):
         return ()
     return (
         f"{path}: only the weights of the model are read, not the adapters next to them; to train "
-        f"with these too, set model.lora.path={path}",
+        f"with these adapters, set model.lora.path={path}",
     )

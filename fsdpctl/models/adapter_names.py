@@ -15,9 +15,9 @@ same experts into one another, and so does not name the matrix:
 
 from collections.abc import Collection, Iterable
 
-LORA_A, LORA_B = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
-EXPERT_ADAPTERS = ".expert_adapters."  # between the name of experts and of one of their matrices
-PEFT_PREFIX = "base_model.model."  # of PEFT's names of tensors
+LORA_A, LORA_B = "lora_A", "lora_B"  # the two layers of an adapter, B(A(x))
+EXPERT_ADAPTERS = ".expert_adapters."  # between the name of experts and the name of their matrix
+PEFT_PREFIX = "base_model.model."
 
 
 def is_adapter_name(name: str) -> bool:
@@ -25,32 +25,33 @@ def is_adapter_name(name: str) -> bool:
 
 
 def adapted_layers(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the layers that have an adapter, from parameter names."""
+    """Return the sorted names of the layers that have an adapter, given parameter names."""
     end = f".{LORA_A}.weight"
     return sorted(name.removesuffix(end) for name in names if name.endswith(end))
 
 
 def adapted_weight(layer: str) -> str:
-    """Return the name of the parameter that the adapter of a layer, or of experts, is added to."""
+    """Return the name of the weight that the adapter `layer` of a layer or of experts changes."""
     return layer.replace(EXPERT_ADAPTERS, ".") if EXPERT_ADAPTERS in layer else f"{layer}.weight"
 
 
 def peft_names(names: Collection[str]) -> dict[str, str]:
-    """Return PEFT's name of each adapter by ours; `names` are in the order of the module.
+    """Return PEFT's name of each parameter by its name in the model.
 
-    Several matrices of the same experts are nested: the first is innermost.
+    `names` are in the order of the module: if several matrices of the same experts have adapters,
+    PEFT nests the first one innermost.
     """
-    words: dict[str, list[str]] = {}  # by the name of the experts
+    matrices: dict[str, list[str]] = {}  # names of adapted matrices by the name of their experts
     parts = {name: name.partition(EXPERT_ADAPTERS) for name in names}
-    for experts, is_stacked, rest in parts.values():
-        word = rest.partition(".")[0]
-        if is_stacked and word not in words.setdefault(experts, []):
-            words[experts].append(word)
-    found = {}
-    for name, (experts, is_stacked, rest) in parts.items():
-        word, _, end = rest.partition(".")
-        found[name] = PEFT_PREFIX + name
+    for experts, is_stacked, inner in parts.values():
+        matrix = inner.partition(".")[0]
+        if is_stacked and matrix not in matrices.setdefault(experts, []):
+            matrices[experts].append(matrix)
+    renamed = {}
+    for name, (experts, is_stacked, inner) in parts.items():
+        matrix, _, end = inner.partition(".")
+        renamed[name] = PEFT_PREFIX + name
         if is_stacked:
-            depth = len(words[experts]) - 1 - words[experts].index(word)
-            found[name] = f"{PEFT_PREFIX}{experts}.{'base_layer.' * depth}{end}"
-    return found
+            depth = len(matrices[experts]) - 1 - matrices[experts].index(matrix)
+            renamed[name] = f"{PEFT_PREFIX}{experts}.{'base_layer.' * depth}{end}"
+    return renamed

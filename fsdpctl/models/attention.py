@@ -23,16 +23,16 @@ from fsdpctl.plan.batch_plan import ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """The computation of scores, by default products divided by the root of a head's width."""
+    """The options of attention scores."""
 
-    scale: float | None = None  # their factor, in place of that
-    softcap: float | None = None  # the scores' limit, approached by tanh
-    sinks: Tensor | None = None  # (heads,): one more score for each query, of no token
+    scale: float | None = None  # factor of q k; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # limit of scores, approached by tanh
+    sinks: Tensor | None = None  # (heads,): a score in each softmax that belongs to no token
     dropout: float = 0.0
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernel for packed sequences computes them."""
+        """Whether the kernel for packed sequences supports the options."""
         return self.softcap is None and not self.dropout
 
 
@@ -41,14 +41,19 @@ DEFAULT_SCORES = ScoreOptions()
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The tokens that each token sees, in the form of the kernel: offsets, bias or documents."""
+    """The tokens that each token attends to, in the form that a kernel takes.
+
+    At most one of `offsets`, `bias` and `documents` is set. If none is, rows are full and causal.
+    """
 
     window: int | None
-    offsets: Tensor | None = None  # int32: where sequences begin in all rows as one, and their end
-    longest: int = 0  # at least the tokens of the longest sequence
-    bias: Tensor | None = None  # added to scores: 0, or minus infinity for tokens out of sight
+    offsets: Tensor | None = (
+        None  # int32: begin of each sequence in the concatenated rows, and the end
+    )
+    max_length: int = 0  # tokens of the longest sequence, or more
+    bias: Tensor | None = None  # added to scores: 0, or minus infinity for masked tokens
     documents: PackedDocuments | None = None
-    context: ContextParallel | None = None  # of ranks that share each row
+    context: ContextParallel | None = None  # the ranks that share each row
 
 
 def attention_mask(
@@ -58,9 +63,10 @@ def attention_mask(
     documents: PackedDocuments | None,
     scores: ScoreOptions = DEFAULT_SCORES,
 ) -> AttentionMask | None:
-    """Return the mask of a layer; None: full rows, causally.
+    """Return the mask of a layer, or None if rows are full and causal.
 
-    `x` is of shape (batch, length, ...), in the compute dtype. `window` are the tokens in sight.
+    `x` has the shape (batch, length, ...) and the compute dtype. A token attends to at most
+    `window` tokens, including itself.
     """
     context = None if documents is None else documents.context
     if documents is not None and documents.one_per_row:
@@ -86,10 +92,10 @@ def _row_mask(
             return None
         if as_sequences:
             ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=x.device)
-            return AttentionMask(window, offsets=ends, longest=length)
+            return AttentionMask(window, offsets=ends, max_length=length)
         return AttentionMask(window, bias=_as_bias(_window_mask(length, window, x.device), dtype))
     if as_sequences:
-        return AttentionMask(window, offsets=documents.offsets, longest=documents.longest)
+        return AttentionMask(window, offsets=documents.offsets, max_length=documents.max_length)
     if device == "cuda" and scores.has_kernel:
         return AttentionMask(window, bias=_as_bias(documents.mask(window), dtype))
     return AttentionMask(window, documents=documents)
@@ -101,7 +107,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias that torch would make of `mask` in each layer, and keep for its backward."""
+    """Convert a boolean mask to a bias once, which torch would do and save in every layer."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
@@ -112,18 +118,18 @@ def attend(
     mask: AttentionMask | None = None,
     scores: ScoreOptions = DEFAULT_SCORES,
 ) -> Tensor:
-    """Attend to the tokens that `mask` allows: by default each token and those before it.
+    """Attend to the tokens that `mask` allows; None is causal.
 
-    Shapes are (batch, heads, length, head_dim); several heads of `q` may share one of `k` and
-    `v`.
+    Shapes are (batch, heads, length, head_dim). `q` may have a multiple of the heads of `k` and `v`
+    (grouped-query attention).
     """
     if mask is None:
         return _attention(q, k, v, scores=scores)
     if mask.context is None:
         return _attend(q, k, v, mask, scores)
     if scores.sinks is not None:
-        own = scores.sinks.chunk(mask.context.size)[mask.context.index]
-        scores = ScoreOptions(scores.scale, scores.softcap, own, scores.dropout)
+        local_sinks = scores.sinks.chunk(mask.context.size)[mask.context.index]
+        scores = ScoreOptions(scores.scale, scores.softcap, local_sinks, scores.dropout)
     return heads_to_tokens(
         _attend(*tokens_to_heads(q, k, v, mask.context), mask, scores), mask.context
     )
@@ -163,7 +169,7 @@ def _attention(
 def _attend_with_matmuls(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreOptions
 ) -> Tensor:
-    """Attend causally, or with a mask, with scores that no kernel of torch computes."""
+    """Attend with matrix products if score options have no kernel in torch; causal without mask."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     if mask is not None and mask.dtype == torch.bool:
@@ -173,15 +179,17 @@ def _attend_with_matmuls(
         return cpu_attention_with_sinks(q, k, v, scores.sinks, mask, scale)
     if mask is None:
         mask = _as_bias(_window_mask(q.shape[2], None, q.device), q.dtype)
-    odds = q @ k.transpose(2, 3) * scale
+    weights = q @ k.transpose(2, 3) * scale
     if scores.softcap is not None:
-        odds = torch.tanh(odds / scores.softcap) * scores.softcap
-    odds = odds + mask
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    weights = weights + mask
     if scores.sinks is not None:
         sinks = scores.sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], 1)
-        odds = torch.cat([odds, sinks.to(odds.dtype)], -1)
-    odds = torch.softmax(odds, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return F.dropout(odds[..., : k.shape[2]], scores.dropout) @ v
+        weights = torch.cat([weights, sinks.to(weights.dtype)], -1)
+    weights = torch.softmax(weights, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(
+        q.dtype
+    )
+    return F.dropout(weights[..., : k.shape[2]], scores.dropout) @ v
 
 
 def _attend_per_document(
@@ -192,27 +200,27 @@ def _attend_per_document(
     documents: PackedDocuments,
     scores: ScoreOptions,
 ) -> Tensor:
-    """Attend within each document separately: half the time of a mask on the CPU."""
+    """Attend within each document separately. On the CPU, a mask would take twice the time."""
 
     def parts(x: Tensor) -> list[Tensor]:
-        # Split, not sliced: the gradient of each slice would be as large as the full tensor.
+        # Not slices: autograd would allocate a gradient of the full size for each slice.
         rows = zip(x.split(1), documents.lengths, strict=True)
         return [part for row, lengths in rows for part in row.split(lengths, dim=2)]
 
-    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         if window is None or length <= window:
             return _attention(q, k, v, scores=scores)
         return _attention(q, k, v, mask=_window_mask(length, window, q.device), scores=scores)
 
-    mixed = iter([alone(*each) for each in zip(parts(q), parts(k), parts(v), strict=True)])
-    return torch.cat([torch.cat([next(mixed) for _ in each], 2) for each in documents.lengths])
+    outputs = iter([attend_one(*each) for each in zip(parts(q), parts(k), parts(v), strict=True)])
+    return torch.cat([torch.cat([next(outputs) for _ in each], 2) for each in documents.lengths])
 
 
 def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: ScoreOptions
 ) -> Tensor:
-    """Attend with all rows as one, by the kernel for sequences of different lengths."""
+    """Attend in the concatenated rows with the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
     batch, heads, length, width = q.shape
@@ -227,29 +235,29 @@ def _attend_varlen(
 
     window = -1 if mask.window is None else mask.window - 1
     if scores.sinks is not None:
-        rest = mask.longest, window, scores.scale
-        mixed: Any = varlen_attention_with_sinks(
-            flat(q), flat(k), flat(v), scores.sinks, offsets, rest
+        options = mask.max_length, window, scores.scale
+        output: Any = varlen_attention_with_sinks(
+            flat(q), flat(k), flat(v), scores.sinks, offsets, options
         )
     else:
-        call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
-        about: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}
-        mixed = (partial(call, enable_gqa=True) if shares else call)(
-            flat(q), flat(k), flat(v), offsets, offsets, window_size=(window, 0), **about
+        call = partial(varlen_attn, max_q=mask.max_length, max_k=mask.max_length)
+        scale_option: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}
+        output = (partial(call, enable_gqa=True) if shares else call)(
+            flat(q), flat(k), flat(v), offsets, offsets, window_size=(window, 0), **scale_option
         )
-    assert isinstance(mixed, Tensor)
-    return mixed.view(batch, length, heads, width).transpose(1, 2)
+    assert isinstance(output, Tensor)
+    return output.view(batch, length, heads, width).transpose(1, 2)
 
 
 def import_kernels(device_type: str) -> None:
-    """Import what attention over packed sequences needs, which is not possible while tracing."""
+    """Import the kernel for packed sequences now: Dynamo cannot trace imports."""
     if device_type == "cuda":
-        _varlen_has_gqa()  # imports the operators too
+        _varlen_has_gqa()
 
 
 @cache
 def _varlen_has_gqa() -> bool:
-    """Return whether this torch's kernel supports fewer heads of keys and values."""
+    """Return whether the kernel of this version of torch supports grouped-query attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,9 +1,11 @@
-"""Attention whose scores have a sink for each head: one more score, of no token.
+"""Attention with sinks: each head has one more score in its softmax, which belongs to no token.
 
-Note: a kernel without sinks computes it. With its log-sum-exp L and the sink s of a head, tokens
-have the share exp(L) / (exp(L) + exp(s)), by which its result is multiplied. Its backward computes
-probabilities from the log-sum-exp that it is given: with that of all scores, they are right. The
-gradient of s is minus the sum over queries of its share times the product of result and gradient.
+Note: how a kernel without sinks is used. The kernel returns its result and the log-sum-exp L of the
+tokens' scores. With the sink s of a head, tokens have the share exp(L) / (exp(L) + exp(s)) of the
+probability, so the result is multiplied by this share. The kernel's backward recomputes
+probabilities from the log-sum-exp that it receives; the log-sum-exp of all scores, including the
+sink, makes them right. The gradient of s is minus the sum over queries of the sink's share times
+the product of result and gradient.
 """
 
 from collections.abc import Callable
@@ -14,11 +16,12 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 VarlenOptions = tuple[int, int, float | None]
-"""At least the longest length, the earlier tokens in sight (-1: all), and the factor of scores."""
+"""A bound of sequence lengths, the number of earlier tokens in the window (-1: all), and the scale
+of scores."""
 
 
 class _CpuAttention(torch.autograd.Function):
-    """Attention of rows, (batch, heads, length, width); without `bias`, causal."""
+    """Attention in rows of shape (batch, heads, length, width); causal without `bias`."""
 
     @staticmethod
     def forward(
@@ -27,24 +30,24 @@ class _CpuAttention(torch.autograd.Function):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale
         )
-        out, every = _add_sinks(out, lse, sinks.view(-1, 1))
+        out, total_lse = _add_sinks(out, lse, sinks.view(-1, 1))
         ctx.bias, ctx.scale = bias, scale
-        ctx.save_for_backward(q, k, v, sinks, out, every)
+        ctx.save_for_backward(q, k, v, sinks, out, total_lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, out, every = ctx.saved_tensors
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *inputs, out, every, 0.0, ctx.bias is None, attn_mask=ctx.bias,
+        *inputs, sinks, out, total_lse = ctx.saved_tensors
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, *inputs, out, total_lse, 0.0, ctx.bias is None, attn_mask=ctx.bias,
             scale=ctx.scale,
         )  # fmt: skip
-        of_rows = _sink_gradient(gradient, out, every, sinks.view(-1, 1))
-        return *found, of_rows.sum((0, 2)).to(sinks.dtype), None, None
+        sink_gradient = _sink_gradient(gradient, out, total_lse, sinks.view(-1, 1))
+        return *gradients, sink_gradient.sum((0, 2)).to(sinks.dtype), None, None
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Attention on CUDA within sequences of different lengths, (tokens, heads, width)."""
+    """Attention on CUDA within sequences of different lengths, in (tokens, heads, width)."""
 
     @staticmethod
     def forward(
@@ -54,28 +57,28 @@ class _VarlenAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor,
         offsets: Tensor,
-        about: VarlenOptions,
+        options: VarlenOptions,
     ) -> Tensor:
-        longest, window, scale = about
+        max_length, window, scale = options
         out, lse, state = _varlen("_varlen_attn")(
-            q, k, v, offsets, offsets, longest, longest, window < 0, scale, [window, 0],
+            q, k, v, offsets, offsets, max_length, max_length, window < 0, scale, [window, 0],
             q.shape[1] != k.shape[1],
         )  # fmt: skip
-        out, every = _add_sinks(out, lse.t(), sinks)
-        ctx.about = about
-        ctx.save_for_backward(q, k, v, sinks, offsets, state, out, every.t().contiguous())
+        out, total_lse = _add_sinks(out, lse.t(), sinks)
+        ctx.about = options
+        ctx.save_for_backward(q, k, v, sinks, offsets, state, out, total_lse.t().contiguous())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, offsets, state, out, every = ctx.saved_tensors
-        longest, window, scale = ctx.about
-        found = _varlen("_varlen_attn_backward")(
-            gradient.contiguous(), *inputs, out, every, offsets, offsets, longest, longest,
-            window < 0, state, scale, [window, 0],
+        *inputs, sinks, offsets, state, out, total_lse = ctx.saved_tensors
+        max_length, window, scale = ctx.about
+        gradients = _varlen("_varlen_attn_backward")(
+            gradient.contiguous(), *inputs, out, total_lse, offsets, offsets, max_length,
+            max_length, window < 0, state, scale, [window, 0],
         )  # fmt: skip
-        of_tokens = _sink_gradient(gradient, out, every.t(), sinks)
-        return *found, of_tokens.sum(0).to(sinks.dtype), None, None
+        sink_gradient = _sink_gradient(gradient, out, total_lse.t(), sinks)
+        return *gradients, sink_gradient.sum(0).to(sinks.dtype), None, None
 
 
 def _varlen(name: str) -> Any:
@@ -83,14 +86,14 @@ def _varlen(name: str) -> Any:
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result, and the log-sum-exp of all scores; both have a number for each query."""
-    every = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return out * torch.exp(lse - every).unsqueeze(-1).to(out.dtype), every
+    """Return the attention's result with sinks, and the log-sum-exp of all scores of each query."""
+    total_lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * torch.exp(lse - total_lse).unsqueeze(-1).to(out.dtype), total_lse
 
 
-def _sink_gradient(gradient: Tensor, out: Tensor, every: Tensor, sinks: Tensor) -> Tensor:
-    product = (gradient * out).sum(-1, dtype=every.dtype)
-    return -torch.exp(sinks.to(every.dtype) - every) * product
+def _sink_gradient(gradient: Tensor, out: Tensor, total_lse: Tensor, sinks: Tensor) -> Tensor:
+    product = (gradient * out).sum(-1, dtype=total_lse.dtype)
+    return -torch.exp(sinks.to(total_lse.dtype) - total_lse) * product
 
 
 cpu_attention_with_sinks: Callable[..., Tensor] = _CpuAttention.apply

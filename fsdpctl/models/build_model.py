@@ -1,4 +1,4 @@
-"""Modules and initial weights by model configuration."""
+"""Building a model from its configuration, and initializing its parameters by name."""
 
 import hashlib
 import math
@@ -17,18 +17,21 @@ from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.transformers_build import build_transformers, init_as_transformers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
-MIN_DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
+MIN_DRAWN_ON_DEVICE = 1 << 24  # elements: a GPU initializes matrices of this size or larger
 _ELEMENTS_AT_ONCE = 1 << 24
 
-# Families whose matrices all have the deviation `initializer_range`.
+# Families whose matrices are all initialized with the standard deviation `initializer_range`.
 _PLAIN_INIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
-    """Build the module with its adapters on the meta device; UsageError if nothing is trained."""
+    """Build the module with its adapters on the meta device.
+
+    UsageError if settings select no parameter to train, or the model does not support them.
+    """
     module = build_base_model(config, transformers_norms=transformers_norms)
-    whole = sum(count_weights(module).values())
-    if config.router_aux_loss == "global" and count_active_parameters(module) == whole:
+    num_weights = sum(count_weights(module).values())
+    if config.router_aux_loss == "global" and count_active_parameters(module) == num_weights:
         raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
     with torch.device("meta"):
         set_trainable(module, config)
@@ -40,8 +43,8 @@ def build_base_model(
 ) -> TransformersDecoder:
     """Build the module without adapters, with all parameters trainable, on the meta device.
 
-    With `transformers_norms`, its norms are those of transformers, which keep more for backward.
-    UsageError if the model's numbers are inconsistent.
+    With `transformers_norms`, norms run transformers' code, which saves more for backward.
+    UsageError if sizes in the configuration are inconsistent.
     """
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: unknown without data; set a number")
@@ -53,39 +56,40 @@ def build_base_model(
 
 
 def count_active_parameters(module: Any) -> int:
-    """Count the parameters that a token uses: of experts, only as many as it is sent to."""
+    """Count the parameters that a token uses; of experts, only those that it is sent to."""
     return sum(count_weights(module).values()) - idle_parameters(module.transformers_model)
 
 
-def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
-    """Initialize a parameter in place, from the seed and its name alone, as transformers does.
+def initialize_parameter(name: str, tensor: Tensor, *, seed: int, config: ModelConfig) -> None:
+    """Initialize a parameter in place as transformers does, from its name and a seed only.
 
-    On CUDA the device draws matrices of at least DRAWN_ON_DEVICE elements of usual families,
-    because one core takes an hour for 405B. So models with such matrices have other initial weights
-    on a GPU than on a CPU, but the same for any number of ranks. `draw_adapter` draws adapters.
+    On CUDA, the device draws matrices of at least MIN_DRAWN_ON_DEVICE elements of common families,
+    because one CPU core would take an hour for 405B. So models with such matrices have other
+    initial weights on a GPU than on a CPU, but the same on any number of ranks. `init_adapter`
+    initializes adapters.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
+    param_seed = int.from_bytes(digest[:8], "little") >> 1
     family = "" if is_adapter_name(name) else model_type_of(config)
     if family and family not in _PLAIN_INIT_FAMILIES:
-        init_as_transformers(name, whole, number, config)
+        init_as_transformers(name, tensor, param_seed, config)
         return
-    if whole.ndim <= 1:
-        whole.fill_(0.0 if name.endswith(".bias") else 1.0)
+    if tensor.ndim <= 1:
+        tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(param_seed)
     if is_adapter_name(name):
-        init_adapter(name, whole, generator)
+        init_adapter(name, tensor, generator)
         return
     std = float(config_value(config, "initializer_range"))
     if family == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)  # projections into the residual stream
-    if whole.is_cuda and whole.numel() >= MIN_DRAWN_ON_DEVICE:
-        generator = torch.Generator(whole.device).manual_seed(number)
-        for part in whole.view(-1).split(_ELEMENTS_AT_ONCE):
-            values = torch.empty(len(part), dtype=torch.float32, device=whole.device)
+    if tensor.is_cuda and tensor.numel() >= MIN_DRAWN_ON_DEVICE:
+        generator = torch.Generator(tensor.device).manual_seed(param_seed)
+        for part in tensor.view(-1).split(_ELEMENTS_AT_ONCE):
+            values = torch.empty(len(part), dtype=torch.float32, device=tensor.device)
             part.copy_(values.normal_(0.0, std, generator=generator))
         return
     # Drawn on the CPU in float32, so that device and precision do not change the draw.
-    values = torch.empty(whole.shape, dtype=torch.float32)
-    whole.copy_(values.normal_(0.0, std, generator=generator))
+    values = torch.empty(tensor.shape, dtype=torch.float32)
+    tensor.copy_(values.normal_(0.0, std, generator=generator))

@@ -1,8 +1,8 @@
-"""The exchange around attention when several ranks share each row of tokens.
+"""The all-to-all around attention when several ranks share each row (context parallelism).
 
-Each rank has adjacent tokens of all heads. Before attention, ranks exchange these for all tokens of
-adjacent heads, and afterwards back (Jacobs et al., DeepSpeed Ulysses, 2023). So attention sees
-full rows, with any kernel and any mask, and nothing else depends on how rows are shared.
+Each rank has adjacent tokens of all heads. Before attention, an all-to-all gives each rank all
+tokens of adjacent heads, and after attention another one restores the tokens (Jacobs et al.,
+DeepSpeed Ulysses, 2023). So attention gets full rows and works with any kernel and mask.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fsdpctl.models.custom_ops import operator
 from fsdpctl.plan.batch_plan import ContextParallel, heads_per_rank
 
 Exchange = Callable[[Tensor], Tensor]
-"""Returns what each rank has sent here, from a contiguous tensor (ranks, ...) of what it sends."""
+"""All-to-all of a contiguous tensor (ranks, ...): sends row i to rank i, returns received rows."""
 
 _exchanges: dict[int, Exchange] = {}
 
@@ -32,7 +32,7 @@ def _all_to_all_shape(x: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
 
 
-# An operator of its own: torch.compile calls it as it is, and estimates know its shapes.
+# A custom operator: torch.compile does not trace the collective, and estimates know its shape.
 ALL_TO_ALL = operator("all_to_all", _all_to_all, _all_to_all_shape, is_product=False)
 
 
@@ -56,26 +56,26 @@ def tokens_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all tokens of this rank's heads, (batch, heads / ranks, length, width).
 
-    `q`, `k` and `v` are this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
-    and values are repeated if there are too few for the ranks.
+    `q`, `k` and `v` have this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
+    and values are repeated if there are fewer heads than ranks.
     """
     _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
     heads = [q, *(repeat_heads(each, count * context.size) for each in (k, v))]
     sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
     rows = _exchange(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
-    parts = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
-    pairs = zip(parts, sent, strict=True)
+    outputs = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
+    pairs = zip(outputs, sent, strict=True)
     q, k, v = (x.unflatten(-1, y.shape[3:]).permute(1, 2, 0, 3) for x, y in pairs)
     return q, k, v
 
 
-def heads_to_tokens(mixed: Tensor, context: ContextParallel) -> Tensor:
-    """Return all heads of this rank's tokens, the inverse of `to_heads`."""
-    sent = mixed.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
+def heads_to_tokens(output: Tensor, context: ContextParallel) -> Tensor:
+    """Return all heads of this rank's tokens, the inverse of `tokens_to_heads`."""
+    sent = output.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
     rows = _exchange(sent, context)  # (ranks, length / ranks, batch, heads / ranks, width)
     return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
 def repeat_heads(x: Tensor, count: int) -> Tensor:
-    """Return `count` heads of keys or values, (batch, heads, ...), each repeated in its place."""
+    """Repeat each head of keys or values, (batch, heads, ...), to get `count` heads."""
     return x if x.shape[1] == count else x.repeat_interleave(count // x.shape[1], dim=1)

@@ -1,7 +1,8 @@
-"""Properties of a decoder of transformers that its code does not tell: a small copy of it is run.
+"""Properties of a decoder of transformers, found by running a small copy of the model.
 
-Its windows, and the range of its first positions, are shorter than the samples. Layers that run
-along a row otherwise than by attention see only their part where ranks share rows.
+The copy's sliding windows and position ranges are shorter than the sequences that it processes, so
+that both have an effect. If ranks share rows, layers that mix tokens in another way than attention
+would get only a part of each row, which the check detects.
 """
 
 import copy
@@ -30,47 +31,47 @@ from fsdpctl.plan.attention_kernels import TRANSFORMERS
 from fsdpctl.plan.batch_plan import ContextParallel
 
 T = TypeVar("T")
-_LENGTHS = ((5, 9), (8, 6))  # tokens of the documents in two sequences
+_LENGTHS = ((5, 9), (8, 6))  # lengths of the documents in two sequences
 _TOKENS_PER_RANK = 12  # tokens of each rank that shares a row
-_MAX_TOKENS = 512  # of a sample
-_WINDOW, _RANGE = 4, 7  # of layers with a window; of positions, before rotary embeddings change
+_MAX_TOKENS = 512  # in a sequence
+_WINDOW, _RANGE = 4, 7  # of sliding windows; of positions before rotary embeddings change
 _WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _RANGE_KEYS = ("original_max_position_embeddings", "max_position_embeddings")
 _POSITION_KEYS = ("n_positions", "max_position_embeddings")
 _SWITCHING_ROPE_TYPES = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_TOLERANCE = 1e-4  # of the largest logit; float32 differs by 1e-6, documents that mix by 1e-3
-_TIMEOUT_SECONDS = 60.0  # for which a thread waits for the others
+_TOLERANCE = 1e-4  # of the largest logit; rounding differs by 1e-6, mixed documents by 1e-3
+_TIMEOUT_SECONDS = 60.0  # that a thread waits for the other threads
 _CPU = torch.device("cpu")
 
 
 class DecoderTraits(NamedTuple):
     """The behavior of a decoder."""
 
-    # Why our attention does not compute what that of transformers does; empty: it does.
+    # Why fsdpctl's attention does not compute the same as transformers'; empty if it does.
     problem: str
-    isolates: bool  # documents that share a sequence do not see one another
-    ignores_padding: bool  # padding after a document does not change it
+    isolates: bool  # documents in one sequence do not affect one another
+    ignores_padding: bool  # padding after a document does not affect the document
 
 
 def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
-    """Return the configuration with the attention and `data.packing` that suit, and messages.
+    """Return the configuration with the attention and packing that the model supports, and notes.
 
-    UsageError if the model sees later tokens, or documents would be mixed.
+    UsageError if the model is not causal, or documents would be mixed.
     """
-    found, family = check_decoder(config.model), model_type_of(config.model)
+    traits, family = check_decoder(config.model), model_type_of(config.model)
     config = config.changed({"model.attention": attention_for(config.model)})
     notes = list[str]()
-    if found.problem:
-        notes.append(f"model.attention={TRANSFORMERS} (auto): {family}: {found.problem}")
+    if traits.problem:
+        notes.append(f"model.attention={TRANSFORMERS} (auto): {family}: {traits.problem}")
     if config.data.holds_documents:
-        if not found.ignores_padding:
+        if not traits.ignores_padding:
             problem = f"{family}: not supported; padding of a sequence changes its documents"
             raise UsageError(f"data={config.data.name}: {problem}")
-        if config.data.packing and not found.isolates:
+        if config.data.packing and not traits.isolates:
             problem = f"{family} mixes the documents of a sequence; set data.packing=false"
             raise UsageError(f"data.packing=true: {problem}")
-        if config.data.packing is None and not found.isolates:
+        if config.data.packing is None and not traits.isolates:
             notes.append(
                 f"data.packing=false (auto): {family} would mix the documents of a sequence"
             )
@@ -79,7 +80,10 @@ def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
 
 
 def attention_for(model: ModelConfig) -> str | None:
-    """Return `model.attention`, which is that of transformers if ours does not compute the same."""
+    """Return `model.attention`, or transformers' attention if the model does not support ours.
+
+    UsageError if the setting selects one of our kernels and the model does not support it.
+    """
     problem = check_decoder(model).problem
     if problem and model.attention not in (None, TRANSFORMERS):
         raise UsageError(f"model.attention={model.attention}: {problem}; set it to {TRANSFORMERS}")
@@ -87,34 +91,32 @@ def attention_for(model: ModelConfig) -> str | None:
 
 
 def check_decoder(model: ModelConfig) -> DecoderTraits:
-    """Return what a small copy of the model does; UsageError if that is not supported."""
-    asked = (
+    """Return the behavior of a small copy of the model; UsageError if it is not supported."""
+    attention = (
         TRANSFORMERS if model.attention == TRANSFORMERS else None
-    )  # our kernels compute the same
-    return _cached_traits(replace(model, name="", attention=asked))
+    )  # all of our kernels compute the same
+    return _cached_traits(replace(model, name="", attention=attention))
 
 
 def check_shared_rows(config: Config) -> None:
-    """Check that ranks can share the rows of the model, if the configuration says so."""
-    shared, model = config.train.context_parallel, config.model
-    if shared == 1:
+    """Check that the model supports `train.context_parallel`; UsageError if it does not."""
+    num_ranks, model = config.train.context_parallel, config.model
+    if num_ranks == 1:
         return
     content = config_dict(model)
     problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUT_KEYS if content.get(n)), "")
     if not problem and model.router_aux_loss == "model" and content.get("output_router_logits"):
-        problem = (
-            "its auxiliary loss is that of full rows; set model.router_aux_loss to global or none"
-        )
-    factor = next(each for each in range(2, shared + 1) if shared % each == 0)
+        problem = "its auxiliary loss needs full rows; set model.router_aux_loss to global or none"
+    factor = next(each for each in range(2, num_ranks + 1) if num_ranks % each == 0)
     if problem := problem or _shared_rows_problem(model, factor):
         family = content["model_type"]
-        raise UsageError(f"train.context_parallel={shared}: model: {family}: {problem}")
+        raise UsageError(f"train.context_parallel={num_ranks}: model: {family}: {problem}")
 
 
 @lru_cache(maxsize=8)
 def _cached_traits(model: ModelConfig) -> DecoderTraits:
     failure = Exception()
-    for each in (_with_short_ranges(model), model):  # sizes of a family may depend on its ranges
+    for each in (_with_short_ranges(model), model):  # shorter ranges may be invalid
         try:
             with seeded_no_grad():
                 return _traits(each)
@@ -129,50 +131,50 @@ def _cached_traits(model: ModelConfig) -> DecoderTraits:
 
 def _traits(model: ModelConfig) -> DecoderTraits:
     module: TransformersDecoder = small_copy(model)
-    drawn = copy.deepcopy(module)
-    for name, each in drawn.named_modules():
+    initialized = copy.deepcopy(module)
+    for name, each in initialized.named_modules():
         if each._parameters:
-            initializer(drawn, name)(each)  # fails if transformers cannot draw them
+            initializer(initialized, name)(each)  # raises if transformers cannot initialize them
     module.attention.use(ours=False)
     tokens = _tokens(module, len(_LENGTHS), sum(_LENGTHS[0]))
     versions = [param._version for param in module.parameters()]
-    whole = module(tokens)
+    logits = module(tokens)
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % module.get_output_embeddings().out_features
     if versions != [param._version for param in module.parameters()]:
         rejection = "not supported; it writes to its parameters in forward"
-    elif _differ(whole[:, :-1], module(changed)[:, :-1]):
+    elif _differ(logits[:, :-1], module(changed)[:, :-1]):
         rejection = "not causal; tokens see later ones"
-    elif _differ(whole, module.full_logits(tokens)):
+    elif _differ(logits, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
-        places = (
+        ranges = (
             (row, *x) for row, lengths in enumerate(_LENGTHS) for x in document_ranges(lengths)
         )
-        alone = [module(tokens[row : row + 1, start:end]) for row, start, end in places]
+        alone = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
         problem = (
-            "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, whole)
+            "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, logits)
         )
         packed = module(tokens, documents=pack_documents(_LENGTHS, _CPU)).flatten(0, 1)
         pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)
-        same = [not _differ(one, other[0]) for one, other in pairs]
-        return DecoderTraits(problem, all(same), all(same[:: len(_LENGTHS[0])]))
+        is_same = [not _differ(one, other[0]) for one, other in pairs]
+        return DecoderTraits(problem, all(is_same), all(is_same[:: len(_LENGTHS[0])]))
     name = type(module.transformers_model).__name__
     raise UsageError(f"model: {name}: {rejection}")
 
 
-def _attention_problem(module: TransformersDecoder, tokens: Tensor, whole: Tensor) -> str:
+def _attention_problem(module: TransformersDecoder, tokens: Tensor, logits: Tensor) -> str:
     module.attention.use(ours=True)
-    problem = "its attention is another one"
+    problem = "fsdpctl's attention computes other results"
     try:
         if not module.attention.is_ours:
             problem = "its attention is not that of transformers' interface"
-        elif not _differ(module(tokens), whole):
+        elif not _differ(module(tokens), logits):
             return ""
     except UsageError as error:
         problem = f"not supported: {error}"
     except Exception:  # the code of a family raises what it likes
-        problem = "it computes with the masks of transformers"
+        problem = "it reads the masks of transformers"
     module.attention.use(ours=False)
     return problem
 
@@ -182,7 +184,7 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
     def run(context: ContextParallel) -> Tensor:
         documents = pack_documents(((tokens.shape[1],),), _CPU, context=context, one_per_row=True)
         part = tokens.chunk(ranks, 1)[context.index]
-        with torch.no_grad():  # a setting of the thread
+        with torch.no_grad():  # the grad mode belongs to a thread
             logits: Tensor = modules[context.index](part, documents=documents)
         return logits
 
@@ -191,7 +193,9 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
             module = small_copy(_with_short_ranges(model))
             tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
             whole = module(tokens)
-            modules = [copy.deepcopy(module) for _ in range(ranks)]  # they write to themselves
+            modules = [
+                copy.deepcopy(module) for _ in range(ranks)
+            ]  # forwards may write to the module
             differs = _differ(whole, torch.cat(run_as_ranks(ranks, run), 1))
     except UsageError as error:
         return f"not supported: {error}"
@@ -200,31 +204,31 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
     return "not supported; its layers do more than attend along a row" if differs else ""
 
 
-def run_as_ranks(ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
-    """Return what `run` returns as each rank; threads exchange tensors in place of processes."""
-    barrier = threading.Barrier(ranks, timeout=_TIMEOUT_SECONDS)
+def run_as_ranks(num_ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
+    """Run a function as each of several ranks, in threads; return the results in rank order."""
+    barrier = threading.Barrier(num_ranks, timeout=_TIMEOUT_SECONDS)
     sent: dict[int, Tensor] = {}
     errors: list[BaseException] = []
 
     def exchange(index: int, x: Tensor) -> Tensor:
         sent[index] = x
         barrier.wait()
-        received = torch.stack([sent[each][index] for each in range(ranks)])
-        barrier.wait()  # before any rank sends again
+        received = torch.stack([sent[each][index] for each in range(num_ranks)])
+        barrier.wait()  # otherwise a fast rank would overwrite what others still read
         return received
 
     def as_rank(index: int) -> T:
-        context = ContextParallel(ranks, index, exchange=-1 - index)
+        context = ContextParallel(num_ranks, index, exchange=-1 - index)
         use_exchange(partial(exchange, index), context.exchange)
         try:
             return run(context)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
-            raise errors[0] from None  # not that of a rank that waited for this one
+            raise errors[0] from None  # not the broken barrier of a waiting rank
 
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(as_rank, range(ranks)))
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(as_rank, range(num_ranks)))
 
 
 def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
@@ -252,13 +256,13 @@ def _with_short_ranges(model: ModelConfig) -> ModelConfig:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether logits differ by more than rounding, or are not numbers."""
+    """Return whether logits differ by more than rounding, or have a NaN."""
     return not bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
 
 
 @contextmanager
 def seeded_no_grad() -> Iterator[None]:
-    """Draw from a generator of its own, without gradients."""
+    """Disable gradients and seed the CPU's generator inside the block; restore both after it."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""Models of transformers with experts: what a token uses, and the loss of their routers."""
+"""Mixture-of-experts models of transformers: unused parameters, and the loss of routers."""
 
 from collections.abc import Callable
 from math import prod
@@ -14,7 +14,7 @@ from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 from fsdpctl.models.quantized import quantized_shapes
 from fsdpctl.models.stacked_experts import stacked_experts
 
-# Attributes of a model of transformers with the factor of its auxiliary loss.
+# Attributes of a PreTrainedModel that hold the factor of its auxiliary loss.
 _AUX_LOSS_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 _OTHER_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
 
@@ -22,52 +22,55 @@ ReduceCounts = Callable[[Tensor], Tensor]
 
 
 def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
-    """Count the parameters of experts that a token is not sent to."""
+    """Count the parameters of experts that the router does not select for a token."""
     config = model.config
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-    top = next((value for name in names if (value := getattr(config, name, None))), None)
-    if top is None:
+    num_used = next((value for name in names if (value := getattr(config, name, None))), None)
+    if num_used is None:
         return 0
-    packed, stacks = quantized_shapes(model), dict(stacked_experts(model))
+    quantized, stacks = quantized_shapes(model), dict(stacked_experts(model))
     idle = 0
     for name, param in model.named_parameters():
         if only_frozen and param.requires_grad:
             continue
-        shape = packed.get(name, tuple(param.shape))
+        shape = quantized.get(name, tuple(param.shape))
         owner, is_adapter, _ = name.partition(EXPERT_ADAPTERS)
         count = shape[0] if len(shape) == 3 and "expert" in name else 0
         if is_adapter and owner in stacks:
             count = stacks[owner].num_experts
-        if count > top:
-            idle += prod(shape) * (count - top) // count
+        if count > num_used:
+            idle += prod(shape) * (count - num_used) // count
     return idle
 
 
 def aux_loss_factor(model: Any) -> float:
-    """Return the factor of the routers' auxiliary loss; UsageError if there is another loss."""
+    """Return the factor of the routers' auxiliary loss, or 0 without routers.
+
+    UsageError if the model has another loss of routers.
+    """
     for name in _OTHER_LOSSES:
-        if found := getattr(model, name, None):
+        if factor := getattr(model, name, None):
             way = "set it to 0, or model.router_aux_loss=none to train without it"
-            raise UsageError(f"{CONFIG_LOCATION}: {name}={found}: not supported; {way}")
-    found = next(
+            raise UsageError(f"{CONFIG_LOCATION}: {name}={factor}: not supported; {way}")
+    factor = next(
         (value for name in _AUX_LOSS_FACTORS if (value := getattr(model, name, None))), 0.0
     )
     routers: list[Any] = []
-    for part in model.modules():  # the backbone of some families has a list of its own
+    for part in model.modules():  # some backbones have their own list of outputs
         recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", [])
         each = recorded if isinstance(recorded, list | tuple) else [recorded]
         routers += [getattr(one, "target_class", one) for one in each]
     kinds = tuple(set(routers))
-    return float(found) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
+    return float(factor) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
 
 
 def global_balance_loss(
     routers: Any, data: Tensor, model: Any, reduce_counts: ReduceCounts | None
 ) -> Tensor:
-    """Return the load-balancing loss with each expert's share of tokens taken over all ranks.
+    """Return the load-balancing loss, with each expert's share of tokens over all ranks.
 
-    The loss of Fedus et al., Switch Transformer, 2021, eq. 4, over all layers at once as in
-    transformers: only the mean probabilities, which have the gradient, are this rank's.
+    This is equation 4 of Fedus et al., Switch Transformer, 2021, over all layers at once as in
+    transformers. The mean probabilities, which have a gradient, are over this rank's tokens.
 
     Args:
         routers: The router logits of each layer, (tokens, experts).
@@ -84,13 +87,13 @@ def global_balance_loss(
             f"model.router_aux_loss=global: not supported by {model.config.model_type}, whose "
             "routers have no logit for each expert; expected model or none"
         )
-    odds = torch.softmax(torch.cat([each.flatten(0, -2) for each in routers]), dim=-1)
-    chosen = torch.topk(odds, model.num_experts_per_tok, dim=-1).indices
-    counted = data.flatten().to(torch.float32).repeat(len(routers)).unsqueeze(-1)
-    counts = torch.zeros(count + 1, dtype=torch.float32, device=odds.device)
-    counts[:-1] = (F.one_hot(chosen, count).sum(dim=1) * counted).sum(dim=0)
-    counts[-1] = own = counted.sum()
+    probabilities = torch.softmax(torch.cat([each.flatten(0, -2) for each in routers]), dim=-1)
+    chosen = torch.topk(probabilities, model.num_experts_per_tok, dim=-1).indices
+    weights = data.flatten().to(torch.float32).repeat(len(routers)).unsqueeze(-1)
+    counts = torch.zeros(count + 1, dtype=torch.float32, device=probabilities.device)
+    counts[:-1] = (F.one_hot(chosen, count).sum(dim=1) * weights).sum(dim=0)
+    counts[-1] = num_tokens = weights.sum()
     if reduce_counts is not None:
         counts = reduce_counts(counts)
-    mean = (odds * counted).sum(dim=0) / own.clamp(min=1)
+    mean = (probabilities * weights).sum(dim=0) / num_tokens.clamp(min=1)
     return torch.sum(counts[:-1] / counts[-1] * mean) * int(count)

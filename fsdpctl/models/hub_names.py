@@ -1,7 +1,7 @@
-"""The tensors in files of the Hub that hold the weights of a model of transformers.
+"""The tensors in files of the Hub that store the weights of a model of transformers.
 
 transformers merges weights when it loads them: the experts of a layer are one parameter in memory,
-and two or three tensors each in the files. Its own conversion tables say which.
+but two or three tensors for each expert in files. transformers' conversion tables list them.
 """
 
 import re
@@ -15,46 +15,52 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 Shape = tuple[int, ...]
-# Operations, with their dimensions, of conversions that place whole tensors one after another.
+# Operations and dimensions of conversions that only concatenate the elements of tensors.
 _CONCATENATED = (("Concatenate", 0),)
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))
-_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # of earlier versions
+_CONSTANTS = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+)  # buffers that earlier versions saved
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """A tensor of the model as tensors of files whose flattened elements follow one another."""
+    """The stored tensors whose flattened elements, concatenated, are a tensor of the model."""
 
     shape: Shape  # (): the model has no such tensor
     is_buffer: bool
     parts: tuple[str, ...]
-    copies: tuple[str, ...] = ()  # other stored tensors that must be equal, since they are tied
+    copies: tuple[
+        str, ...
+    ] = ()  # stored tensors that the model ties to `parts`, and that must be equal
 
 
 def map_stored_tensors(
     module: TransformersDecoder, stored: Sequence[str]
 ) -> dict[str, StoredParts]:
-    """Return the parts of each tensor of the model by name, among the tensors `stored` in files.
+    """Return the parts of each tensor of the model by name, given the names of stored tensors.
 
-    Tensors without parts are left out, and so is what transformers itself ignores. UsageError if a
-    conversion does more than to place tensors one after another.
+    The result omits tensors without parts, and stored tensors that transformers ignores.
+    UsageError if a conversion does more than concatenate tensors.
     """
     from transformers.core_model_loading import dot_natural_key
 
     renames = _Renaming(module)
-    found: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
+    by_target: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = renames.target(name)
-        found.setdefault(target, {}).setdefault(pattern, []).append(name)
+        by_target.setdefault(target, {}).setdefault(pattern, []).append(name)
     shapes, buffers = renames.shapes, renames.buffers
     parts = {}
-    for name, by_pattern in found.items():
+    for name, by_pattern in by_target.items():
         order = tuple(_order_parts(name, by_pattern, renames))
         copies = order[1:] if set(by_pattern) == {""} else ()
         if name in shapes or not renames.ignores(name):
-            kept = order[: len(order) - len(copies)]
-            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, kept, copies)
+            own_parts = order[: len(order) - len(copies)]
+            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, own_parts, copies)
     return parts
 
 
@@ -64,9 +70,9 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
 
     model = module.transformers_model
     shapes = _Renaming(module).shapes
-    whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
-        reverted = revert_weight_conversion(model, whole)
+        reverted = revert_weight_conversion(model, tensors)
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"model: weights cannot be renamed: {error}") from None
     return {name: tuple(each.shape) for name, each in reverted.items()}
@@ -85,25 +91,25 @@ class _Renaming:
         self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self.by_pattern = {name: each for each in self._converters for name in each.source_patterns}
         params = dict(module.named_parameters())
-        kept = {name: each for name, each in module.state_dict().items() if name not in params}
+        others = {name: each for name, each in module.state_dict().items() if name not in params}
         aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - {*params}
-        self.buffers = {*kept} - aliases
+        self.buffers = {*others} - aliases
         self.shapes: dict[str, Shape] = {
             **{name: tuple(each.shape) for name, each in params.items()},
-            **{name: tuple(kept[name].shape) for name in self.buffers},
+            **{name: tuple(others[name].shape) for name in self.buffers},
         }
-        self._first = tied_names(module)
-        self._whole = dict.fromkeys(module.state_dict(), True)
+        self._tied_names = tied_names(module)
+        self._model_names = dict.fromkeys(module.state_dict(), True)
 
     def target(self, name: str) -> tuple[str, str]:
         """Return the name in memory of a stored tensor, and the pattern of its conversion."""
         from transformers.core_model_loading import rename_source_key
 
-        prefix, known = self.model.base_model_prefix, self._whole
+        prefix, known = self.model.base_model_prefix, self._model_names
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, known)
         if target not in known and name in known:
             target, pattern = rename_source_key(name, [], [], prefix, known)
-        return self._first.get(target, target), pattern or ""
+        return self._tied_names.get(target, target), pattern or ""
 
     def ignores(self, name: str) -> bool:
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -111,7 +117,7 @@ class _Renaming:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the name under which a tied parameter is known, by its other names."""
+    """Return the first name of each tied parameter by its other names."""
     first = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(param)] for name, param in every if first[id(param)] != name}

@@ -1,4 +1,4 @@
-"""Layers that multiply by a matrix: which they are, how they store it, and who reads it."""
+"""Linear layers of any class: which modules they are, and how their weights are stored and read."""
 
 import copy
 import inspect
@@ -14,16 +14,17 @@ from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 from fsdpctl.models.quantized import FrozenLinear
 from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
 
-_OUT, _IN = 3, 2  # of the layers that are tried
-_TRANSPOSED = "transformers.pytorch_utils.Conv1D"  # named: importing transformers takes seconds
+_OUT, _IN = 3, 2  # features of the layers that `_is_plain_linear` runs
+# A name, since importing transformers takes seconds.
+_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 _READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 
 
 def is_transposed(layer: nn.Module) -> bool | None:
-    """Return whether the weight of a linear layer is (in, out); None if it isn't a linear layer.
+    """Return whether the weight of a linear layer is (in, out), or None for another module.
 
-    Of a subclass of torch's layer, such as Falcon's, the forward is tried. That of a router, for
-    example, returns more than a product.
+    A subclass of nn.Linear, such as Falcon's, is a linear layer if its forward returns the same as
+    nn.Linear. The forward of a router, for example, returns more than a product.
     """
     if isinstance(layer, FrozenLinear):
         return layer.is_transposed
@@ -39,29 +40,29 @@ def is_transposed(layer: nn.Module) -> bool | None:
 
 @cache
 def _is_plain_linear(kind: Any, has_bias: bool) -> bool:
-    """Return whether the forward of a subclass is that of torch's layer."""
+    """Return whether a subclass of nn.Linear computes the same as nn.Linear."""
     plain = nn.Linear(_IN, _OUT, bias=has_bias, device="cpu")
-    tried = copy.copy(plain)
-    tried.__class__ = kind
+    layer = copy.copy(plain)
+    layer.__class__ = kind
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for param in plain.parameters():
             param.copy_(torch.randn(param.shape, generator=generator))
         x = torch.randn(2, 4, _IN, generator=generator)
         try:
-            found = tried(x)
-        except Exception:  # it needs more than a weight and a bias
+            output = layer(x)
+        except Exception:  # its forward requires more than a weight and a bias
             return False
         expected = F.linear(x, plain.weight, plain.bias)
         return (
-            isinstance(found, torch.Tensor)
-            and found.shape == expected.shape
-            and bool(torch.allclose(found, expected, atol=1e-6))
+            isinstance(output, torch.Tensor)
+            and output.shape == expected.shape
+            and bool(torch.allclose(output, expected, atol=1e-6))
         )
 
 
 def transposed_layers(module: nn.Module) -> frozenset[str]:
-    """Return the names of the linear layers, and of adapters of experts, with weights (in, out)."""
+    """Return the names of linear layers and of adapters of experts whose weights are (in, out)."""
     stacked = (
         f"{name}{EXPERT_ADAPTERS}{word}"
         for name, experts in stacked_experts(module)
@@ -73,20 +74,20 @@ def transposed_layers(module: nn.Module) -> frozenset[str]:
 
 
 def layers_read_directly(module: nn.Module) -> set[str]:
-    """Return the names of linear layers whose weight the code of the module above reads.
+    """Return the names of linear layers whose weight the parent module reads directly.
 
-    It multiplies by the weight without calling the layer: adapters would have no effect there, and
-    packed weights would be read as bytes.
+    The parent multiplies by the weight without calling the layer. An adapter of the layer would
+    have no effect, and the parent would read quantized weights as bytes.
     """
-    found = set()
+    names = set()
     for name, owner in module.named_modules():
-        if getattr(owner, "slow_but_exact", None) is False:  # Bloom's, which then reads none
+        if getattr(owner, "slow_but_exact", None) is False:  # Bloom's modules then call the layer
             continue
         kind: Any = type(owner)
-        for word, layer in owner.named_children():
-            if is_transposed(layer) is not None and word in _names_read(kind):
-                found.add(f"{name}.{word}" if name else word)
-    return found
+        for child_name, layer in owner.named_children():
+            if is_transposed(layer) is not None and child_name in _names_read(kind):
+                names.add(f"{name}.{child_name}" if name else child_name)
+    return names
 
 
 @cache

@@ -1,7 +1,7 @@
-"""The trained part of a model: all of it, some parameters, or low-rank adapters of its layers.
+"""The trained parameters of a model: all, selected ones, or low-rank adapters (LoRA) of layers.
 
-The adapters are those of Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, with
-the parameter names of PEFT.
+Adapters follow Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. Their
+parameters have the names that PEFT uses.
 """
 
 import math
@@ -29,7 +29,7 @@ _IS_LIST = re.compile(r"\[[^][]*\]|.*[\s,;'\"].*", re.DOTALL)
 
 
 class LoraLinear(FrozenLinear):
-    """A linear layer with its own names and an adapter: W x + b + scale * B(A(dropout(x)))."""
+    """A frozen linear layer with an adapter: W x + b + scale * B(A(dropout(x)))."""
 
     def __init__(self, base: nn.Module, config: LoraConfig) -> None:
         super().__init__(base, is_transposed=bool(is_transposed(base)))
@@ -42,40 +42,42 @@ class LoraLinear(FrozenLinear):
         self.lora_B: nn.Linear = UninitializedLinear(config.rank, out, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        is_dropped = self.training and self.dropout > 0
-        down = dropout_linear(x, self.lora_A.weight, self.dropout) if is_dropped else self.lora_A(x)
+        uses_dropout = self.training and self.dropout > 0
+        down = (
+            dropout_linear(x, self.lora_A.weight, self.dropout) if uses_dropout else self.lora_A(x)
+        )
         return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
 
 
-def init_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
+def init_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Initialize an adapter: A uniformly up to 1 / sqrt(in), as in PEFT, and B with zeros."""
     if name.endswith(f".{LORA_B}.weight"):
-        whole.zero_()
+        tensor.zero_()
         return
-    bound = 1 / math.sqrt(whole.shape[1])
-    values = torch.empty(whole.shape, dtype=torch.float32)
-    whole.copy_(values.uniform_(-bound, bound, generator=generator))
+    bound = 1 / math.sqrt(tensor.shape[1])
+    values = torch.empty(tensor.shape, dtype=torch.float32)
+    tensor.copy_(values.uniform_(-bound, bound, generator=generator))
 
 
 def set_trainable(module: nn.Module, config: ModelConfig) -> None:
-    """Add adapters and freeze parameters by `config`, in place; UsageError if none matches."""
+    """Add adapters and freeze parameters in place, as `config` says; UsageError without a match."""
     if config.lora.rank is None:
         if config.trainable is not None:
             _train_only(module, config.trainable)
         return
-    also = fully_trained_modules(module, config.lora.also)
-    params = [param for name in also for param in module.get_submodule(name).parameters()]
+    fully_trained = fully_trained_modules(module, config.lora.also)
+    params = [param for name in fully_trained for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
         _quantize_linear_layers(
-            module, QUANT_FORMATS[config.base_dtype], also, experts=config.quantize_experts
+            module, QUANT_FORMATS[config.base_dtype], fully_trained, experts=config.quantize_experts
         )
-    targets, stacked = _targets(module, config.lora, also)
-    if also and not targets and not stacked:
+    targets, stacked = _targets(module, config.lora, fully_trained)
+    if fully_trained and not targets and not stacked:
         problem = f"conflicts with {TARGETS}={config.lora.targets}: no layer is left for adapters"
         raise UsageError(f"{FULLY_TRAINED}={config.lora.also}: {problem}")
     module.requires_grad_(False)
-    for name, words in stacked.items():
-        stacked_experts.add_adapters(module.get_submodule(name), words, config.lora)
+    for name, matrices in stacked.items():
+        stacked_experts.add_adapters(module.get_submodule(name), matrices, config.lora)
     for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
     for param in params:
@@ -83,17 +85,17 @@ def set_trainable(module: nn.Module, config: ModelConfig) -> None:
 
 
 def _quantize_linear_layers(
-    module: nn.Module, packing: QuantFormat, left: Collection[str], *, experts: bool
+    module: nn.Module, quant_format: QuantFormat, excluded: Collection[str], *, experts: bool
 ) -> None:
-    read = layers_read_directly(module)
+    read_directly = layers_read_directly(module)
     for name, base in list(_linear_layers(module)):
-        if name not in read and name not in left:
+        if name not in read_directly and name not in excluded:
             frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
-            frozen.quantize(packing)
+            frozen.quantize(quant_format)
             _replace(module, name, frozen)
     for name, each in stacked_experts.stacked_experts(module) if experts else ():
-        if name not in left:
-            stacked_experts.quantize_experts(name, each, packing)
+        if name not in excluded:
+            stacked_experts.quantize_experts(name, each, quant_format)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -102,66 +104,81 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _train_only(module: nn.Module, text: str) -> None:
-    chosen = NameFilter.parse(TRAINABLE, text)
+    selected = NameFilter.parse(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
-    words = {word for name in names for word in name.split(".")}
-    chosen.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", words)
+    name_parts = {word for name in names for word in name.split(".")}
+    selected.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", name_parts)
     for name, param in module.named_parameters():
-        param.requires_grad_(chosen.matches(name))
+        param.requires_grad_(selected.matches(name))
 
 
 def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
-    """Return the names of the modules that `model.lora.also` selects, and of those in them."""
+    """Return the names of the modules that `model.lora.also` selects, and of their submodules."""
     if text is None:
         return set()
-    chosen = NameFilter.parse(FULLY_TRAINED, text, ends=True)
+    selected = NameFilter.parse(FULLY_TRAINED, text, match_ends=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
-    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    leaves = [each for each in ends if not each.isdigit()]
-    chosen.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
-    heads = tuple(f"{name}." for name in names if chosen.matches(name))
-    return {name for name in names if f"{name}.".startswith(heads)}
+    leaf_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    leaves = [each for each in leaf_names if not each.isdigit()]
+    selected.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
+    prefixes = tuple(f"{name}." for name in names if selected.matches(name))
+    return {name for name in names if f"{name}.".startswith(prefixes)}
 
 
 def _targets(
-    module: nn.Module, config: LoraConfig, also: Collection[str]
+    module: nn.Module, config: LoraConfig, fully_trained: Collection[str]
 ) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
-    """Return the layers that get an adapter by name, and the matrices of stacked experts.
+    """Return the layers that get an adapter, by name, and the matrices of stacked experts.
 
-    Those are selected only by a part that names experts: their matrices are called like layers.
-    Modules that are trained whole, `also`, get none, as in PEFT.
+    A pattern selects matrices of experts only if it names the experts, since matrices have names
+    of layers. As in PEFT, modules that are trained fully get no adapter.
     """
-    layers, read = dict(_linear_layers(module)), layers_read_directly(module)
-    chosen, has_all_linear = NameFilter.parse(
-        TARGETS, config.targets, ends=True
+    layers, read_directly = dict(_linear_layers(module)), layers_read_directly(module)
+    selected, has_all_linear = NameFilter.parse(
+        TARGETS, config.targets, match_ends=True
     ).without_all_linear()
-    if chosen is None:
-        return {x: each for x, each in layers.items() if x not in read and x not in also}, {}
+    if selected is None:
+        return {
+            x: each
+            for x, each in layers.items()
+            if x not in read_directly and x not in fully_trained
+        }, {}
     stacked = {
         name: [
             word
             for word in stacked_experts.expert_matrices(each)
-            if any(chosen.matches_because_of(_EXPERTS, each) for each in (name, f"{name}.{word}"))
+            if any(selected.matches_because_of(_EXPERTS, each) for each in (name, f"{name}.{word}"))
         ]
         for name, each in stacked_experts.stacked_experts(module)
     }
-    stacked = {name: words for name, words in stacked.items() if words and name not in also}
+    stacked = {
+        name: words for name, words in stacked.items() if words and name not in fully_trained
+    }
     names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
-    chosen.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
-    fits = (x for x in layers if chosen.matches(x) or (has_all_linear and x not in read))
-    found = {name: layers[name] for name in fits}
-    if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
+    selected.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
+    matching = (
+        x for x in layers if selected.matches(x) or (has_all_linear and x not in read_directly)
+    )
+    layers_found = {name: layers[name] for name in matching}
+    if without_effect := sorted(
+        {name.rpartition(".")[2] for name in layers_found if name in read_directly}
+    ):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return {name: layer for name, layer in found.items() if name not in also}, stacked
+    return {
+        name: layer for name, layer in layers_found.items() if name not in fully_trained
+    }, stacked
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all but the output head: merging its adapter would change a tied embedding."""
+    """Yield all linear layers by name, except the output head.
+
+    Merging an adapter of the head would change a tied embedding.
+    """
     get_head = getattr(module, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     for name, each in module.named_modules():
@@ -171,7 +188,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """A list of names or a pattern, and the setting that it is the value of.
+    """A list of names or a regular expression, which is the value of a setting.
 
     A list has commas or is in brackets, as in YAML. Every other text is a regular expression that
     is searched in the names.
@@ -179,25 +196,27 @@ class NameFilter:
 
     key: str
     text: str
-    patterns: Mapping[str, re.Pattern[str]]  # by the names of the list, or the pattern itself
+    patterns: Mapping[str, re.Pattern[str]]  # by name in the list, or by `text`
 
     @staticmethod
-    def parse(key: str, text: str, *, ends: bool = False) -> "NameFilter":
-        """Read the value of a setting.
+    def parse(key: str, text: str, *, match_ends: bool = False) -> "NameFilter":
+        """Parse the value of a setting.
 
-        `ends`: a name of a list is the end of a matching name, not any part of it. UsageError if it
-        is neither a list of names nor a regular expression.
+        With `match_ends`, a name of a list matches only at the end of a module's name. UsageError
+        if `text` is neither a list of names nor a regular expression.
         """
         if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
             names = _parse_names(key, text)
-            return NameFilter(key, text, {x: re.compile(_pattern_for(x, ends)) for x in names})
+            return NameFilter(
+                key, text, {x: re.compile(_pattern_for(x, match_ends)) for x in names}
+            )
         try:
             return NameFilter(key, text, {text: re.compile(text)})
         except (re.error, OverflowError, RecursionError) as error:
             raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
 
     def without_all_linear(self) -> tuple["NameFilter | None", bool]:
-        """Return the rest, if any, and whether the list has all_linear, in any spelling."""
+        """Return the filter without all_linear (None if empty), and whether it had all_linear."""
         spelled = {each: each.lower().replace("-", "_") for each in self.patterns}
         rest = {x: each for x, each in self.patterns.items() if spelled[x] != ALL_LINEAR}
         left = NameFilter(self.key, self.text, rest) if rest else None
@@ -208,19 +227,23 @@ class NameFilter:
 
     def matches_because_of(self, word: str, name: str) -> bool:
         masked = name.replace(word, "")
-        found = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
-        return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in found)
+        matches = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
+        return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in matches)
 
-    def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
-        """Check that each name of the list, or the pattern, matches one of `names`.
+    def check(
+        self, names: Collection[str], kind: str, valid_names: str, suggestions: Collection[str]
+    ) -> None:
+        """Check that each pattern matches one of `names`, which are names of a `kind`.
 
-        UsageError if one does not: it has `what` a name is, the nearest of `words`, and `known`.
+        UsageError if a pattern has no match, with the nearest of `suggestions` and `valid_names`.
         """
         for part, pattern in self.patterns.items():
             if not any(map(pattern.search, names)):
                 shown = f"{part} " if part != self.text else ""
-                hint = did_you_mean(part, words)
-                raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
+                hint = did_you_mean(part, suggestions)
+                raise UsageError(
+                    f"{self.key}={self.text}: {shown}matches no {kind}{hint}; {valid_names}"
+                )
 
 
 def _parse_names(key: str, text: str) -> list[str]:
@@ -229,12 +252,14 @@ def _parse_names(key: str, text: str) -> list[str]:
         if (other := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
             return names
         problem = f"{other} in a list"
-    way = "expected names such as q_proj,v_proj, or one regular expression such as q_proj|v_proj"
-    raise UsageError(f"{key}={text}: {problem if names else 'empty'}; {way}")
+    expected = (
+        "expected names such as q_proj,v_proj, or one regular expression such as q_proj|v_proj"
+    )
+    raise UsageError(f"{key}={text}: {problem if names else 'empty'}; {expected}")
 
 
-def _pattern_for(name: str, ends: bool) -> str:
-    if ends:
+def _pattern_for(name: str, match_ends: bool) -> str:
+    if match_ends:
         return rf"(?:^|\.){re.escape(name)}$"
     whole = r"(?<!\d)" * name[0].isdigit() + re.escape(name)
     return whole + r"(?!\d)" * name[-1].isdigit()  # layers.1 does not match layers.10

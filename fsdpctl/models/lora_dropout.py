@@ -1,7 +1,7 @@
-"""A product of inputs with dropout, of which backward keeps a seed instead of the dropped inputs.
+"""A linear layer with dropout of its inputs, which saves a seed for backward, not dropped inputs.
 
-The mask is drawn again in backward from the same seed, so that the layers that read one input share
-it. The seed comes from torch's generator of the CPU, which checkpointing restores.
+Backward draws the mask again from the seed. So layers with the same input save one tensor, which
+they share. The seed comes from torch's CPU generator, whose state recomputation restores.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fsdpctl.models.custom_ops import operator
 
-# Operators of their own: torch.compile would else find that forward and backward draw the same
-# mask, and keep the dropped inputs in between.
+# Without custom operators, torch.compile would find that forward and backward draw the same mask,
+# and would save the dropped inputs in between.
 
 
 def _mask(like: Tensor, seed: Tensor, dropout: float) -> Tensor:
@@ -29,13 +29,13 @@ def _forward(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
 
 
 def _backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, needs_x: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `weight` and, if `of_x`, of `x`; otherwise an empty tensor."""
+    """Return the gradient of `weight`, and of `x` if `needs_x` or else an empty tensor."""
     mask, gradient = _mask(x, seed, dropout), gradient / (1 - dropout)
     dropped, rows = (x * mask).view(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    of_weight = rows.t().mm(dropped)
-    return of_weight, gradient.matmul(weight).mul_(mask) if of_x else x.new_empty(0)
+    weight_gradient = rows.t().mm(dropped)
+    return weight_gradient, gradient.matmul(weight).mul_(mask) if needs_x else x.new_empty(0)
 
 
 def _forward_shape(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
@@ -43,9 +43,9 @@ def _forward_shape(x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> T
 
 
 def _backward_shape(
-    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, of_x: bool
+    gradient: Tensor, x: Tensor, weight: Tensor, seed: Tensor, dropout: float, needs_x: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(weight), x.new_empty(x.shape if of_x else 0)
+    return torch.empty_like(weight), x.new_empty(x.shape if needs_x else 0)
 
 
 _FORWARD = operator("dropped_linear", _forward, _forward_shape)
@@ -61,12 +61,12 @@ class _DropoutLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        of_x = ctx.needs_input_grad[0]
-        weight, x = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, of_x)
-        return x if of_x else None, weight, None, None
+        needs_x = ctx.needs_input_grad[0]
+        weight, x = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, needs_x)
+        return x if needs_x else None, weight, None, None
 
 
 def dropout_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:
-    """Return `weight` times dropout of `x`, of shape (..., out), for `x` of shape (..., in)."""
+    """Apply dropout to `x`, (..., in), and multiply by `weight`; return shape (..., out)."""
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
     return _DropoutLinear.apply(x, weight, seed, dropout)  # type: ignore[no-any-return,no-untyped-call]  # torch's

@@ -1,4 +1,4 @@
-"""A module as the plan sees it, its parameters by name, and their roles."""
+"""The specification of a module that the plan needs: its tree, parameters and their roles."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def module_spec(module: nn.Module) -> ModuleSpec:
-    """Return the tree of modules and parameters; a shared parameter has its first name."""
+    """Return the tree of modules and parameters; a tied parameter has its first name."""
     names = {id(param): name for name, param in module.named_parameters()}
     roles = parameter_roles(module)
 
@@ -36,25 +36,25 @@ def module_spec(module: nn.Module) -> ModuleSpec:
         return ParamSpec(name, shape, dtype, param.requires_grad, known_role=roles[name])
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
-        own = tuple(spec(x) for x in each._parameters.values() if x is not None)
-        above, inner = name and f"{name}.", each.named_children()
-        children = tuple(describe(f"{above}{key}", child) for key, child in inner)
+        params = tuple(spec(x) for x in each._parameters.values() if x is not None)
+        prefix, inner = name and f"{name}.", each.named_children()
+        children = tuple(describe(f"{prefix}{key}", child) for key, child in inner)
         is_list = isinstance(each, nn.ModuleList | nn.Sequential)
         is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
-        about = name, type(each).__name__, is_list, is_called
-        return ModuleSpec(*about, own, children, _is_lookup(each))
+        properties = name, type(each).__name__, is_list, is_called
+        return ModuleSpec(*properties, params, children, _is_lookup(each))
 
     return describe("", module)
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Return whether it is an embedding without anything else, such as a norm."""
+    """Return whether a module only looks up rows: an embedding without a norm, for example."""
     is_plain = type(module).forward is nn.Embedding.forward and len(module._parameters) == 1
     return isinstance(module, nn.Embedding) and is_plain and not module._modules
 
 
 def module_units(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
-    """Return the units of a module, root first; with `classes` None, by its repeated blocks."""
+    """Return the units of a module, root first: modules of `classes`, or blocks without it."""
     return divide_into_units(
         module_spec(module),
         classes=classes,
@@ -68,27 +68,30 @@ def block_names(module: nn.Module) -> list[str]:
 
 
 def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of the parameters with a row for each token, by name.
+    """Return the shapes of the parameters with a row for each token of the vocabulary, by name.
 
-    The embedding is first. The list has all their names, with those that are tied.
+    The embedding is first. The second result lists all names, including those of tied parameters.
     """
     getters = ("get_input_embeddings", "get_output_embeddings")
     owners = [_submodule_name(module, each) for each in getters]
-    places = dict(module.named_parameters(remove_duplicate=False))
+    all_params = dict(module.named_parameters(remove_duplicate=False))
     names = [f"{owner}.{key}" for owner in owners for key in ("weight", "bias")]
-    every, params = [name for name in names if name in places], dict(module.named_parameters())
-    return {name: tuple(params[name].shape) for name in every if name in params}, every
+    all_names, params = (
+        [name for name in names if name in all_params],
+        dict(module.named_parameters()),
+    )
+    return {name: tuple(params[name].shape) for name in all_names if name in params}, all_names
 
 
 def _submodule_name(module: nn.Module, getter: str) -> str | None:
     method = getattr(module, getter, None)
     try:
-        found = method() if callable(method) else None
-    except NotImplementedError:  # from models of transformers without one
+        submodule = method() if callable(method) else None
+    except NotImplementedError:  # a PreTrainedModel without embeddings
         return None
-    if not isinstance(found, nn.Module):
+    if not isinstance(submodule, nn.Module):
         return None
-    return next((name for name, each in module.named_modules() if each is found), None)
+    return next((name for name, each in module.named_modules() if each is submodule), None)
 
 
 def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -99,20 +102,20 @@ def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, st
 
 
 def replace_meta_parameters(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Replace parameters on the meta device by what `make` returns for them; ties remain."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace each parameter on the meta device by `make(param)`; tied parameters stay tied."""
+    replaced: dict[int, nn.Parameter] = {}
     for _, owner, key, param in list(all_named_parameters(module)):
         if param.is_meta:
-            if id(param) not in made:
-                made[id(param)] = nn.Parameter(make(param), requires_grad=param.requires_grad)
-            owner._parameters[key] = made[id(param)]
+            if id(param) not in replaced:
+                replaced[id(param)] = nn.Parameter(make(param), requires_grad=param.requires_grad)
+            owner._parameters[key] = replaced[id(param)]
 
 
 def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
     roles: dict[str, Role] = {}
-    for above, owner in module.named_modules():
+    for prefix, owner in module.named_modules():
         for key, param in owner._parameters.items():
-            name = f"{above}.{key}" if above else key
+            name = f"{prefix}.{key}" if prefix else key
             if param is not None and name not in roles:
                 roles[name] = _role(module, name, owner, param)
     return roles
@@ -127,15 +130,15 @@ def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -
     if _is_router(module, above, owner):
         return "other"
     if not type(owner).__module__.startswith(_TRANSFORMERS) and not isinstance(owner, nn.Linear):
-        return "matrix"  # of the user's own module
+        return "matrix"  # in a module of the user
     is_stack = param.ndim == 3 and ("Expert" in type(owner).__name__ or key in _EXPERT_MATRICES)
     return "matrix" if is_stack or is_transposed(owner) is not None else "other"
 
 
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
-    """Return whether a parameter of several dimensions is a bias, the weight of a norm, or alike.
+    """Return whether a parameter of several dimensions acts elementwise, as biases and norms do.
 
-    Biases of experts have a row for each, next to the matrices.
+    Biases of stacked experts have a row for each expert.
     """
     if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
         return True
@@ -148,13 +151,13 @@ def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
 
 
 def _is_router(module: nn.Module, name: str, owner: nn.Module) -> bool:
-    """Return whether a module chooses experts: by its class, its name, or its neighbors."""
-    words = name.split(".")
-    if "Router" in type(owner).__name__ or any("router" in word for word in words):
+    """Return whether a module is a router of experts, by its class, its name or its siblings."""
+    parts = name.split(".")
+    if "Router" in type(owner).__name__ or any("router" in word for word in parts):
         return True
-    if not {"gate", "wg"} & {*words}:
+    if not {"gate", "wg"} & {*parts}:
         return False
-    place = next(place for place, word in enumerate(words) if word in ("gate", "wg"))
-    above = module.get_submodule(".".join(words[:place]))
-    names = [name for name, _ in above.named_parameters()]
+    index = next(index for index, word in enumerate(parts) if word in ("gate", "wg"))
+    parent = module.get_submodule(".".join(parts[:index]))
+    names = [name for name, _ in parent.named_parameters()]
     return any("expert" in each for each in names)

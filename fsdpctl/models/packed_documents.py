@@ -1,4 +1,4 @@
-"""Documents that are packed into a row of tokens without seeing one another."""
+"""Documents that are packed into rows of tokens, and that do not attend to one another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from fsdpctl.plan.batch_plan import ContextParallel
 
-ASSUMED_TOKENS = 256  # of a document of unknown length
-Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order
+ASSUMED_TOKENS = 256  # length of a document if it is unknown
+Lengths = tuple[tuple[int, ...], ...]  # lengths of the documents in each row of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class PackedDocuments:
-    """The positions of the documents of a batch. All tensors are on the device."""
+    """The documents of a batch. All tensors are on the device."""
 
     lengths: Lengths
-    positions: Tensor  # (batch, length) int64: of a token within its document
-    # Where each document begins if all rows are one, int32; then the end, repeated up to a power of
-    # two. So kernels get few different sizes, and code that was compiled for one serves others.
+    positions: Tensor  # (batch, length) int64: position of each token in its document
+    # int32: the begin of each document in the concatenated rows, then the end, repeated so that the
+    # number of documents is a power of two. So there are few sizes, and few recompilations.
     offsets: Tensor
-    longest: int  # at least the tokens of the longest: a power of two, or a full row
-    device_type: str  # the device type whose kernels are used
-    context: ContextParallel | None = None  # this rank's part of the rows; None: all of them
-    one_per_row: bool = False  # every row is one document and padding, as if there were none
+    max_length: int  # of documents, rounded up to a power of two or a full row
+    device_type: str  # kernels of this device type are used
+    context: ContextParallel | None = None  # this rank's part of the rows; None: full rows
+    one_per_row: bool = False  # every row has one document and padding
     padding_starts: Tensor | None = (
         None  # (batch, 1): where padding begins in each row; None: there is none
     )
@@ -36,12 +36,12 @@ class PackedDocuments:
 
     @property
     def local_data_mask(self) -> Tensor:
-        """Whether each of this rank's tokens is data, not padding."""
+        """(batch, length): whether each of this rank's tokens is data, not padding."""
         ends = self.positions.shape[1] if self.padding_starts is None else self.padding_starts
         return self.local_part((self._row_positions < ends).expand_as(self.positions))
 
     def local_part(self, of_rows: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of all tokens, (batch, length)."""
+        """Return this rank's part of a tensor of full rows, (batch, length)."""
         if self.context is None:
             return of_rows
         length = of_rows.shape[1] // self.context.size
@@ -49,7 +49,7 @@ class PackedDocuments:
 
     @property
     def first_keys(self) -> Tensor:
-        """(batch, length, 1): the place in its row of the first token that a token may see."""
+        """(batch, length, 1): where each token's document begins in its row."""
         return (self._row_positions - self.positions).unsqueeze(-1)
 
     @property
@@ -57,7 +57,10 @@ class PackedDocuments:
         return torch.arange(self.positions.shape[1], device=self.positions.device)
 
     def mask(self, window: int | None) -> Tensor:
-        """Return (batch, 1, length, length): the at most `window` tokens that each sees."""
+        """Return (batch, 1, length, length): whether a token attends to another one.
+
+        A token attends to at most `window` tokens of its document, including itself.
+        """
         places = self._row_positions
         sees = (places <= places.unsqueeze(-1)) & (places >= self.first_keys)
         if window is not None:
@@ -76,21 +79,23 @@ def pack_documents(
 ) -> PackedDocuments:
     """Return the documents of a batch, whose rows have equal sums of `lengths`.
 
-    `like` is the device type whose kernels are used, if it is another one; of the rest, see
-    `Documents`. Without `ends`, there is no padding.
+    `kernel_device_type` is the device type whose kernels are used, by default that of `device`. For
+    the other arguments, see `PackedDocuments`. Without `padding_starts`, there is no padding.
     """
     rows, size = len(lengths), sum(lengths[0])
-    each = list(chain.from_iterable(lengths))
-    positions = torch.cat([torch.arange(length) for length in each]).view(rows, size)
-    offsets = torch.full((_power_of_two(len(each)) + 1,), rows * size, dtype=torch.int32)
-    offsets[: len(each) + 1] = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
-    longest = min(size, _power_of_two(max(each)))
+    flat_lengths = list(chain.from_iterable(lengths))
+    positions = torch.cat([torch.arange(length) for length in flat_lengths]).view(rows, size)
+    offsets = torch.full((_power_of_two(len(flat_lengths)) + 1,), rows * size, dtype=torch.int32)
+    offsets[: len(flat_lengths) + 1] = torch.tensor(
+        [0, *accumulate(flat_lengths)], dtype=torch.int32
+    )
+    max_length = min(size, _power_of_two(max(flat_lengths)))
     sent = copy_to_device(positions, device), copy_to_device(offsets, device)
-    stops = (
+    starts = (
         copy_to_device(torch.tensor(padding_starts).view(-1, 1), device) if padding_starts else None
     )
     return PackedDocuments(
-        lengths, *sent, longest, kernel_device_type or device.type, context, one_per_row, stops
+        lengths, *sent, max_length, kernel_device_type or device.type, context, one_per_row, starts
     )
 
 
@@ -107,21 +112,21 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def assumed_documents(
     rows: int,
-    size: int,
+    length: int,
     device_type: str,
     *,
     context: ContextParallel | None = None,
     one_per_row: bool = False,
 ) -> PackedDocuments:
-    """Return assumed documents, several in each row, with tensors without values."""
-    count = 1 if one_per_row else max(2, size // ASSUMED_TOKENS)
-    halves = (size - size // 2, size // 2) if size > 1 and not one_per_row else (size,)
+    """Return assumed documents for an estimate: their tensors have shapes but no values."""
+    count = 1 if one_per_row else max(2, length // ASSUMED_TOKENS)
+    halves = (length - length // 2, length // 2) if length > 1 and not one_per_row else (length,)
     lengths = (halves,) * rows
-    positions = torch.empty(rows, size, dtype=torch.int64)
+    positions = torch.empty(rows, length, dtype=torch.int64)
     offsets = torch.empty(_power_of_two(rows * count) + 1, dtype=torch.int32)
     padding_starts = torch.empty(rows, 1, dtype=torch.int64)
     return PackedDocuments(
-        lengths, positions, offsets, size, device_type, context, one_per_row, padding_starts
+        lengths, positions, offsets, length, device_type, context, one_per_row, padding_starts
     )
 
 

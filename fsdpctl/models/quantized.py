@@ -1,19 +1,19 @@
-"""Frozen weights in NF4 (Dettmers et al., QLoRA, 2023), 8 bits or float32, and their products.
+"""Frozen weights in NF4 (Dettmers et al., QLoRA, 2023), int8 or float32, and their products.
 
-A parameter is a row of bytes per group of 256 blocks of 64 weights; the last one may be shorter. In
-NF4:
+A parameter is stored as bytes: groups of 256 blocks of 64 weights; the last group may be shorter. A
+group in NF4:
 
-    2 float32   the scales of the blocks are (first + second * level) ** 4
-    32 bytes    per block: two codes per byte, the first in the upper half
+    2 float32   a and b: the scale of a block is (a + b * level) ** 4
+    32 bytes    per block: two 4-bit codes per byte, the first one in the upper half
     1 byte      per block: its level
 
-Codes are those of bitsandbytes and torchao. In 8 bits:
+The codes are the same as in bitsandbytes and torchao. A group in int8:
 
     64 bytes    per block: signed codes
     2 bytes     per block: its scale in bf16, by which codes are multiplied
 
-In float32, a block is its weights. Levels depend on their group alone, so that a rank quantizes
-what it holds from little more than that, and the bytes do not depend on the ranks.
+In float32, a block is its 64 weights. Levels depend only on weights of their group. So a rank reads
+whole groups to quantize its shard, and the bytes do not depend on the number of ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -38,16 +38,16 @@ NF4_VALUES = (
 )  # fmt: skip
 BLOCK, _BLOCKS_PER_GROUP = 64, 256
 GROUP = BLOCK * _BLOCKS_PER_GROUP  # weights
-# Groups that are dequantized at a time. Fewer need less memory, and on a GPU more launches.
+# Groups that are dequantized at a time. Fewer groups need less memory, but more kernel launches.
 _GROUPS_AT_ONCE = {"cuda": 1024}
 _GROUPS_AT_ONCE_ELSEWHERE = 128
 
 
 class QuantFormat(ABC):
-    """How weights are stored as bytes."""
+    """A format in which weights are stored as bytes."""
 
     name: str
-    _constants: int  # bytes of a group
+    _constants: int  # bytes at the begin of a group
     _block: int  # bytes of a block
 
     @property
@@ -65,7 +65,7 @@ class QuantFormat(ABC):
 
     @torch.no_grad()
     def quantize(self, weights: Tensor) -> Tensor:
-        """Return the bytes of the flattened `weights`, which begin with a group."""
+        """Return the bytes of flattened `weights`, whose first element begins a group."""
         flat = weights.reshape(-1)
         packed = torch.empty(self.num_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
         step = _GROUPS_AT_ONCE_ELSEWHERE * GROUP
@@ -76,9 +76,9 @@ class QuantFormat(ABC):
                 if len(values):
                     padded = F.pad(values, (0, -len(values) % BLOCK))
                     blocks = min(len(padded) // BLOCK, _BLOCKS_PER_GROUP)
-                    made = self._quantized(padded.view(-1, blocks, BLOCK)).view(-1)
-                    packed[end : end + len(made)] = made
-                    end += len(made)
+                    quantized = self._quantized(padded.view(-1, blocks, BLOCK)).view(-1)
+                    packed[end : end + len(quantized)] = quantized
+                    end += len(quantized)
         return packed
 
     def dequantize(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -107,11 +107,14 @@ class QuantFormat(ABC):
 
     @abstractmethod
     def _quantized(self, weights: Tensor) -> Tensor:
-        """Return the bytes of groups, (groups, blocks, 64)."""
+        """Return the bytes of weights of shape (groups, blocks, 64), a row for each group."""
 
     @abstractmethod
     def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        """Write the weights of rows of bytes, of `blocks` each; `values` are those of `pairs`."""
+        """Write the weights of `rows`, each the bytes of a group of `blocks`, to `target`.
+
+        `values` is the result of `code_pairs`.
+        """
 
 
 class _Nf4(QuantFormat):
@@ -126,7 +129,7 @@ class _Nf4(QuantFormat):
         for limit in between.tolist():
             codes += scaled > limit
         packed = codes[..., 0::2] << 4 | codes[..., 1::2]
-        # The level of a block of zeros is of no matter: all of its codes are that of 0.
+        # The level of a block of zeros has no effect: each of its codes stands for 0.
         roots = largest.sqrt().sqrt()
         high = roots.amax(-1, keepdim=True)
         low = torch.where(largest > 0, roots, torch.inf).amin(-1, keepdim=True).minimum(high)
@@ -181,22 +184,24 @@ def code_pairs(device: torch.device) -> Tensor:
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
 
 
-def dequantize_parts(target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
+def dequantize_parts(
+    target: Tensor, rows: Tensor, blocks: int, num_parts: int, format_name: str
+) -> None:
     """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts.
 
     A fused kernel needs no memory for parts.
     """
     values = code_pairs(rows.device)
-    if fuses(rows.device) and len(rows) > 1 and packing in (NF4.name, INT8.name):
-        run_fused(QUANT_FORMATS[packing].dequantize_groups, target, rows.view(-1), values)
+    if fuses(rows.device) and len(rows) > 1 and format_name in (NF4.name, INT8.name):
+        run_fused(QUANT_FORMATS[format_name].dequantize_groups, target, rows.view(-1), values)
         return
-    for weights, part in zip(target.chunk(times), rows.chunk(times), strict=True):
-        QUANT_FORMATS[packing].dequantize_into(weights, part, blocks, values)
+    for weights, part in zip(target.chunk(num_parts), rows.chunk(num_parts), strict=True):
+        QUANT_FORMATS[format_name].dequantize_into(weights, part, blocks, values)
 
 
 # ---- operators ---------------------------------------------------------------------------
-# Of their own: torch.compile would else find that forward and backward compute the same
-# weights, and keep them in between.
+# Without custom operators, torch.compile would find that forward and backward dequantize the
+# same weights, and would save the weights in between.
 
 
 def _linear(
@@ -231,7 +236,7 @@ _BACKWARD = operator("packed_linear_backward", _linear_backward, _backward_shape
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """A product that keeps the bytes of its weights for backward, and not the weights."""
+    """A linear layer that saves its quantized bytes for backward, not the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *about: Any) -> Tensor:
@@ -246,20 +251,20 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 class QuantizedModule(nn.Module):
-    """A module with weights that may be packed."""
+    """A module with weights that may be quantized."""
 
     quant_format: QuantFormat | None
 
     def quantized_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the weights that are packed, by the parameter's name."""
+        """Return the shapes of the quantized weights, by the parameter's name."""
         raise NotImplementedError
 
 
 class FrozenLinear(QuantizedModule):
-    """A linear layer with the weight of another one, which may be packed, and its bias."""
+    """A linear layer with the bias and the weight of another one; the weight may be quantized."""
 
     def __init__(self, base: Any, *, is_transposed: bool) -> None:
-        """Take over the parameters of `base`; `is_transposed`: its weight is (in, out)."""
+        """Take over the parameters of `base`, whose weight is (in, out) if `is_transposed`."""
         super().__init__()
         self.is_transposed = is_transposed
         self.weight, self.bias = base.weight, base.bias
@@ -268,7 +273,7 @@ class FrozenLinear(QuantizedModule):
         self.quant_format = base.quant_format if is_known else None
 
     def quantize(self, quant_format: QuantFormat) -> None:
-        """Replace the weight by an uninitialized one that is packed."""
+        """Replace the weight by an uninitialized quantized one."""
         self.quant_format = quant_format
         self.weight = quant_format.empty(self.rows * self.columns, self.weight.device)
 
@@ -278,19 +283,19 @@ class FrozenLinear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.quant_format is None:
             return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
-        about = ([self.rows, self.columns], self.is_transposed, self.quant_format.name)
-        return _QuantizedLinear.apply(x, self.weight, self.bias, *about)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+        options = ([self.rows, self.columns], self.is_transposed, self.quant_format.name)
+        return _QuantizedLinear.apply(x, self.weight, self.bias, *options)  # type: ignore[no-any-return,no-untyped-call]  # torch's
 
 
 class UninitializedLinear(nn.Linear):
-    """An uninitialized projection, which is initialized by name later."""
+    """A linear layer that is not initialized when it is built, but later, by parameter name."""
 
     def reset_parameters(self) -> None:
-        """Leave its values: they are on the meta device."""
+        """Do nothing: the parameters are on the meta device."""
 
 
 def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that are packed, by the parameter's name."""
+    """Return the shapes of the quantized weights, by the parameter's name."""
     return {
         f"{name}.{key}" if name else key: shape
         for name, each in module.named_modules()
@@ -300,11 +305,11 @@ def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def quant_format_of(module: nn.Module) -> QuantFormat | None:
-    found = (each.quant_format for each in module.modules() if isinstance(each, QuantizedModule))
-    return next(filter(None, found), None)
+    formats = (each.quant_format for each in module.modules() if isinstance(each, QuantizedModule))
+    return next(filter(None, formats), None)
 
 
 def count_weights(module: nn.Module) -> dict[str, int]:
-    """Return the number of weights of each parameter, not of packed bytes."""
+    """Return the number of weights of each parameter; for quantized ones, not of bytes."""
     shapes = quantized_shapes(module)
     return {name: prod(shapes.get(name, param.shape)) for name, param in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""A small copy of a decoder of transformers: one block of each kind, with narrow parts."""
+"""A small copy of a decoder of transformers: one block of each kind, with small widths."""
 
 import copy
 import hashlib
@@ -25,9 +25,9 @@ from fsdpctl.models.transformers_build import build_transformers, fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 VOCABULARY = 64
-_MAX_KINDS = 4  # of blocks, in the copy
-_HEAD_DIM = 8  # width
-# Widths that matter for the size of the copy, not for what its tokens see.
+_MAX_KINDS = 4  # kinds of blocks in the copy
+_HEAD_DIM = 8
+# Widths that don't affect which tokens see each other.
 _MAX_SIZES = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
     "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
@@ -38,10 +38,13 @@ _MAX_SIZES = {
     "mamba_d_state": 16, "ssm_state_size": 16, "n_positions": 512,
     "max_position_embeddings": 1 << 16, "encoder_hash_byte_group_vocab": VOCABULARY,
 }  # fmt: skip
-_MAX_PARAMETERS = 1 << 27  # parameters of the copy, of which a check makes three
+_MAX_PARAMETERS = 1 << 27  # in the copy; a check has three instances of it
 _COUNTS, _WIDTHS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
 _DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_COUNTS, _WIDTHS)]
-_LAYERS = ("num_hidden_layers", "num_blocks")  # of other parts, such as of images
+_LAYERS = (
+    "num_hidden_layers",
+    "num_blocks",
+)  # of other parts of the model, such as an image encoder
 _TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 _Copy = tuple[ModelConfig, TransformersDecoder]
 
@@ -55,17 +58,17 @@ def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -
 
 
 def meta_copy(model: ModelConfig) -> nn.Module:
-    """Return the same with parameters on the meta device, and buffers on the CPU."""
+    """Return a small copy with parameters on the meta device and buffers on the CPU."""
     return copy.deepcopy(_cached_meta_copy(replace(model, name="")))
 
 
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
 def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     content = config_dict(model)
-    told = read_configuration(content, CONFIG_LOCATION).to_dict()  # with what the file leaves out
-    few = {name: token for name, token in _TOKENS.items() if told.get(name) is not None}
-    content = {**content, **_shrink(told), **few}
-    heads = {name: told[name] for name in told if name.endswith("head_dim")}
+    all_keys = read_configuration(content, CONFIG_LOCATION).to_dict()  # with defaults
+    tokens = {name: token for name, token in _TOKENS.items() if all_keys.get(name) is not None}
+    content = {**content, **_shrink(all_keys), **tokens}
+    heads = {name: all_keys[name] for name in all_keys if name.endswith("head_dim")}
     shrunk, module = (
         _first_small(content, model)
         or _first_small({**content, **heads}, model)
@@ -76,7 +79,7 @@ def _cached_meta_copy(model: ModelConfig) -> nn.Module:
 
 
 def _first_small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
-    """Return the first copy of narrower parts that is small, and runs; None if there is none."""
+    """Return the first copy with reduced widths that is small enough and runs, or None."""
     for make in (_narrow, None, *(partial(_divide, by=each) for each in _DIVISIONS)):
         try:
             shrunk = with_config(model, make(content) if make else content)
@@ -86,7 +89,7 @@ def _first_small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None
             if make:
                 _check_forward(module)
             return shrunk, module
-        except Exception:  # a family whose sizes depend on these, whose code raises what it likes
+        except Exception:  # invalid sizes for the family, whose code may raise any exception
             continue
     return None
 
@@ -104,54 +107,58 @@ def _count(module: nn.Module) -> int:
 
 
 def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    told, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
+    all_keys, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
-    sizes = {name: each for name, each in told.items() if type(each) is int and named.search(name)}
+    sizes = {
+        name: each for name, each in all_keys.items() if type(each) is int and named.search(name)
+    }
     return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
 
 
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same with narrow heads, if that makes the residual stream narrower."""
+    """Reduce the width of heads, if that reduces the width of the residual stream."""
     config = read_configuration(content, CONFIG_LOCATION)
     head = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
     width = min(config.num_attention_heads * head, config.hidden_size)
     narrow = resize(content, {"hidden_size": width}, CONFIG_LOCATION)
-    return resize(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if it does not follow
+    return resize(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if the width does not imply it
 
 
-def _shrink(told: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in told.items():
+def _shrink(keys: Mapping[str, Any]) -> dict[str, Any]:
+    shrunk: dict[str, Any] = {}
+    for name, value in keys.items():
         if isinstance(value, dict) and (inner := _shrink(value)):
-            few = {each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int}
-            found[name] = {**value, **inner, **few}
+            layer_counts = {
+                each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int
+            }
+            shrunk[name] = {**value, **inner, **layer_counts}
         elif name in _MAX_SIZES and type(value) is int:
-            found[name] = min(value, _MAX_SIZES[name])
-    return found
+            shrunk[name] = min(value, _MAX_SIZES[name])
+    return shrunk
 
 
 @torch.no_grad()
 def _check_forward(module: TransformersDecoder) -> None:
-    tried = copy.deepcopy(module).train(False)
-    allocate(tried)
-    tried.attention.use(ours=False)  # which may not serve the family; only sizes are tried
-    tried(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
+    copied = copy.deepcopy(module).train(False)
+    allocate(copied)
+    copied.attention.use(ours=False)  # only sizes are checked
+    copied(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
 
 
 @torch.no_grad()
-def init_by_name(name: str, whole: Tensor) -> None:
-    """Initialize a parameter by its name: of matrices, the outputs have the size of the inputs."""
-    if whole.ndim <= 1:
-        whole.fill_(0.0 if name.endswith("bias") else 1.0)
+def init_by_name(name: str, tensor: Tensor) -> None:
+    """Initialize a parameter from its name; matrices preserve the scale of their inputs."""
+    if tensor.ndim <= 1:
+        tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    std = whole.shape[-1] ** -0.5
-    whole.copy_(torch.empty(whole.shape).normal_(0.0, std, generator=generator))
+    std = tensor.shape[-1] ** -0.5
+    tensor.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))
 
 
 def allocate(module: nn.Module) -> None:
-    """Give zeros to parameters on the meta device; tied ones stay tied."""
+    """Replace parameters on the meta device by zeros; tied parameters stay tied."""
     replace_meta_parameters(module, lambda param: torch.zeros_like(param, device="cpu"))
 
 
@@ -159,7 +166,7 @@ def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
     with torch.device(device):
         module = build_transformers(model)
     if device == "meta":
-        fill_buffers(module)  # while its configuration has all blocks
+        fill_buffers(module)  # before the configuration loses blocks
     names, config = block_names(module), module.transformers_model.config
     blocks, count = module.get_submodule(names[0].rpartition(".")[0] if names else ""), len(names)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != count:
@@ -171,11 +178,11 @@ def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
         shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
         kind = (type(block), shapes, tuple(str(each[number]) for each in lists.values()))
         kinds.setdefault(kind, number)
-    kept = sorted({*[*kinds.values()][:_MAX_KINDS], *range(min(2, count))})
+    indices = sorted({*[*kinds.values()][:_MAX_KINDS], *range(min(2, count))})
     for key, value in lists.items():
-        setattr(config, key, [value[number] for number in kept])
-    config.num_hidden_layers = len(kept)
-    remaining = [blocks[number] for number in kept]
+        setattr(config, key, [value[number] for number in indices])
+    config.num_hidden_layers = len(indices)
+    remaining = [blocks[number] for number in indices]
     del blocks[:]
     blocks.extend(remaining)
     return module

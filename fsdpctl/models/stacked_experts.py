@@ -1,9 +1,9 @@
-"""Experts whose matrices are one parameter of a layer: frozen, packed, and with low-rank adapters.
+"""Experts whose matrices are stacked in one parameter: frozen, quantized, and with LoRA adapters.
 
-They compute what transformers' `grouped_mm_experts_forward` does, with other products: rows are
-sorted by their expert, and each expert multiplies its rows. Packed matrices are dequantized for one
-product, and of few rows only those that they use. The adapter of a matrix has a low-rank pair for
-each expert, in the form of PEFT's `target_parameters`.
+The forward computes the same as transformers' `grouped_mm_experts_forward`: rows are sorted by
+expert, and each expert multiplies its rows. Quantized matrices are dequantized for one product at a
+time; if there are fewer rows than experts, only the matrices in use are dequantized. The adapter of
+a stacked matrix has a low-rank pair for each expert, in the form of PEFT's `target_parameters`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,18 +28,19 @@ from fsdpctl.models.quantized import (
 )
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-_RANK_MULTIPLE = 8  # grouped products on GPUs need rows of 16 bytes
+_RANK_MULTIPLE = 8  # grouped_mm on GPUs requires rows of a multiple of 16 bytes
 Shape = tuple[int, ...]
 
 
-# ---- products with packed matrices -------------------------------------------------------
+# ---- products with quantized matrices ----------------------------------------------------
 
 
 def _forward(
     x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
     count, *matrix = shape
-    if len(x) < count and prod(matrix) % GROUP == 0:  # as when text is generated: not all are used
+    # While text is generated, there are fewer rows than experts: dequantize only those in use.
+    if len(x) < count and prod(matrix) % GROUP == 0:
         used = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
         packed = packed.view(count, -1)[used].view(-1)
         weight = QUANT_FORMATS[packing].dequantize(packed, (len(x), *matrix), x.dtype)
@@ -74,7 +75,7 @@ _BACKWARD = operator("packed_experts_backward", _backward, _backward_shape)
 
 
 class _QuantizedGroupedMm(torch.autograd.Function):
-    """A product that keeps the bytes of its matrices for backward, and not the matrices."""
+    """A grouped product that saves the quantized bytes for backward, not the matrices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *about: Any) -> Tensor:
@@ -110,9 +111,9 @@ class ExpertAdapter(nn.Module):
 
 
 class StackedExperts(QuantizedModule):
-    """The forward of experts that `adopt` has changed; the rest is that of their class."""
+    """The class that `use_our_forward` mixes into a class of experts of transformers."""
 
-    shapes: Mapping[str, Shape]  # of the matrices, (experts, …)
+    shapes: Mapping[str, Shape]  # (experts, …) of each matrix, by name
     expert_adapters: nn.ModuleDict
     scale: float
     num_experts: int
@@ -121,7 +122,7 @@ class StackedExperts(QuantizedModule):
         return self.shapes if self.quant_format is not None else {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts; of shape (tokens, width)."""
+        """Return the weighted sum of the outputs of each token's experts, (tokens, width)."""
         this: Any = self
         tokens, top = top_k_index.shape
         numbers, order = torch.sort(top_k_index.reshape(-1))
@@ -135,30 +136,30 @@ class StackedExperts(QuantizedModule):
         if this.has_post_expert_norm:
             rows = this.post_expert_norm(rows)
         rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return rows[back].view(tokens, top, -1).sum(dim=1).to(hidden_states.dtype)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return rows[inverse].view(tokens, top, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _multiply(self, word: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    def _multiply(self, matrix: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
         this: Any = self
-        weight: Tensor = getattr(self, word)
+        weight: Tensor = getattr(self, matrix)
         out: Tensor
         if self.quant_format is None:
             right = weight if this.is_transposed else weight.transpose(-2, -1)
             x = x.to(weight.dtype)
             out = F.grouped_mm(x, right, offs=ends)
         else:
-            about = [*self.shapes[word]], this.is_transposed, self.quant_format.name
-            out = _QuantizedGroupedMm.apply(x, weight, ends, *about)  # type: ignore[no-untyped-call]  # torch's
+            options = [*self.shapes[matrix]], this.is_transposed, self.quant_format.name
+            out = _QuantizedGroupedMm.apply(x, weight, ends, *options)  # type: ignore[no-untyped-call]  # torch's
         if this.has_bias:
-            out = out + getattr(self, f"{word}_bias")[numbers]
-        if word in self.expert_adapters:
-            out = torch.add(out, self.expert_adapters[word](x, ends), alpha=self.scale)
+            out = out + getattr(self, f"{matrix}_bias")[numbers]
+        if matrix in self.expert_adapters:
+            out = torch.add(out, self.expert_adapters[matrix](x, ends), alpha=self.scale)
         return out
 
 
 def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the experts of a model of transformers that are called through its interface."""
+    """Yield the modules that compute all experts of a layer by transformers' interface, by name."""
     for name, each in module.named_modules():
         if hasattr(each, "_is_expert_parallel") and expert_matrices(each):
             yield name, each
@@ -167,8 +168,8 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def expert_matrices(experts: nn.Module) -> list[str]:
     if isinstance(experts, StackedExperts):
         return [*experts.shapes]
-    found = experts._parameters.items()
-    return [name for name, x in found if name in _MATRICES and x is not None and x.ndim == 3]
+    params = experts._parameters.items()
+    return [name for name, x in params if name in _MATRICES and x is not None and x.ndim == 3]
 
 
 @cache
@@ -177,7 +178,7 @@ def _with_our_forward(kind: type) -> type:
 
 
 def use_our_forward(experts: Any) -> StackedExperts:
-    """Let experts, the same object, compute with `StackedExperts.forward`."""
+    """Change the class of `experts` in place, so that it uses `StackedExperts.forward`."""
     if not isinstance(experts, StackedExperts):
         shapes = {word: tuple(getattr(experts, word).shape) for word in expert_matrices(experts)}
         kind: type = type(experts)
@@ -187,32 +188,32 @@ def use_our_forward(experts: Any) -> StackedExperts:
     return experts  # type: ignore[no-any-return]  # its class was replaced
 
 
-def quantize_experts(name: str, experts: Any, packing: QuantFormat) -> None:
-    """Replace the matrices by uninitialized packed ones; UsageError if experts share blocks."""
+def quantize_experts(name: str, experts: Any, quant_format: QuantFormat) -> None:
+    """Replace the matrices by uninitialized quantized ones; UsageError if experts share blocks."""
     adopted = use_our_forward(experts)
-    for word, (count, rows, columns) in adopted.shapes.items():
+    for matrix, (count, rows, columns) in adopted.shapes.items():
         if rows * columns % BLOCK:
             raise UsageError(
-                f"model.base_dtype={packing.name}: {name}.{word} has {rows} x {columns} weights "
-                f"per expert, which are not blocks of {BLOCK}; set model.quantize_experts=false"
+                f"model.base_dtype={quant_format.name}: {name}.{matrix} has {rows} x {columns} "
+                f"weights per expert, not a multiple of {BLOCK}; set model.quantize_experts=false"
             )
-        device = getattr(adopted, word).device
-        setattr(adopted, word, packing.empty(count * rows * columns, device))
-    adopted.quant_format = packing
+        device = getattr(adopted, matrix).device
+        setattr(adopted, matrix, quant_format.empty(count * rows * columns, device))
+    adopted.quant_format = quant_format
 
 
-def add_adapters(experts: Any, words: list[str], config: LoraConfig) -> None:
-    """Add an adapter to each of the matrices `words`; UsageError if its settings cannot be."""
+def add_adapters(experts: Any, matrices: list[str], config: LoraConfig) -> None:
+    """Add an adapter to each of `matrices`; UsageError if adapters of experts do not support it."""
     assert config.rank is not None
     if config.rank % _RANK_MULTIPLE:
-        problem = f"adapters of experts need a multiple of {_RANK_MULTIPLE}"
+        problem = f"expected a multiple of {_RANK_MULTIPLE} for adapters of experts"
         raise UsageError(f"model.lora.rank={config.rank}: {problem}")
     if config.dropout:
         problem = "not supported with adapters of experts"
         raise UsageError(f"model.lora.dropout={config.dropout:g}: {problem}")
     adopted: Any = use_our_forward(experts)
     adopted.scale = config.scale
-    for word in (each for each in adopted.shapes if each in words):
-        count, rows, columns = adopted.shapes[word]
+    for matrix in (each for each in adopted.shapes if each in matrices):
+        count, rows, columns = adopted.shapes[matrix]
         width, out = (rows, columns) if adopted.is_transposed else (columns, rows)
-        adopted.expert_adapters[word] = ExpertAdapter(width, out, config.rank * count)
+        adopted.expert_adapters[matrix] = ExpertAdapter(width, out, config.rank * count)

@@ -1,9 +1,9 @@
-"""Attention of transformers' models.
+"""fsdpctl's attention in models of transformers.
 
-transformers asks a registered function for each kind of mask, before any layer, and another one for
-attention in each layer. The first returns what a kind of layer sees, which layers pass to the
-second, also if backward recomputes them. Families with attention of their own get transformers'
-masks of all pairs of tokens, without those of other documents.
+transformers calls one registered function per mask type before the first layer, and another in
+every layer. Here, the first function returns a `_LayerMask`. Layers pass it to the second function,
+also when backward recomputes them. Families that do not use transformers' attention interface get
+its full masks, in which tokens of other documents are masked.
 """
 
 import sys
@@ -25,8 +25,8 @@ from fsdpctl.models.attention_kernels import compute_dtype, device_type
 from fsdpctl.models.packed_documents import PackedDocuments, copy_to_device, pack_documents
 
 _NAME = "fsdpctl"
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the files of families that use it
-# Arguments that change nothing, or whose meaning is that of the mask.
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # imported by modeling files that use the interface
+# Arguments that do not change the result, or whose effect is already in the mask.
 _IGNORED_ARGUMENTS = (
     "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "max_length_q",
     "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic", "output_router_logits",
@@ -39,7 +39,7 @@ _MASK_KINDS = {
 
 
 class _CurrentForward(threading.local):
-    """The forward that runs in this thread."""
+    """The documents of the forward that runs in this thread."""
 
     documents: PackedDocuments | None = None
 
@@ -49,20 +49,21 @@ _current = _CurrentForward()
 
 @dataclass(slots=True)
 class _LayerMask:
-    """The tokens that the layers of a kind see in a forward."""
+    """The mask of the layers of one mask type in a forward, converted for each kernel on use."""
 
     documents: PackedDocuments | None
     window: int | None = None
-    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other kinds
-    made: dict[object, AttentionMask | None] = field(default_factory=dict)
+    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other mask types
+    cached: dict[object, AttentionMask | None] = field(default_factory=dict)
 
     def mask(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
-        if torch.compiler.is_compiling():  # Dynamo runs recomputed blocks that fill a dict eagerly
+        # Dynamo would run recomputed blocks eagerly if they wrote to a dict.
+        if torch.compiler.is_compiling():
             return self._make(q, scores)
         key = q.shape[-1], scores.has_kernel, scores.sinks is None
-        if key not in self.made:
-            self.made[key] = self._make(q, scores)
-        return self.made[key]
+        if key not in self.cached:
+            self.cached[key] = self._make(q, scores)
+        return self.cached[key]
 
     def _make(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
         if self.pairs is None:
@@ -72,15 +73,17 @@ class _LayerMask:
 
 
 class TransformersAttention:
-    """The attention of a model: ours if its code uses transformers' interface, or its own."""
+    """The attention of a model: fsdpctl's if its code uses transformers' interface, or its own."""
 
     def __init__(self, model: Any) -> None:
         _register()
         modules = list(model.modules())
         files = {sys.modules[type(each).__module__] for each in modules}
         self.supports_ours = any(hasattr(each, _INTERFACE) for each in files)
-        found: list[Any] = [getattr(each, "config", None) for each in modules]
-        configs = {id(each): each for each in found if hasattr(each, "_attn_implementation")}
+        module_configs: list[Any] = [getattr(each, "config", None) for each in modules]
+        configs = {
+            id(each): each for each in module_configs if hasattr(each, "_attn_implementation")
+        }
         self._defaults = [(each, each._attn_implementation) for each in configs.values()]
         self.use(ours=True)
         for each in modules:
@@ -88,14 +91,14 @@ class TransformersAttention:
                 each.forward = partial(_rotary_per_document, each.forward)
 
     def use(self, *, ours: bool) -> None:
-        """Compute with our attention from now on, if the model can, or with its own."""
+        """Select fsdpctl's attention, if the model supports it, or the model's own."""
         self.is_ours = ours and self.supports_ours
         for config, usual in self._defaults:
             config._attn_implementation_internal = _NAME if self.is_ours else usual
 
     @contextmanager
     def within(self, documents: PackedDocuments | None) -> Iterator[None]:
-        """Run a forward on the rows of `documents`; its backward may follow the block."""
+        """Make forwards inside the block use `documents`. Backward may run after the block."""
         _current.documents = documents
         try:
             yield
@@ -120,7 +123,7 @@ def _layer_mask(
     kv_length: int,
     mask_function: Callable[..., Any],
     local_size: int | None = None,
-    **about: Any,
+    **options: Any,
 ) -> _LayerMask:
     documents = _current.documents
     kind = _MASK_KINDS.get(frozenset(_mask_function_names(mask_function)))
@@ -128,12 +131,12 @@ def _layer_mask(
         from transformers.masking_utils import sdpa_mask
 
         sizes = {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
-        about = {**about, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        pairs = _within_documents(sdpa_mask, mask_function=mask_function, **sizes, **about)
+        options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        pairs = _within_documents(sdpa_mask, mask_function=mask_function, **sizes, **options)
         return _LayerMask(None, pairs=pairs)
     if kind == "chunk" and local_size is not None:
         return _LayerMask(
-            _split_into_chunks(documents, local_size, about["batch_size"], q_length, about)
+            _split_into_chunks(documents, local_size, options["batch_size"], q_length, options)
         )
     return _LayerMask(documents, local_size)
 
@@ -167,23 +170,23 @@ def _split_into_chunks(
 
 
 def _within_documents(
-    plain: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **about: Any
+    make_mask: Callable[..., Any], *args: Any, mask_function: Callable[..., Any], **options: Any
 ) -> Any:
-    """Return a mask of all pairs of tokens without those of two documents."""
+    """Return transformers' mask of all pairs of tokens, in which other documents are masked."""
     documents = _current.documents
     if documents is None or (documents.one_per_row and documents.context is None):
-        return plain(*args, mask_function=mask_function, **about)
+        return make_mask(*args, mask_function=mask_function, **options)
     if documents.context is not None:
         raise UsageError("attention that needs a mask of all pairs of tokens")
     from transformers.masking_utils import and_masks
 
     first = documents.first_keys.squeeze(-1)
 
-    def same(row: Any, head: Any, query: Any, key: Any) -> Any:
+    def is_same_document(row: Any, head: Any, query: Any, key: Any) -> Any:
         return key >= first[row, query]
 
-    about["allow_is_causal_skip"] = False
-    return plain(*args, mask_function=and_masks(mask_function, same), **about)
+    options["allow_is_causal_skip"] = False
+    return make_mask(*args, mask_function=and_masks(mask_function, is_same_document), **options)
 
 
 def _attention(
@@ -194,63 +197,66 @@ def _attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **about: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    softcap, s_aux = about.pop("softcap", None), about.pop("s_aux", None)
+    softcap, s_aux = options.pop("softcap", None), options.pop("s_aux", None)
     unknown = [
         name
-        for name, given in about.items()
+        for name, given in options.items()
         if name not in _IGNORED_ARGUMENTS and given is not None
     ]
     if not isinstance(attention_mask, _LayerMask) or any(
-        about[name] is not False for name in unknown
+        options[name] is not False for name in unknown
     ):
         raise UsageError(f"attention with {', '.join(unknown) or 'another mask'}")
-    width, of_values = query.shape[-1], value.shape[-1]
+    width, value_width = query.shape[-1], value.shape[-1]
     scores = ScoreOptions(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
-    if of_values != width:  # as in latent attention; kernels for packed rows take one width
+    # In latent attention (MLA), values are narrower; kernels for packed rows require equal widths.
+    if value_width != width:
         query, key, value = (
-            F.pad(each, (0, max(width, of_values) - each.shape[-1])) for each in (query, key, value)
+            F.pad(each, (0, max(width, value_width) - each.shape[-1]))
+            for each in (query, key, value)
         )
-    mixed = attend(query, key, value, attention_mask.mask(query, scores), scores)
-    return mixed[..., :of_values].transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, attention_mask.mask(query, scores), scores)
+    return output[..., :value_width].transpose(1, 2).contiguous(), None
 
 
 def _rotary_per_document(
-    forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **about: Any
+    forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Return the rotary embeddings of each document as if it were alone.
+    """Return the rotary embeddings that each document would have in a forward of its own.
 
-    They depend on the last position of a forward, which is given as one more position.
+    Dynamic rotary embeddings depend on the largest position in a forward. So `forward` is called
+    once for each length of documents, with the last position of that length appended.
     """
     module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
     for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
-        setattr(module, name, 0)  # an earlier forward may have been longer
+        setattr(module, name, 0)  # an earlier forward may have grown it
     documents = _current.documents
     if documents is None:
-        return forward(x, position_ids, *args, **about)
-    short = _short_context(module)
-    lengths = [[each if each > short else 0 for each in row] for row in documents.lengths]
+        return forward(x, position_ids, *args, **options)
+    short_context = _short_context(module)
+    lengths = [[each if each > short_context else 0 for each in row] for row in documents.lengths]
     keys = [
         [key for key, each in zip(*pair, strict=True) for _ in range(each)]
         for pair in zip(lengths, documents.lengths, strict=True)
     ]
     ends = documents.local_part(copy_to_device(torch.tensor(keys), position_ids.device))
-    found: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
     for end in sorted(set(chain(*lengths))):
-        own = ends == end
-        last = position_ids.new_full((len(own), 1), max(end - 1, 0))
-        places = torch.cat([torch.where(own, position_ids, 0), last], 1)
-        turned = forward(x, places, *args, **about)
-        parts = [each[:, :-1] for each in (turned if isinstance(turned, tuple) else (turned,))]
-        pairs = zip(parts, found or parts, strict=True)
-        found = tuple(torch.where(own.unsqueeze(-1), new, old) for new, old in pairs)
-    return found if isinstance(turned, tuple) else found[0]
+        is_own = ends == end
+        last = position_ids.new_full((len(is_own), 1), max(end - 1, 0))
+        positions = torch.cat([torch.where(is_own, position_ids, 0), last], 1)
+        rotated = forward(x, positions, *args, **options)
+        parts = [each[:, :-1] for each in (rotated if isinstance(rotated, tuple) else (rotated,))]
+        pairs = zip(parts, outputs or parts, strict=True)
+        outputs = tuple(torch.where(is_own.unsqueeze(-1), new, old) for new, old in pairs)
+    return outputs if isinstance(rotated, tuple) else outputs[0]
 
 
 def _short_context(module: Any) -> int:
-    """Return the positions up to which rotary embeddings are those of short documents."""
+    """Return the length up to which rotary embeddings do not depend on a document's length."""
     rope = module.config.rope_parameters
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    found = [each.get("original_max_position_embeddings") for each in kinds]
-    return min(int(each) for each in (*found, module.config.max_position_embeddings) if each)
+    lengths = [each.get("original_max_position_embeddings") for each in kinds]
+    return min(int(each) for each in (*lengths, module.config.max_position_embeddings) if each)

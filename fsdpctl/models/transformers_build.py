@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import TRANSFORMERS
 
-_TRIED_WIDTH = 8  # of the norms that are tried
+_TRIED_WIDTH = 8  # of the norms that `_fused_class` runs
 _fused_classes: dict[tuple[object, ...], type | None] = {}
 
 
@@ -36,44 +36,48 @@ def build_transformers(
 def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    told = read_configuration(config_dict(config), CONFIG_LOCATION)
+    hf_config = read_configuration(config_dict(config), CONFIG_LOCATION)
     try:
         make: Any = transformers.AutoModelForCausalLM
-        return make.from_config(told, dtype=dtype)
-    except Exception as error:  # the code of a family raises what it likes
+        return make.from_config(hf_config, dtype=dtype)
+    except Exception as error:  # code of a family may raise any exception
         reason = str(error).strip().replace("\n", " ")
-        where = CONFIG_LOCATION if config.path is None else f"model.path={config.path}: config.json"
-        if isinstance(error, KeyError):  # of a table of activations, for example
+        location = (
+            CONFIG_LOCATION if config.path is None else f"model.path={config.path}: config.json"
+        )
+        if isinstance(error, KeyError):  # such as an unknown activation
             known = did_you_mean(str(error.args[0]), [*transformers.activations.ACT2FN])
-            key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', told.to_json_string())
+            key = re.search(
+                rf'(\w+)": "{re.escape(str(error.args[0]))}"', hf_config.to_json_string()
+            )
             reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
-        raise UsageError(f"{where}: transformers cannot build the model: {reason}") from None
+        raise UsageError(f"{location}: transformers cannot build the model: {reason}") from None
 
 
 @torch.no_grad()
 def fill_buffers(module: TransformersDecoder) -> None:
-    """Replace buffers on the meta device by their values, on the CPU.
+    """Compute the values of buffers on the meta device, on the CPU.
 
-    transformers computes them where it initializes the weights of their module, or of one above.
-    Others are NaN, until they are read with the weights.
+    transformers computes buffers when it initializes the weights of their module or of a parent.
+    Buffers that it does not compute are NaN until they are loaded with the weights.
     """
-    above = set()
+    owners = set()
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
             owner, _, leaf = name.rpartition(".")
             unknown = math.nan if buffer.is_floating_point() else 0
             filled = torch.full_like(buffer, unknown, device="cpu")
             module.get_submodule(owner)._buffers[leaf] = filled
-            above |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
-            above |= {owner, ""}
+            owners |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
+            owners |= {owner, ""}
     model = module.transformers_model
-    for name in sorted(above, key=lambda each: (-each.count("."), not each, each)):
+    for name in sorted(owners, key=lambda each: (-each.count("."), not each, each)):
         initialize = initializer(module, name)
         initialize(module.get_submodule(name) if name else model)
 
 
 def initializer(module: TransformersDecoder, name: str) -> Callable[[nn.Module], None]:
-    """Return what initializes a submodule: that of the innermost of transformers' models."""
+    """Return the function that initializes a submodule, of the innermost PreTrainedModel."""
     innermost: Any = module.transformers_model
     owner: nn.Module = module
     for word in filter(None, name.split(".")):
@@ -90,28 +94,29 @@ def _meta_module(config: ModelConfig) -> TransformersDecoder:
 
 
 @torch.no_grad()
-def init_as_transformers(name: str, whole: Tensor, number: int, config: ModelConfig) -> None:
-    """Initialize a parameter in place as transformers does, with the seed `number`.
+def init_as_transformers(name: str, tensor: Tensor, seed: int, config: ModelConfig) -> None:
+    """Initialize a parameter in place as transformers does, with a seed.
 
-    Only this parameter of its module has memory, so that nothing else takes from the generator.
+    The other parameters of its module stay on the meta device, so that they draw nothing from the
+    generator.
     """
     module = _meta_module(config)
     parent, _, leaf = name.rpartition(".")
     owner = copy.copy(module.get_submodule(parent))
-    values = torch.zeros(whole.shape, dtype=torch.float32)
+    values = torch.zeros(tensor.shape, dtype=torch.float32)
     owner.__dict__["_parameters"] = {**owner._parameters, leaf: nn.Parameter(values)}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
+        torch.manual_seed(seed)
         initializer(module, parent)(owner)
-    whole.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above
+    tensor.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above
 
 
 class _FusedRmsNorm(nn.Module):
-    """The forward of norms that scale each vector to unit root mean square, by torch's operator.
+    """RMSNorm with torch's fused operator.
 
-    transformers computes them in five operators, and keeps two results in float32 for backward.
-    Torch's keeps its input: without recomputation, a dense model needs a fifth less memory for
-    activations.
+    transformers computes it with five operators, and saves two float32 results for backward. The
+    fused operator saves its input, so that without recomputation a dense model needs 20% less
+    memory for activations.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ class _FusedRmsNorm(nn.Module):
 
 
 class _FusedRmsNormPlusOne(nn.Module):
-    """The same for norms that store their weights less one, as Gemma's."""
+    """RMSNorm with torch's fused operator, for weights that are stored minus one, as in Gemma."""
 
     def forward(self, x: Tensor) -> Tensor:
         norm: Any = self
@@ -128,12 +133,12 @@ class _FusedRmsNormPlusOne(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let the norms of `model`, the same objects, compute by torch's operator if that is equal."""
+    """Change the classes of norms in place to use torch's fused operator if the result is equal."""
     for each in model.modules():
         kind = type(each)
         if kind.__name__.endswith("RMSNorm"):
             flags = (value for value in vars(each).values() if isinstance(value, bool))
-            like = (kind, *flags, *each._parameters)  # a class may have norms without weights
+            like = (kind, *flags, *each._parameters)  # norms of one class may lack weights
             if like not in _fused_classes:
                 _fused_classes[like] = _fused_class(each)
             each.__class__ = _fused_classes[like] or kind
@@ -144,22 +149,22 @@ def _epsilon_of(norm: Any) -> Any:
 
 
 def _fused_class(norm: nn.Module) -> type | None:
-    """Return a class for norms like `norm` whose forward is the operator; None: another result."""
+    """Return a class for `norm` whose forward is the fused operator; None if results differ."""
     if not {*norm._parameters} <= {"weight"} or not isinstance(_epsilon_of(norm), float):
         return None
     kind = type(norm)
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         weight, x = (torch.randn(*n, _TRIED_WIDTH, generator=generator) for n in ((), (2, 3)))
-        tried = copy.copy(norm)
-        tried.__dict__["_parameters"] = {name: nn.Parameter(weight) for name in norm._parameters}
+        copied = copy.copy(norm)
+        copied.__dict__["_parameters"] = {name: nn.Parameter(weight) for name in norm._parameters}
         try:
-            expected = tried(x)
-        except Exception:  # it needs more than hidden states
+            expected = copied(x)
+        except Exception:  # its forward requires other arguments
             return None
         for base in (_FusedRmsNorm, _FusedRmsNormPlusOne)[: 1 + len(norm._parameters)]:
-            made = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-            tried.__class__ = made
-            if isinstance(expected, Tensor) and torch.allclose(tried(x), expected, atol=1e-6):
-                return made
+            fused = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+            copied.__class__ = fused
+            if isinstance(expected, Tensor) and torch.allclose(copied(x), expected, atol=1e-6):
+                return fused
     return None

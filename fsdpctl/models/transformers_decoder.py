@@ -1,4 +1,4 @@
-"""Decoders that transformers implements, with the loss in chunks by the model's own head."""
+"""Decoders of transformers, with the loss computed in chunks of tokens by the model's own head."""
 
 import copy
 import inspect
@@ -17,26 +17,26 @@ from fsdpctl.models.experts import ReduceCounts, aux_loss_factor, global_balance
 from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.models.transformers_attention import TransformersAttention
 
-_BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
+_BACKBONES = ("model", "transformer", "backbone")  # if base_model_prefix is not an attribute
 
 
 class KeyValueCache:
-    """The cache of transformers. Once the first call has filled it, calls take one token each."""
+    """A cache of keys and values. After the first call has filled it, each call takes one token."""
 
     def __init__(self) -> None:
-        self.past_key_values: object = None
-        self._length = 0  # tokens in it
+        self.past_key_values: object = None  # transformers' cache
+        self._length = 0  # number of cached tokens
 
     def __len__(self) -> int:
         return self._length
 
-    def update(self, kept: object, count: int) -> None:
-        """Keep the cache of a model that has processed `count` more tokens.
+    def update(self, past_key_values: object, count: int) -> None:
+        """Store the cache of a model that has processed `count` more tokens.
 
-        A model that returns None processes all tokens again.
+        If the model does not return a cache (None), each call processes all tokens again.
         """
-        self.past_key_values = kept
-        self._length = 0 if kept is None else self._length + count
+        self.past_key_values = past_key_values
+        self._length = 0 if past_key_values is None else self._length + count
 
 
 class Decoder(Protocol):
@@ -54,22 +54,22 @@ class Decoder(Protocol):
 
 @contextmanager
 def eval_mode(module: Decoder) -> Iterator[None]:
-    """Put `module` into eval mode in the block. Then each of its modules has its own mode again."""
+    """Put `module` into eval mode inside the block, and restore the mode of each submodule."""
     modes = [(each, each.training) for each in module.modules()]
     was_training = module.training
     module.train(False)
     try:
         yield
     finally:
-        module.train(was_training)  # also what is not among its modules
+        module.train(was_training)  # a wrapper may have state outside of its modules
         for each, mode in modes:
             each.training = mode
 
 
 def _has_dropout(config: dict[str, Any]) -> bool:
-    """Return whether a rate of dropout is not zero, or there is one of jitter.
+    """Return whether a dropout rate is not zero, or any key sets jitter.
 
-    Routers with jitter may draw even if it is zero, as those of Phi-3.5-MoE do.
+    Routers with jitter may draw random numbers even if jitter is zero, as in Phi-3.5-MoE.
     """
     nested = (each for each in config.values() if isinstance(each, dict))
     named = ((str(key), each) for key, each in config.items())
@@ -78,28 +78,28 @@ def _has_dropout(config: dict[str, Any]) -> bool:
 
 
 class OutputHead(nn.Linear):
-    """The projection to the vocabulary, with what the model does to its result, and its loss.
+    """The projection to the vocabulary and the loss, computed in chunks of tokens.
 
-    Some models scale logits or limit them. So the loss is computed from the results of the model's
-    own forward, which runs with the hidden states of a chunk in place of its backbone.
+    Some models scale logits or limit them after the projection. So the model's own forward computes
+    the logits of a chunk; a module that returns the chunk's hidden states replaces its backbone.
 
-    While `token_losses` is a list, each loss that is computed appends those of its tokens, of shape
-    (tokens,); the recomputation of a chunk in backward appends them again.
+    While `token_losses` is a list, each forward of a chunk appends the losses of its tokens, of
+    shape (tokens,). The recomputation of a chunk in backward appends these losses again.
     """
 
     token_losses: list[Tensor] | None = None
 
     def __init__(self, model: Any, backbone: str, head: str) -> None:
         nn.Module.__init__(self)
-        plain = getattr(model, head)
-        self.weight, self.bias = plain.weight, plain.bias
-        self.out_features, self.in_features = plain.weight.shape
+        linear = getattr(model, head)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.out_features, self.in_features = linear.weight.shape
         shell = copy.copy(model)
         shell.__dict__["_modules"] = dict(model._modules)
-        self._given = _PrecomputedBackbone(getattr(model, backbone))
-        shell._modules[backbone] = self._given
+        self._precomputed = _PrecomputedBackbone(getattr(model, backbone))
+        shell._modules[backbone] = self._precomputed
         shell._modules[head] = _HeadProjection(self)
-        self._shell = (shell,)  # hidden: its modules are not this one's
+        self._shell = (shell,)  # in a tuple, so that it is not registered as a submodule
 
     def forward(
         self,
@@ -110,8 +110,8 @@ class OutputHead(nn.Linear):
     ) -> Tensor:
         """Return logits, or the cross entropy in nats, in float32, summed over targets.
 
-        `hidden` are the last hidden states, (batch, length, width), and `outputs` the others of the
-        backbone. The rest is as in `TransformersDecoder.forward`.
+        `hidden` has the last hidden states, (batch, length, width), and `outputs` the other results
+        of the backbone. For `targets` and `chunk_tokens`, see `TransformersDecoder.forward`.
         """
         if targets is None:
             return self._logits(hidden, outputs)
@@ -119,8 +119,10 @@ class OutputHead(nn.Linear):
         if chunk_tokens is None or len(targets) <= chunk_tokens:
             return loss_of(x, targets)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        for chunk, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(loss_of, chunk, wanted, use_reentrant=False)
+        for chunk, chunk_targets in zip(
+            x.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+        ):
+            loss = loss + checkpoint(loss_of, chunk, chunk_targets, use_reentrant=False)
         return loss
 
     def _loss(self, outputs: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -135,16 +137,16 @@ class OutputHead(nn.Linear):
         return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
 
     def run(self, hidden: Tensor, outputs: Any, **settings: Any) -> Any:
-        self._given.outputs = copy.copy(outputs)
-        self._given.outputs["last_hidden_state"] = hidden
+        self._precomputed.outputs = copy.copy(outputs)
+        self._precomputed.outputs["last_hidden_state"] = hidden
         try:
             return self._shell[0].forward(inputs_embeds=hidden, use_cache=False, **settings)
         finally:
-            self._given.outputs = None
+            self._precomputed.outputs = None
 
 
 class _PrecomputedBackbone(nn.Module):
-    """A backbone whose outputs exist already."""
+    """A backbone that returns outputs that exist already."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class _PrecomputedBackbone(nn.Module):
         self.outputs: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the backbone, such as a factor of the logits."""
+        """Return an attribute of the backbone, such as the scale of logits."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -160,7 +162,7 @@ class _PrecomputedBackbone(nn.Module):
 
     @property
     def decoder(self) -> "_PrecomputedBackbone":
-        """The part that some models call instead."""
+        """The module itself: some models call `backbone.decoder`."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +170,7 @@ class _PrecomputedBackbone(nn.Module):
 
 
 class _HeadProjection(nn.Module):
-    """Multiplies by the weight of a head, whose hooks are not run."""
+    """Multiplies by the weight of a head, without running the head's hooks."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class _HeadProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, whose dtype some models ask for."""
+        """The head's weight: some models read its dtype."""
         return self._head[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ class _HeadProjection(nn.Module):
 class TransformersDecoder(nn.Module):
     """A causal language model of transformers with the interface that fsdpctl's training loop uses.
 
-    Its modules and parameters have the names that they have in transformers.
+    Modules and parameters have the same names as in transformers.
     """
 
     def __init__(self, model: Any, router_aux_loss: str = "model") -> None:
@@ -204,26 +206,26 @@ class TransformersDecoder(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._head = head
-        self._model = (model,)  # hidden: its modules are this one's
+        self._model = (model,)  # in a tuple: its submodules are already registered here
         self._aux_loss = router_aux_loss
         self.reduce_counts: ReduceCounts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _supports_cache(model.config)
         self.attention = TransformersAttention(model)
-        taken = inspect.signature(forward).parameters
-        self._takes_positions = "position_ids" in taken
-        self._takes_mask = "attention_mask" in taken
-        # The name since transformers 5.24, or before.
-        self._cache_name = "cache" if "cache" in taken else "past_key_values"
+        parameters = inspect.signature(forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_mask = "attention_mask" in parameters
+        # transformers renamed the argument in 5.24.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     @property
     def transformers_model(self) -> Any:
-        """The model as transformers knows it; it has the same modules."""
+        """The PreTrainedModel, which shares its modules with this decoder."""
         return self._model[0]
 
     @cached_property  # finding routers visits all modules
     def adds_aux_loss(self) -> bool:
-        """Whether the auxiliary loss of the routers is part of the loss."""
+        """Whether the routers' auxiliary loss is added to the loss."""
         if self._aux_loss == "none" or not aux_loss_factor(self.transformers_model):
             return False
         config = self.transformers_model.config
@@ -231,7 +233,7 @@ class TransformersDecoder(nn.Module):
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether a forward in training draws random numbers, by the keys of its configuration."""
+        """Whether a forward in training draws random numbers, according to config.json."""
         return _has_dropout(self.transformers_model.config.to_dict())
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
@@ -277,10 +279,10 @@ class TransformersDecoder(nn.Module):
         if self._takes_positions and documents is not None:
             settings["position_ids"] = documents.local_positions
         if self._takes_mask and self.attention.is_ours and cache is None:
-            # Without a mask, documents are sought in positions, which waits for the device.
+            # Without a mask, transformers looks for documents in position_ids, which synchronizes.
             settings["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
-        adds = targets is not None and self.training and self.adds_aux_loss
-        if adds:
+        adds_aux_loss = targets is not None and self.training and self.adds_aux_loss
+        if adds_aux_loss:
             settings["output_router_logits"] = True
         if cache is not None and cache.past_key_values is not None:
             settings[self._cache_name] = cache.past_key_values
@@ -295,9 +297,9 @@ class TransformersDecoder(nn.Module):
             cache.update(getattr(outputs, self._cache_name, None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
-        if targets is None or not adds:
+        if targets is None or not adds_aux_loss:
             return loss
-        # The tokens that are data, not what fills a batch; (batch, length) or (batch, 1).
+        # Whether tokens are data, not padding: (batch, length) or (batch, 1).
         data = (
             (targets != -100).any(-1, keepdim=True)
             if documents is None
@@ -314,14 +316,14 @@ class TransformersDecoder(nn.Module):
             return factor * global_balance_loss(
                 outputs.router_logits, data, model, self.reduce_counts
             )
-        mask = (data | ~data.any()).long()  # without tokens the mean would not be a number
+        mask = (data | ~data.any()).long()  # the mean over no tokens would be NaN
         head = self.get_output_embeddings()
         settings = {"output_router_logits": True, "attention_mask": mask}
         return factor * head.run(hidden[:, -1:], outputs, **settings).aux_loss  # type: ignore[no-any-return]  # transformers'
 
 
 def _supports_cache(config: Any) -> bool:
-    """Return whether transformers counts cached tokens: not if all layers are recurrent."""
+    """Return whether transformers' cache counts tokens, which it does not if all layers recur."""
     import transformers
 
     try:

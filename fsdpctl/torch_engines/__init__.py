@@ -1,1 +1,1 @@
-"""PyTorch's `fully_shard` and DistributedDataParallel, behind the interface of training."""
+"""PyTorch's `fully_shard` and DistributedDataParallel, behind the interface that training uses."""

@@ -1,7 +1,7 @@
-"""PyTorch's DistributedDataParallel, as the memory estimate assumes it.
+"""PyTorch's DistributedDataParallel, with the options that the memory estimate assumes.
 
-Gradients are views of its buckets. If the compute dtype is narrower than the parameters, it runs
-under autocast.
+Gradients are views of DDP's buckets. If the compute dtype is narrower than the parameters' dtype,
+forward runs under autocast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 from fsdpctl.plan.layout import Span, aligned_chunk
 from fsdpctl.torch_engines.settings import LocalParam, ParamInitializer, TorchEngineSettings
 
-# The option to broadcast buffers in every forward, by its name in this version of torch.
+# The option to broadcast buffers in every forward. Its name depends on the version of torch.
 _BROADCAST_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -28,47 +28,52 @@ _BROADCAST_BUFFERS = next(
 
 
 class DdpEngine:
-    """A module of which every rank has a replica."""
+    """A module under DDP: every rank has a replica."""
 
     shard_rank = 0
 
     def __init__(
         self,
         module: nn.Module,
-        setup: TorchEngineSettings,
+        settings: TorchEngineSettings,
         world: Collectives,
-        values: ParamInitializer,
+        initializer: ParamInitializer,
     ) -> None:
-        if setup.compiles:
+        if settings.compiles:
             import torch._dynamo
 
-            # It would split graphs at its buckets; blocks are compiled one by one, and are smaller.
+            # Otherwise Dynamo would split graphs at DDP's buckets. Blocks are compiled one by one,
+            # and are smaller than buckets.
             torch._dynamo.config.optimize_ddp = False
-        values.fill(module)
+        initializer.initialize(module)
         options: dict[str, Any] = {_BROADCAST_BUFFERS: False}
-        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+        self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
         self.num_replicas = world.size
-        self._device = values.device
-        self._narrow = None if setup.param_dtype == setup.master_dtype else setup.param_dtype
-        self.locals = [
+        self._device = initializer.device
+        self._autocast_dtype = (
+            None if settings.param_dtype == settings.master_dtype else settings.param_dtype
+        )
+        self.local_params = [
             _local_param(name, param, world.rank, world.size)
             for name, param in module.named_parameters()
         ]
-        trained = [each.param for each in self.locals if each.param.requires_grad]
-        self._waits = AllReduceWaits(trained, values.device)
+        trained = [each.param for each in self.local_params if each.param.requires_grad]
+        self._waits = AllReduceWaits(trained, initializer.device)
         self.take_waits = self._waits.take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        narrows = self._narrow is not None
-        context = torch.autocast(self._device.type, self._narrow) if narrows else nullcontext()
+        narrows = self._autocast_dtype is not None
+        context = (
+            torch.autocast(self._device.type, self._autocast_dtype) if narrows else nullcontext()
+        )
         with context:
-            return self._wrapped(*args, **kwargs)
+            return self._ddp(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self._waits.is_on = False
         try:
-            with self._wrapped.no_sync():
+            with self._ddp.no_sync():
                 yield
         finally:
             self._waits.is_on = True
@@ -78,33 +83,33 @@ class DdpEngine:
 
 
 def _local_param(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> LocalParam:
-    """Return the whole parameter; each rank counts and saves a share of it."""
-    everything = Span(0, param.numel())
-    share = aligned_chunk(everything, rank, num_ranks)
-    return LocalParam(name, tuple(param.shape), param, everything, share, share, 1)
+    """Return the full parameter, of which each rank counts in norms and saves one share."""
+    full = Span(0, param.numel())
+    share = aligned_chunk(full, rank, num_ranks)
+    return LocalParam(name, tuple(param.shape), param, full, share, share, 1)
 
 
 class AllReduceWaits:
-    """The time from the last gradient of a backward until all are reduced."""
+    """Measures the time from the last gradient of a backward until all gradients are reduced."""
 
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
         self.is_on = True
         self._on_cuda = device.type == "cuda"
-        self._count, self._missing = len(params), len(params)
+        self._num_params, self._num_missing = len(params), len(params)
         self._mark: Mark | None = None
         for param in params:
-            param.register_post_accumulate_grad_hook(self._arrived)
+            param.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _arrived(self, param: Tensor) -> None:
-        self._missing -= 1
-        if self._missing > 0:
+    def _on_gradient(self, param: Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing > 0:
             return
-        self._missing = self._count
+        self._num_missing = self._num_params
         if self.is_on:
             self._mark = mark(on_cuda=self._on_cuda)
 
     def take(self) -> Seconds:
-        """Return the time of the backward that has just ended; 0 without one."""
+        """Return the time for the backward that has just ended, or 0 if there was none."""
         before, self._mark = self._mark, None
         if before is None:
             return lambda: 0.0

@@ -1,7 +1,7 @@
 """PyTorch's `fully_shard`, with the units that the memory estimate assumes.
 
-Each block is a unit, and everything else is the root. After forward, neither the root is freed nor
-the last block, whose backward comes next.
+Each block is a unit, and the other parameters are the root unit. The root and the last block stay
+unsharded after forward: the backward of the last block comes next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,38 +28,40 @@ class Fsdp2Engine:
     def __init__(
         self,
         module: nn.Module,
-        setup: TorchEngineSettings,
+        settings: TorchEngineSettings,
         world: Collectives,
-        values: ParamInitializer,
+        initializer: ParamInitializer,
     ) -> None:
         """Shard `module` in place: its parameters become DTensors. Collective."""
-        device_type = values.device.type
-        mesh = _mesh(device_type, world.size, setup.ranks_per_replica)
-        shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(setup))
-        self._root, self._blocks = module, [module.get_submodule(name) for name in setup.blocks]
+        device_type = initializer.device.type
+        mesh = _mesh(device_type, world.size, settings.ranks_per_replica)
+        shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(settings))
+        self._root, self._blocks = module, [module.get_submodule(name) for name in settings.blocks]
         for block in self._blocks:
-            values.fill(block)  # one after another, so that no rank ever has all of them unsharded
-            reshards = setup.reshard_after_forward and block is not self._blocks[-1]
-            shard(block, reshard_after_forward=reshards)
-        values.fill(module)
+            # Each block is sharded before the next one is allocated, so that no rank ever holds the
+            # full model.
+            initializer.initialize(block)
+            reshard = settings.reshard_after_forward and block is not self._blocks[-1]
+            shard(block, reshard_after_forward=reshard)
+        initializer.initialize(module)
         shard(module, reshard_after_forward=False)
-        _set_prefetch(list(_sharded(self._blocks)), setup)
-        num_replicas = self.num_replicas = world.size // setup.ranks_per_replica
-        self.shard_rank = world.rank % setup.ranks_per_replica
-        copy = world.rank // setup.ranks_per_replica
-        self.locals = [
+        _set_prefetch(list(_sharded(self._blocks)), settings)
+        num_replicas = self.num_replicas = world.size // settings.ranks_per_replica
+        self.shard_rank = world.rank % settings.ranks_per_replica
+        replica = world.rank // settings.ranks_per_replica
+        self.local_params = [
             _local_param(
-                name, param, (self.shard_rank, setup.ranks_per_replica), (copy, num_replicas)
+                name, param, (self.shard_rank, settings.ranks_per_replica), (replica, num_replicas)
             )
             for name, param in module.named_parameters()
         ]
         self._waits = HostWaits()
-        # On the CPU, the host waits within each collective. On CUDA, streams wait, which is not
-        # observable, nor are the sums over replicas.
-        knows = device_type == "cpu" and num_replicas == 1
-        if knows:
-            _time_collectives(self._all(), self._waits)
-        self.take_waits: Callable[[], Seconds] | None = self._waits.take if knows else None
+        # On the CPU, the host waits inside each collective, which can be timed. On CUDA, streams
+        # wait instead. `fully_shard` has no hook for its all-reduce over replicas.
+        is_observable = device_type == "cpu" and num_replicas == 1
+        if is_observable:
+            _time_collectives(self._units(), self._waits)
+        self.take_waits: Callable[[], Seconds] | None = self._waits.take if is_observable else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._root(*args, **kwargs)
@@ -74,18 +76,18 @@ class Fsdp2Engine:
             root.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
-        """Free what a forward without a backward has left unsharded."""
-        for each in self._all():
-            each.reshard()
+        """Free the parameters that a forward without a backward has left unsharded."""
+        for unit in self._units():
+            unit.reshard()
 
-    def _all(self) -> Iterator[FSDPModule]:
+    def _units(self) -> Iterator[FSDPModule]:
         return _sharded([self._root, *self._blocks])
 
 
 def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
-    for each in modules:
-        assert isinstance(each, FSDPModule)
-        yield each
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        yield module
 
 
 def _mesh(device_type: str, num_ranks: int, ranks_per_replica: int) -> DeviceMesh:
@@ -95,45 +97,52 @@ def _mesh(device_type: str, num_ranks: int, ranks_per_replica: int) -> DeviceMes
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _policy(setup: TorchEngineSettings) -> MixedPrecisionPolicy:
-    """Return the dtypes; inputs are not cast, because position tables must not be rounded."""
-    narrows = setup.param_dtype != setup.master_dtype
+def _policy(settings: TorchEngineSettings) -> MixedPrecisionPolicy:
+    """Return the dtypes. Inputs of units are not cast, since that would round rotary embeddings."""
+    narrows = settings.param_dtype != settings.master_dtype
     return MixedPrecisionPolicy(
-        param_dtype=setup.param_dtype if narrows else None,
-        reduce_dtype=setup.reduce_dtype,
+        param_dtype=settings.param_dtype if narrows else None,
+        reduce_dtype=settings.reduce_dtype,
         cast_forward_inputs=False,
     )
 
 
-def _set_prefetch(blocks: Sequence[FSDPModule], setup: TorchEngineSettings) -> None:
+def _set_prefetch(blocks: Sequence[FSDPModule], settings: TorchEngineSettings) -> None:
     """Request prefetch of more than one unit; `fully_shard` prefetches one by default."""
-    forward, backward = setup.prefetch.forward, setup.prefetch.backward
-    for place, block in enumerate(blocks):
+    forward, backward = settings.prefetch.forward, settings.prefetch.backward
+    for index, block in enumerate(blocks):
         if forward > 1:
-            block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + forward]))
+            block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + forward]))
         if backward > 1:
-            before = blocks[max(0, place - backward) : place]
+            before = blocks[max(0, index - backward) : index]
             block.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def _local_param(
-    name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[int, int]
+    name: str,
+    param: nn.Parameter,
+    shard_position: tuple[int, int],
+    replica_position: tuple[int, int],
 ) -> LocalParam:
-    """Return this rank's part: rows are cut into equal chunks; the last ranks may have fewer."""
+    """Return this rank's part of a parameter, as `fully_shard` splits dimension 0.
+
+    Each rank has ceil(rows / ranks) rows, and the last ranks may have fewer or none. A `position`
+    is an index and a count: of ranks that share a replica, and of replicas.
+    """
     assert isinstance(param, DTensor)
-    index, count = part
+    index, count = shard_position
     rows = param.shape[0]
     numel, size = param.numel(), -(-rows // count)
     start, stop = (min(rows, size * x) * (numel // max(1, rows)) for x in (index, index + 1))
     held = Span(start, stop)
     assert param.to_local().numel() == held.numel
-    copy_index, num_replicas = copy
-    written = aligned_chunk(held, copy_index, num_replicas)
+    replica, num_replicas = replica_position
+    written = aligned_chunk(held, replica, num_replicas)
     return LocalParam(name, tuple(param.shape), param, held, held, written, num_replicas)
 
 
 class _TimedCollective:
-    """A collective of `fully_shard` that counts how long the host waits for it."""
+    """A collective for `fully_shard` that measures how long the host waits inside it."""
 
     def __init__(self, collective: Callable[..., Any], waits: HostWaits) -> None:
         self._collective, self._waits = collective, waits

@@ -1,4 +1,4 @@
-"""The model that training uses under one of PyTorch's engines."""
+"""The model that training uses with one of PyTorch's engines."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -29,25 +29,25 @@ from fsdpctl.torch_engines.settings import (
 class TorchEngineModel(nn.Module):
     """A module that `fully_shard` or DistributedDataParallel trains.
 
-    Each parameter's local part is a shard, a view of the engine's memory, so that optimizers and
+    Each parameter's local part is a shard that is a view of the engine's memory. So optimizers and
     checkpoints work as with fsdpctl's engine.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        runner: Fsdp2Engine | DdpEngine,
+        engine: Fsdp2Engine | DdpEngine,
         world: Collectives,
         roles: Mapping[str, Role],
     ) -> None:
         super().__init__()
         self.module = module
         self.mesh = Mesh(world, world, None)
-        self._runner = runner
-        self._shards = tuple(_flat_shard(local, roles[local.name]) for local in runner.locals)
+        self._engine = engine
+        self._shards = tuple(_flat_shard(local, roles[local.name]) for local in engine.local_params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner(*args, **kwargs)
+        return self._engine(*args, **kwargs)
 
     @property
     def collectives(self) -> Collectives:
@@ -55,14 +55,15 @@ class TorchEngineModel(nn.Module):
 
     @property
     def take_waits(self) -> Callable[[], Seconds] | None:
-        """A function that returns the exposed communication since its last call; None: unknown."""
-        own = self._runner.take_waits
-        if own is None:
+        """A function that returns the exposed communication since its last call, or None if that is
+        not observable."""
+        take_engine_waits = self._engine.take_waits
+        if take_engine_waits is None:
             return None
 
         def take() -> Seconds:
-            both = own(), self.mesh.take_waits()
-            return lambda: sum(seconds() for seconds in both)
+            waits = take_engine_waits(), self.mesh.take_waits()
+            return lambda: sum(seconds() for seconds in waits)
 
         return take
 
@@ -73,57 +74,69 @@ class TorchEngineModel(nn.Module):
         return persistent_buffers(self.module)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Reduce no gradients in backwards inside; the next one outside reduces all."""
-        return self._runner.no_sync()
+        """Do not reduce gradients inside the block; the next backward outside it reduces them."""
+        return self._engine.no_sync()
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Give every shard the gradient that the engine has reduced."""
-        for local, shard in zip(self._runner.locals, self._shards, strict=True):
+        """Set the gradient of every shard to the gradient that the engine has reduced."""
+        for local, shard in zip(self._engine.local_params, self._shards, strict=True):
             grad = local.param.grad
             shard.grad = None if grad is None else _local_tensor(grad).view(-1)
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Return the trainable parameters without a gradient, which are the same on all ranks."""
-        trained = (each for each in self._runner.locals if each.param.requires_grad)
-        return frozenset(each.name for each in trained if each.param.grad is None)
+        """Return the names of trainable parameters without a gradient; all ranks have the same."""
+        trained = (local for local in self._engine.local_params if local.param.requires_grad)
+        return frozenset(local.name for local in trained if local.param.grad is None)
 
     host = None  # the optimizer steps on the device
 
     def drop_gradients(self) -> None:
-        for local, shard in zip(self._runner.locals, self._shards, strict=True):
+        for local, shard in zip(self._engine.local_params, self._shards, strict=True):
             local.param.grad = shard.grad = None
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Let the next forward see what was written to the shards."""
-        self._runner.reshard()
+        """Free unsharded parameters, so that the next forward gathers the updated shards."""
+        self._engine.reshard()
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compare replicas by checksum; EngineError names a parameter that differs. Collective."""
-        if self._runner.num_replicas == 1:
+        """Compare checksums of the replicas' parameters. Collective.
+
+        EngineError, which names the first parameter that differs.
+        """
+        if self._engine.num_replicas == 1:
             return
         sums = [as_integers(shard.master).sum(dtype=torch.int64) for shard in self._shards]
-        names = [local.name for local in self._runner.locals]
-        found = torch.stack(sums).tolist()
-        checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
-        compare_replicas(self.collectives, self._runner.shard_rank, checksums)
+        names = [local.name for local in self._engine.local_params]
+        values = torch.stack(sums).tolist()
+        checksums = {name: (value,) for name, value in zip(names, values, strict=True)}
+        compare_replicas(self.collectives, self._engine.shard_rank, checksums)
 
     def name_ranges(self, *, is_on: bool) -> None:
-        """Do nothing: these engines always name their ranges in a profile."""
+        """Do nothing: PyTorch's engines always name their ranges in a profile."""
 
 
 def build_torch_engine(
-    module: nn.Module, setup: TorchEngineSettings, device: torch.device, draw: InitParam | None
+    module: nn.Module,
+    settings: TorchEngineSettings,
+    device: torch.device,
+    init_param: InitParam | None,
 ) -> TorchEngineModel:
-    """Let one of PyTorch's engines train `module`; without `draw`, parameters are 0. Collective."""
+    """Wrap `module` in one of PyTorch's engines. Collective.
+
+    `init_param` initializes parameters; without it, they are zero.
+    """
     world = collectives_for(device)
-    roles = parameter_roles(module)  # before `fully_shard` replaces the classes of modules
-    values = ParamInitializer(module, device, setup.master_dtype, draw)
-    for name in setup.blocks:
+    # `fully_shard` replaces the classes of modules, which roles depend on.
+    roles = parameter_roles(module)
+    initializer = ParamInitializer(module, device, settings.master_dtype, init_param)
+    for name in settings.blocks:
         _report_progress(name, module.get_submodule(name))
-    kind = Fsdp2Engine if setup.engine == FSDP2 else DdpEngine
-    return TorchEngineModel(module, kind(module, setup, world, values), world, roles)
+    engine_class = Fsdp2Engine if settings.engine == FSDP2 else DdpEngine
+    return TorchEngineModel(
+        module, engine_class(module, settings, world, initializer), world, roles
+    )
 
 
 def _report_progress(name: str, block: nn.Module) -> None:
@@ -144,10 +157,10 @@ def _local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _flat_shard(local: LocalParam, role: Role) -> FlatShard:
-    own = _local_tensor(local.param.detach())
-    dtype = dtype_name(own.dtype)
+    tensor = _local_tensor(local.param.detach())
+    dtype = dtype_name(tensor.dtype)
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
     layout = FlatLayout((ParamSpan(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
     spans = {"span": local.held, "owned_span": local.owned, "saved_span": local.written}
-    return FlatShard(local.name, layout, own.view(-1), **spans, num_owners=local.num_owners)
+    return FlatShard(local.name, layout, tensor.view(-1), **spans, num_owners=local.num_owners)

@@ -1,4 +1,4 @@
-"""The settings of PyTorch's engines, and a rank's part of a parameter under them."""
+"""The settings of PyTorch's engines, and what both engines need of a parameter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from fsdpctl.plan.step_plan import Prefetch
 class TorchEngineSettings:
     """The settings of one of PyTorch's engines."""
 
-    engine: str  # of plan/strategy.py
-    blocks: tuple[str, ...]  # the modules that are gathered, freed and reduced as one
+    engine: str  # FSDP2 or DDP of plan/strategy.py
+    blocks: tuple[str, ...]  # names of the modules that are units
     ranks_per_replica: int
     reshard_after_forward: bool  # whether blocks are freed after their forward
     prefetch: Prefetch
@@ -31,46 +31,51 @@ class LocalParam:
 
     name: str
     shape: tuple[int, ...]  # unsharded
-    param: nn.Parameter  # that the engine reads, and whose gradient it sets
-    held: Span  # the elements that this rank has
-    owned: Span  # those that this rank counts in norms
-    written: Span  # those that this rank saves
-    num_owners: int  # ranks with the same `owned`
+    param: nn.Parameter  # the parameter that the engine reads, and whose gradient it sets
+    held: Span  # elements in this rank's memory
+    owned: Span  # elements that this rank counts in norms
+    written: Span  # elements that this rank saves
+    num_owners: int  # ranks that have the same `owned`
 
 
-InitParam = Callable[[str, Tensor], None]  # fills an unsharded parameter, by its name
+InitParam = Callable[[str, Tensor], None]  # initializes an unsharded parameter, given its name
 
 
 class ParamInitializer:
     """Allocates and initializes the parameters of a module; tied parameters stay tied."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, dtype: torch.dtype, draw: InitParam | None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        init_param: InitParam | None,
     ) -> None:
         """Move the buffers of `module`, whose parameters may be on the meta device, to `device`.
 
-        Parameters get `dtype`. `draw` initializes them, equally on every rank; None: zeros.
+        Parameters get `dtype`. `init_param` initializes them with the same values on every rank.
+        Without `init_param`, they are zero.
         """
         self.device = device
-        self._dtype, self._draw = dtype, draw
+        self._dtype, self._init_param = dtype, init_param
         self._names = {param: name for name, param in module.named_parameters()}
-        self._homes: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for each in module.modules():
             for key, param in each._parameters.items():
                 if param is not None:
-                    self._homes.setdefault(param, []).append((each, key))
+                    self._owners.setdefault(param, []).append((each, key))
             for key, buffer in each._buffers.items():
                 if buffer is not None:
                     each._buffers[key] = buffer.to(device)
 
     @torch.no_grad()
-    def fill(self, part: nn.Module) -> None:
-        for param in list(part.parameters()):
-            if param not in self._homes:
+    def initialize(self, module: nn.Module) -> None:
+        for param in list(module.parameters()):
+            if param not in self._owners:
                 continue
-            whole = torch.zeros(param.shape, dtype=self._dtype, device=self.device)
-            if self._draw is not None:
-                self._draw(self._names[param], whole)
-            made = nn.Parameter(whole, requires_grad=param.requires_grad)
-            for home, key in self._homes.pop(param):
-                home._parameters[key] = made
+            tensor = torch.zeros(param.shape, dtype=self._dtype, device=self.device)
+            if self._init_param is not None:
+                self._init_param(self._names[param], tensor)
+            replacement = nn.Parameter(tensor, requires_grad=param.requires_grad)
+            for owner, key in self._owners.pop(param):
+                owner._parameters[key] = replacement

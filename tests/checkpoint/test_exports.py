@@ -36,7 +36,7 @@ def sharded(family: str, folder: Path) -> CheckpointReader:
     about = CheckpointMetadata(config=words, attachments=read_model_assets(folder / "in"))
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
-    write_sharded_weights(weights, folder / "c", num_files=2, about=about)
+    write_sharded_weights(weights, folder / "c", num_files=2, metadata=about)
     return CheckpointReader(folder / "c")
 
 

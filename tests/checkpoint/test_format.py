@@ -83,7 +83,7 @@ class Numbers:
 def test_only_requested_chunks_are_read_and_verified(tmp_path):
     values = torch.arange(1_500_000, dtype=torch.float32).view(1500, 1000)
     folder = tmp_path / "c"
-    write_sharded_weights(Numbers(values), folder, num_files=2, about=CheckpointMetadata())
+    write_sharded_weights(Numbers(values), folder, num_files=2, metadata=CheckpointMetadata())
     reader = CheckpointReader(folder)
     for span in (Span(0, 10), Span(262_140, 262_150), Span(740_000, 760_000), Span(0, 1_500_000)):
         found = torch.empty(span.numel)

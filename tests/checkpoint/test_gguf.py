@@ -39,7 +39,9 @@ def sharded(
         config=to_settings(config),
         attachments=read_model_assets(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
-    write_sharded_weights(open_weights(config.model), folder / "sharded", num_files=3, about=about)
+    write_sharded_weights(
+        open_weights(config.model), folder / "sharded", num_files=3, metadata=about
+    )
     return CheckpointReader(folder / "sharded")
 
 

@@ -62,7 +62,7 @@ def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
     loads(path=tmp_path / "hf", size=size)
     model = compose_config(["model=hf", f"model.path={tmp_path / 'hf'}"]).config
     about = CheckpointMetadata(config=to_settings(model))
-    write_sharded_weights(open_weights(model.model), tmp_path / "own", num_files=1, about=about)
+    write_sharded_weights(open_weights(model.model), tmp_path / "own", num_files=1, metadata=about)
     reader = CheckpointReader(tmp_path / "own")
     write_gguf(reader, tmp_path / "m.gguf", dtype="BF16", overwrite=False)
     loads(path=tmp_path / "m.gguf", size=size)

@@ -140,8 +140,8 @@ def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_hea
 def test_documents_have_few_different_sizes():
     few, more = pack_documents(LENGTHS, CPU), pack_documents(((20, 28), (1, 2, 3, 4, 38)), CPU)
     assert few.offsets.tolist() == [0, 5, 6, 23, 48, 78, 79, 80, 96]
-    assert (more.offsets.tolist(), few.longest) == ([0, 20, 48, 49, 51, 54, 58, 96, 96], 32)
-    assert more.longest == 48
+    assert (more.offsets.tolist(), few.max_length) == ([0, 20, 48, 49, 51, 54, 58, 96, 96], 32)
+    assert more.max_length == 48
 
 
 @pytest.mark.slow

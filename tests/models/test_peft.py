@@ -153,7 +153,7 @@ def test_a_linked_adapter_config_is_refused(tmp_path):
 
 def test_adapters_without_a_model_are_named(tmp_path):
     (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
-    with pytest.raises(UsageError, match="adapters without a model; set model.path to the model"):
+    with pytest.raises(UsageError, match="without a model; set model.path to their base model"):
         compose(tmp_path)
 
 

@@ -175,7 +175,7 @@ def test_what_a_token_uses_of_packed_and_adapted_experts_is_counted(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("experts model.lora.rank=4", "rank=4: adapters of experts need a multiple of 8"),
+    ("experts model.lora.rank=4", "rank=4: expected a multiple of 8 for adapters of experts"),
     ("experts model.lora.dropout=0.1", "dropout=0.1: not supported with adapters of experts"),
     ("expert.down_proj,experts", "expert.down_proj matches no linear layer"),
 ])  # fmt: skip
@@ -189,7 +189,7 @@ def test_settings_that_adapters_of_experts_do_not_support_are_rejected(tmp_path,
 
 def test_blocks_that_two_experts_would_share_are_rejected(tmp_path: Path) -> None:
     save_decoder("qwen3_moe", tmp_path, hidden_size=36, moe_intermediate_size=9)
-    with pytest.raises(UsageError, match="weights per expert, which are not blocks of 64"):
+    with pytest.raises(UsageError, match="weights per expert, not a multiple of 64"):
         build_model(compose(tmp_path, "model.lora.rank=8", "model.base_dtype=nf4").model)
 
 
