@@ -21,7 +21,7 @@ class ClusterConfig:
 
     name: str = "local"
     memory: float | None = auto_key(
-        "memory per rank, as torch reports that of a device", unit="GiB", within=(0.001, 1e6)
+        "memory per rank, as torch reports the memory of a device", unit="GiB", within=(0.001, 1e6)
     )
     host_memory: float | None = auto_key(
         "host memory of a node; auto: of this machine or its control group",
@@ -51,7 +51,7 @@ class ClusterConfig:
         31.5, "GB/s between a GPU and its host, per direction", within=(1e-4, 1e6)
     )
     price: float | None = optional_key(
-        "estimates only: price of a GPU hour; of a named cluster, one quoted on a day, in USD",
+        "estimates only: price of a GPU hour in USD; a named cluster has a price quoted on one day",
         within=(0, 1e6),
     )
     architecture: str | None = auto_key(

@@ -106,12 +106,12 @@ def compose_config(
         on_checked(to_config({**values, **parsed}, choices), path.stem if path else None)
     pairs = fetch_model_config(pairs, for_training=for_training)
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
-    of_model = model_values(choices, dict(pairs), values["model.config_json"])
-    of_adapters = adapter_values(choices, dict(pairs), typed_names)
-    dropped += tuple(x for x, value in of_adapters.items() if parsed.get(x, value) != value)
-    values |= of_model | parsed | of_adapters
-    values["model.head_dim"] = of_model.get("model.head_dim")  # `parsed` has None for `auto`
-    origins = dict.fromkeys(of_model | of_adapters, Origin.DERIVED)
+    from_model = model_values(choices, dict(pairs), values["model.config_json"])
+    from_adapters = adapter_values(choices, dict(pairs), typed_names)
+    dropped += tuple(x for x, value in from_adapters.items() if parsed.get(x, value) != value)
+    values |= from_model | parsed | from_adapters
+    values["model.head_dim"] = from_model.get("model.head_dim")  # `parsed` has None for `auto`
+    origins = dict.fromkeys(from_model | from_adapters, Origin.DERIVED)
     has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].is_selected]
     from_recipe -= typed_names
     origins |= {x: Origin.RECIPE if x in from_recipe else Origin.TYPED for x in has_value}
@@ -119,8 +119,8 @@ def compose_config(
     origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written_names, Origin.OPTION)
     _resolve_alternatives(values, origins)
     origins |= dict.fromkeys(_autos(values, pairs), Origin.AUTO)
-    of_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
-    config = replace(to_config(values, choices), origins=of_options | origins)
+    from_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
+    config = replace(to_config(values, choices), origins=from_options | origins)
     if "data" not in written_names:
         config = config.changed({"data.is_inferred": True})
     return Composed(config, path.stem if path else None, dropped, renamed, cluster)

@@ -12,7 +12,7 @@ CHAT, TEXT, TOKENS = "chat", "text", "tokens"
 DEFAULT_VAL_FRACTION = 0.02  # if neither a fraction nor validation files are set
 MAX_VAL_TOKENS = 1 << 24  # more tokens hardly change a validation loss, and take hours
 TOKEN_SUFFIXES = (".bin", ".ds", ".npy")
-LOSS_MASK_SUFFIX = ".loss"  # of a file with one byte per token: whether it is trained on
+LOSS_MASK_SUFFIX = ".loss"  # the file has one byte per token: whether the token is trained on
 # Suffixes of files that describe token files.
 TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS_MASK_SUFFIX)
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
@@ -74,8 +74,8 @@ class DataConfig:
     )
     rewritten_turns: str = key(
         "split",
-        "chat: policy for assistant messages that the template rewrites once others follow: a "
-        "sample for each (split), or as rewritten (keep)",
+        "chat: policy for assistant messages that the template rewrites once messages follow: a "
+        "sample for each message (split), or the rewritten text (keep)",
         choices=REWRITTEN,
     )
     date: str | None = auto_key(

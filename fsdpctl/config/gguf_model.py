@@ -157,7 +157,7 @@ def _made(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     notes = [*_scale_rope(config, unread_keys, header), *_scale_attention(config, header)]
     vocabulary, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if vocabulary == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
-        notes.append(f"its tokenizer splits text as gpt-2, not as {pre}; set data.tokenizer")
+        notes.append(f"the tokenizer splits text as gpt-2, not as {pre}; set data.tokenizer")
     if unread := sorted(key for key, value in unread_keys.items() if value and key not in _OTHERS):
         notes.append(f"{', '.join(unread)}: not read, as in transformers")
     return config, tuple(notes)

@@ -46,7 +46,7 @@ def local_model(
         if is_offline():
             raise repository.missing_error(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
-            note = f"as {parent} is one, it is not looked for on the Hub"
+            note = f"{parent} is a directory, so the Hub is not searched"
             raise UsageError(
                 f"{repository.location}: no such directory{nearest_path_hint(path)}; {note}"
             )

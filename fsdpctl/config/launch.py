@@ -70,12 +70,12 @@ class LaunchConfig:
         None, "HOST:PORT of node 0, where the launchers of all nodes connect"
     )
     interface: str | None = auto_key(
-        "network interface between nodes; auto: the one that reaches rdzv_endpoint"
+        "network interface between nodes; auto: the interface that reaches launch.rdzv_endpoint"
     )
     device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
     share_memory: bool | None = auto_key(
         "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
-        "auto: true where possible"
+        "auto: true if possible"
     )
     allocator: str = key(
         "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
@@ -95,7 +95,7 @@ class LaunchConfig:
         "fewest nodes after a restart; auto: no fewer than before", within=(1, _MAX_NODES)
     )
     time_limit: float | None = optional_key(
-        "seconds from launch to the last save; training stops in time for it", within=(1, 1e9)
+        "seconds from launch to the last save; training stops early enough to save", within=(1, 1e9)
     )
 
     @property

@@ -63,7 +63,7 @@ class ModelConfig:
     )
     init: str = key(
         "auto",
-        "initial weights; auto: those in model.path if it is set, else random",
+        "initial weights; auto: the weights in model.path if it is set, else random",
         choices=("auto", "pretrained", "random"),
     )
     overrides: str | None = optional_key(
@@ -99,7 +99,7 @@ class ModelConfig:
         user_key="data.new_tokens",
     )
     attention: str | None = auto_key(
-        "attention kernel; transformers: its own; auto: by the GPU",
+        "attention kernel; transformers: its own attention; auto: a kernel for the GPU",
         choices=(*KERNELS, TRANSFORMERS),
     )
 
@@ -111,11 +111,11 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     base_dtype: str | None = auto_key(
         "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
-        "weight, int8 1.03; float32: as other tools load them; auto: precision.param_dtype",
+        "weight, int8 1.03; float32: as other tools load weights; auto: precision.param_dtype",
         choices=("nf4", "int8", "float32"),
     )
     quantize_experts: bool = key(
-        True, "with model.base_dtype: also experts that are one parameter of a layer"
+        True, "with model.base_dtype: also quantize experts that are stacked in one parameter"
     )
 
     @property

@@ -110,10 +110,10 @@ def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, s
 
 
 def _check_weights(settings: Settings, stored: Settings, changed: Settings, location: str) -> None:
-    of_lora = LORA_KEYS if "model.lora.rank" in stored else ()
+    lora_keys = LORA_KEYS if "model.lora.rank" in stored else ()
     # A run with new tokens has added rows to the embeddings.
     free = (_FREE, "model.vocab_size") if "model.first_new_token" in settings else (_FREE,)
-    for name in (*(each for each in _SIZES if each not in free), *of_lora):
+    for name in (*(each for each in _SIZES if each not in free), *lora_keys):
         text, stored_text = {**changed, **settings}.get(name, ""), stored.get(name)
         value = KEYS[name].default if stored_text is None else KEYS[name].parse(stored_text)
         if text and value != KEYS[name].parse(text):
@@ -139,7 +139,9 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
         texts = (settings[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
         stored, current = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
         if read_configuration(stored, CONFIG_JSON_KEY) != read_configuration(current, location):
-            raise UsageError(f"{CONFIG_JSON_KEY}: not that of {location}; leave it out")
+            raise UsageError(
+                f"{CONFIG_JSON_KEY}: differs from that of {location}; leave {CONFIG_JSON_KEY} out"
+            )
 
 
 def adapter_values(choices: Settings, settings: Settings, typed: set[str]) -> dict[str, Value]:

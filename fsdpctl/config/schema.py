@@ -61,9 +61,9 @@ class StrategyConfig:
     )
     offload: str = key(
         "none",
-        "model states in host memory; states: master weights and moments, stepped there; "
-        "gradients: reduced ones, with states; params: frozen ones, from where units are gathered, "
-        "with states trained ones too",
+        "model states in host memory; states: master weights and moments, and the optimizer step; "
+        "gradients: reduced gradients, only with states; params: frozen parameters, and with "
+        "states all parameters, from where units are gathered",
         choices=("none", "states", "gradients", "params", "all"),
         normalize=lambda text: str(Offload.parse(text)),
         is_list=True,
@@ -153,8 +153,8 @@ class OptimizerConfig:
         minimum=0,
     )
     state_dtype: str | None = auto_key(
-        "adamw: dtype of the moments of matrices of at least 4096 elements, others have float32; "
-        "int8: in blocks of 64; auto: that of the master weights",
+        "adamw: dtype of the moments of matrices of at least 4096 elements; other moments are "
+        "float32; int8: in blocks of 64; auto: the dtype of the master weights",
         choices=STATE_DTYPES,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
@@ -180,7 +180,8 @@ class LrSchedulerConfig:
     )
     min_lr_ratio: float = key(0.1, "final learning rate / peak", within=(0, 1))
     reaches_min: bool = key(
-        True, "whether the last step has the final learning rate; false: the step after it would"
+        True,
+        "whether the last step has the final learning rate; false: the step after the last one",
     )
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
     decay_type: str = key("linear", "wsd: form of decay", choices=("linear", "cosine", "1-sqrt"))
@@ -195,8 +196,8 @@ class ActivationCheckpointingConfig:
         False, "inputs of recomputed blocks in host memory from forward to backward"
     )
     blocks: str | None = optional_key(
-        "numbers of the first blocks that are recomputed more than the others, such as "
-        "full:20,selective:8; offload: full, with their inputs in host memory",
+        "counts of the first blocks, which are recomputed more than the other blocks, such as "
+        "full:20,selective:8; offload: full, with the inputs of blocks in host memory",
         choices=LEVELS[1:],
         normalize=normalize_blocks,
         is_list=True,
@@ -317,9 +318,7 @@ C = TypeVar("C", bound=Config)  # for functions that return the stage that they 
 # Stages of a configuration; mypy keeps them apart. `replace` and `changed` keep the stage.
 WithRanks = NewType("WithRanks", Config)  # device, ranks and dtypes are known
 Filled = NewType("Filled", WithRanks)  # values that follow from the data and the model are known
-Resolved = NewType(
-    "Resolved", Filled
-)  # for a number of ranks, checked; nothing that is selected is `auto`
+Resolved = NewType("Resolved", Filled)  # checked for a number of ranks, without `auto`
 SECTIONS: dict[str, type] = {
     each.name: type(getattr(Config(), each.name)) for each in fields(Config) if each.compare
 }

@@ -90,15 +90,15 @@ class TrainConfig:
     )
     mlp_chunk_tokens: int | None = key(
         0,
-        "tokens that feed-forward layers run on at a time, for long samples; they are recomputed "
-        "in backward; 0: all",
+        "tokens that feed-forward layers run on at a time, for long samples; the layers are "
+        "recomputed in backward; 0: all",
         minimum=0,
         auto=True,
     )
     self_check: str = key(
         "auto",
         "check the first step of each start: gradients, packed documents on CUDA; auto: "
-        "exit with code 77 if something is wrong; warn: only print it",
+        "exit with code 77 if a check fails; warn: only print the failure",
         choices=("auto", "warn", "off"),
     )
     require_fit: bool = key(
@@ -114,10 +114,12 @@ class TrainConfig:
 class CheckpointConfig:
     """The times at which checkpoints are saved, and the checkpoints that are kept."""
 
-    every: int = key(100, "steps between checkpoints; 0: only one at the end", minimum=0)
+    every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
     keep_last: int = key(2, "number of newest checkpoints to keep; 0: all", minimum=0)
     keep_every: int = key(0, "also keep checkpoints of every N-th step; 0: none", minimum=0)
-    keep_best: bool = key(False, "also save and keep the one with the lowest validation loss")
+    keep_best: bool = key(
+        False, "also save and keep the checkpoint with the lowest validation loss"
+    )
     mode: str = key("async", "async: write in the background", choices=("async", "sync"))
     remote: str | None = optional_key(
         "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs"

@@ -54,12 +54,12 @@ def read_launch_beside(target: Translation, narrow: SourceKey | None) -> SourceK
     read_launch(target)
     why = f"{source.file.name} decides it"
     keys = ("gradient_accumulation_steps", "gradient_clipping")
-    of_zero = [source.take(f"deepspeed_config.{key}") for key in keys]
+    zero_keys = [source.take(f"deepspeed_config.{key}") for key in keys]
     mixed = source.take("mixed_precision")
     if mixed is not None and narrow is not None and narrow.is_off:
         narrow = narrow if mixed.text.strip().lower() == "no" else mixed
         mixed = None
-    decided = [x for x in (*of_zero, mixed) if x and x.text.strip() not in ("auto", "bf16")]
+    decided = [x for x in (*zero_keys, mixed) if x and x.text.strip() not in ("auto", "bf16")]
     decided += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
     for each in decided:
         if (each.key, each.text) != ("gradient_accumulation_steps", "1"):

@@ -48,7 +48,7 @@ def read_targets(target: Translation, value: SourceKey) -> None:
         why = "matches no usual name" if expression else "not a regular expression"
         target.require("model.lora.targets", value, f"{why}; add model.lora.targets=REGEX")
         return
-    note = "these names in the text model; others that it matches have no adapters"
+    note = "layers of the text model; other layers that match have no adapters"
     target.map(value, f"model.lora.targets=[{','.join(names)}]", note=note)
     if any(matched != each[0] for matched in each):
         target.exclude(value, f"adapters are estimated on all blocks; {TOO_HIGH}")

@@ -65,7 +65,7 @@ def read_training(target: Translation, *, adapts: bool) -> None:
     if steps is None:
         target.add_same({"num_epochs": "train.epochs"})
     _read_schedule(target, steps)
-    why = "axolotl averages it over the tokens of each micro-batch, fsdpctl over those of a step"
+    why = "axolotl averages the loss over tokens of a micro-batch, fsdpctl over tokens of a step"
     target.leave_out(SourceKey("loss", ""), why)
     _read_data(target)
     hf.read_comparisons(target)
@@ -84,8 +84,8 @@ def _read_schedule(target: Translation, steps: int | None) -> None:
         settings = f"lr_scheduler.warmup_ratio={share.text} {_WARMUP_STEPS}={most}"
         add_schedule(target, schedule, (share, settings))
     else:
-        of_share = 0 if warmup else min(int(float(share.text) * (steps or 0)), most)
-        count = warmup.text.strip() if warmup else str(of_share)
+        from_ratio = 0 if warmup else min(int(float(share.text) * (steps or 0)), most)
+        count = warmup.text.strip() if warmup else str(from_ratio)
         count = str(_MIN_WARMUP) if count == "1" else count
         add_schedule(target, schedule, (warmup or share, f"{_WARMUP_STEPS}={count}"))
     if lowest and not lowest.is_off and schedule.text.strip().lower() == "cosine":
@@ -100,9 +100,9 @@ def _read_data(target: Translation) -> None:
     paths = _paths(entries)
     kinds = {str(entry.get("type")) for entry in entries} - {"None"}
     texts = [each for each in entries if streams or str(each.get("type")) in _TEXTS]
-    of_texts = _paths(texts)
-    firsts = hf.first_rows(target, of_texts)
-    hides = any(map(hf.hides_text, firsts)) or not all(map(target.path_of, of_texts))
+    text_paths = _paths(texts)
+    firsts = hf.first_rows(target, text_paths)
+    hides = any(map(hf.hides_text, firsts)) or not all(map(target.path_of, text_paths))
     is_text = streams or (hides and len(texts) == len(entries))
     shown = SourceKey(key, ", ".join(paths)) if entries else None
     unsupported = sorted(kinds - {*_TEMPLATES, *_TEXTS, *_ALPACA})
@@ -145,7 +145,7 @@ def _read_template(target: Translation, sources: Iterable[Mapping[Any, Any]]) ->
             advice = "not a file; write the template to one and set data.template=FILE"
             target.require_for_training("data.template", f"{_JINJA}: {shown}: {advice}")
     elif name and not name.startswith("tokenizer_default"):
-        why = "axolotl's own; the tokenizer's is used; for another one, set data.template=FILE"
+        why = "a template of axolotl; the tokenizer's is used; for another, set data.template=FILE"
         target.leave_out(value, why)
 
 

@@ -116,7 +116,7 @@ def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Itera
         note = f"on nodes of {on_node}" if nodes > 1 else ""
         yield (row := TranslationRow(*degrees.shown, ranks_of_file, note))
         settings = {**settings_of([row]), **settings}
-    ranks, origin = num_ranks, " on this machine; change it for others"
+    ranks, origin = num_ranks, " on this machine; change the size for other machines"
     if (per_node := settings.get("launch.nproc_per_node", "")).isdecimal():
         ranks = int(per_node) * int(settings.get("launch.nnodes", "1"))
     if per_node.isdecimal() or "cluster" in settings:

@@ -89,7 +89,7 @@ def read_optimizer(target: Translation, value: SourceKey | None, default: str) -
         if "paged" in name:
             note += ", without paging; strategy.offload=states keeps them in host memory"
         elif name in ("adamw_bnb_8bit", "adamw_8bit"):
-            note += "; transformers keeps those of embeddings in fp32"
+            note += "; transformers keeps moments of embeddings in fp32"
         target.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
         if "4bit" in name:
             target.exclude(shown, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
@@ -99,7 +99,7 @@ def read_optimizer(target: Translation, value: SourceKey | None, default: str) -
         target.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
         target.refuse(shown, "optimizer", expected)
     else:
-        advice = "add optimizer=adamw or optimizer=sgd to estimate it as one of these"
+        advice = "add optimizer=adamw or optimizer=sgd to estimate with that optimizer"
         target.require("optimizer", shown, f"unknown optimizer states; {advice}")
 
 
@@ -160,7 +160,7 @@ def _read_distance(target: Translation, every: SourceKey, *, sends: bool) -> Non
     if layers := model_of(target).get("model.num_layers"):
         count = -(-int(layers) // int(every.text))
         blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
-        note = "as many blocks, the first ones"
+        note = "the same number of blocks, the first ones"
         target.map(every, "activation_checkpointing=none", blocks, note=note)
     else:
         advice = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"

@@ -57,8 +57,8 @@ class SourceConfig:
         used = {each.key.partition(".")[0] for each in set_keys}
         self.shards = not used.isdisjoint(_SHARDS)
         # Keys that this file decides, whatever `launch` has, as in transformers.
-        of_ranks = _REPLACED_BY_SHARDS if self.shards else ()
-        self.decided = {*used, "gradient_accumulation_steps", *of_ranks}
+        replaced = _REPLACED_BY_SHARDS if self.shards else ()
+        self.decided = {*used, "gradient_accumulation_steps", *replaced}
         if launch is not None:
             undecided = {key: x for key, x in launch.content.items() if key not in self.decided}
             self.content = {**self.content, **undecided}

@@ -44,7 +44,7 @@ def read_trl(source: SourceConfig) -> Translation:
     recomputes = shared.read_recomputation(target, "full")
     if precision == "precision=bf16":
         _keep_base_wide(target, dtype, recomputes=recomputes)
-    note = "accelerate's configuration decides it; pass that file too, or set strategy"
+    note = "accelerate's file decides the sharding; pass that file too, or set strategy"
     shared.read_sharding(target, "(ranks)", note)
     shared.read_optimizer(target, source.take("optim"), "optim")
     _read_loss(target)
@@ -227,7 +227,7 @@ def _read_chats(target: Translation, rows: Sequence[Mapping[str, Any]], *, is_kn
     if only.is_on or (completion and completion.is_on):
         target.add(only if only.is_on else completion or only, "data.train_on=assistant")
     elif completion is None and not is_known:
-        why = "of rows with prompt and completion TRL trains on the completion, of others on all"
+        why = "TRL trains on the completion of rows with prompt and completion, else on all tokens"
         advice = "set data.train_on=assistant or all, or data=text for rows with a text"
         target.require_for_training("data.train_on", f"dataset_name: {why}; {advice}")
     elif completion is None and all("completion" in row for row in rows):

@@ -251,7 +251,7 @@ RULES = (
         lambda c: c.model.lora.rank is None and c.model.base_dtype is not None,
     ),
     Rule(
-        "model.lora: requires a rank; set model.lora.rank=16, or another one",
+        "model.lora: requires a rank; set model.lora.rank=16, or another rank",
         lambda c: c.model.lora.rank is None and c.model.lora != LoraConfig(),
     ),
     Rule(

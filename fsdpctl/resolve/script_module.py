@@ -46,8 +46,8 @@ class ScriptTask:
         modes = [each.training for each in self.module.modules()]
         if all(modes):
             return ()
-        what = f"{modes.count(False)} of its {len(modes)} modules are in eval mode and stay in it"
-        return (f"module: {what}; call module.train() first to train it in training mode",)
+        what = f"{modes.count(False)} of its {len(modes)} modules are and stay in eval mode"
+        return (f"module: {what}; call module.train() first to train in training mode",)
 
     @property
     def name(self) -> str:
@@ -136,6 +136,6 @@ def compose_task(
         "train.seq_len": 1, "train.sample_tokens": 0, "train.loss_chunk_tokens": 0,
         "train.mlp_chunk_tokens": 0,
     }  # fmt: skip
-    of_recipe = [] if recipe is None else [f"--recipe {recipe}"]
+    recipe_option = [] if recipe is None else [f"--recipe {recipe}"]
     config = composed.config.changed(values, Origin.DERIVED)
-    return replace(composed, config=config), [*of_recipe, *settings]
+    return replace(composed, config=config), [*recipe_option, *settings]

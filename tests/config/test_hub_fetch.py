@@ -93,7 +93,9 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(hub, refused, name, messa
 
 def test_nothing_is_asked_for_a_path_or_offline_or_without_space(hub, monkeypatch):
     Path("org").mkdir()
-    with pytest.raises(UsageError, match="no such directory; as org is one, it is not looked for"):
+    with pytest.raises(
+        UsageError, match="no such directory; org is a directory, so the Hub is not searched"
+    ):
         local_model("org/tiny")
     Path("org").rmdir()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -67,7 +67,7 @@ def test_a_configuration_with_overrides_is_read_again(tmp_path):
     file.write_text(config_to_yaml(config))
     assert compose_config([], str(file)).config == config
     file.write_text(file.read_text().replace('"rope_theta":500000.0', '"rope_theta":7.0'))
-    with pytest.raises(UsageError, match="model.config_json: not that of model=llama3_8b"):
+    with pytest.raises(UsageError, match="model.config_json: differs from that of model=llama3_8b"):
         compose_config([], str(file))
 
 

@@ -155,7 +155,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
     found = import_config(read("accelerate-fsdp.yaml"), ["model=qwen3_4b", "cluster=4xh100"])
     assert found.composed.config.num_ranks == 4
     assert {"launch.nproc_per_node=8", "launch.nnodes=2"} <= found.overridden
-    with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path, or model\.voc"):
+    with pytest.raises(UsageError, match=r"run\.yaml: has no data; set data\.path or model\.voc"):
         asked(written(tmp_path, AXOLOTL, "run.yaml"), "model=llama_tiny")
     with pytest.raises(UsageError, match=r"^train\.seq_length:"):  # not a mistake of the file
         asked("axolotl-full.yaml", "train.seq_length=3")

@@ -385,7 +385,7 @@ def test_the_modes_of_a_script_stay(name: str) -> None:
     module.get_submodule(name).eval()
     modes = [each.training for each in module.modules()]
     (note,) = make_task(**GOOD | {"module": module}).notes
-    assert f"{modes.count(False)} of its {len(modes)} modules are in eval mode and stay" in note
+    assert f"{modes.count(False)} of its {len(modes)} modules are and stay in eval mode" in note
     with eval_mode(module):
         assert not any(each.training for each in module.modules())
     assert [each.training for each in module.modules()] == modes
