@@ -117,10 +117,9 @@ class TextGenerator:
             self._context = max(self._context, longest)
         if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
+        uses_bytes = config.data.tokenizer == BYTE_TOKENIZER
         self.tokenizer: Tokenizer = (
-            ByteTokenizer()
-            if config.data.tokenizer == BYTE_TOKENIZER
-            else FileTokenizer(str(source), files)
+            ByteTokenizer() if uses_bytes else FileTokenizer(str(source), files)
         )
         self._sampling, self.end_tokens = sampling, end_tokens(files, None, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

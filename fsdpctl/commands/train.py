@@ -312,9 +312,8 @@ def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
     lacks = lacked_memory or not estimate.fits
-    changes = (
-        describe_suggestions(suggest(estimator, estimate.plan, more_ranks=False)) if lacks else []
-    )
+    suggestions = suggest(estimator, estimate.plan, more_ranks=False) if lacks else None
+    changes = [] if suggestions is None else describe_suggestions(suggestions)
     return [
         f"memory {format_bytes(estimate.allocated)} estimated, "
         f"{format_bytes(estimate.peak_reserved)} reserved; "

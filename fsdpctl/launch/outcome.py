@@ -142,10 +142,9 @@ class RoundOutcome:
     def lost_nodes(self) -> str:
         """The nodes that are unreachable, unless a rank of another node failed by itself."""
         cause = None if self.hang else self.cause
-        follows = (
-            cause is None or _BROKEN_CONNECTION.search(cause.message) or cause.timed_out_waiting
-        )
-        if not self.unreachable_nodes or not follows:
+        if not self.unreachable_nodes:
+            return ""
+        if cause and not (cause.timed_out_waiting or _BROKEN_CONNECTION.search(cause.message)):
             return ""
         nodes = ", ".join(
             f"{n} on {host}" if host else str(n) for n, host in self.unreachable_nodes.items()

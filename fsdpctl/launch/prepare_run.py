@@ -136,11 +136,8 @@ def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
     key = next((each for each, value in lengths.items() if value is not None), "train.steps")
     if train.steps is not None and state.step < train.steps:
         key = "train.patience"
-    new = (
-        "set another train.run_dir"
-        if state.config.model.is_script_module
-        else "pass --resume never"
-    )
+    is_script = state.config.model.is_script_module
+    new = "set another train.run_dir" if is_script else "pass --resume never"
     say(f"set a larger {key} to continue, or {new} to start a new run")
     return True
 

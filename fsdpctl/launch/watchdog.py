@@ -105,15 +105,13 @@ class Watchdog:
 
     def _poll(self, passed: float) -> None:
         RANK_STATUS.heartbeat()
-        beats = self._pages.statuses()
-        for local, (beat, last) in enumerate(zip(beats, self._statuses, strict=True)):
-            moved = beat.count != last.count or beat.phase == FINISHING
+        statuses, silent = self._pages.statuses(), self._watchdog_silent_seconds
+        for local, (status, last) in enumerate(zip(statuses, self._statuses, strict=True)):
+            moved = status.count != last.count or status.phase == FINISHING
             self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + passed
-            looked = beat.heartbeats != last.heartbeats
-            self._watchdog_silent_seconds[local] = (
-                0.0 if looked else self._watchdog_silent_seconds[local] + passed
-            )
-        self._statuses = beats
+            runs = status.heartbeats != last.heartbeats
+            silent[local] = 0.0 if runs else silent[local] + passed
+        self._statuses = statuses
 
     def _is_deciding(self) -> bool:
         before = self._watchdog_silent_seconds[: self._local_rank]

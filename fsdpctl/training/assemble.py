@@ -291,10 +291,8 @@ def _load_state(
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
     (path, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
     folder = Path(path)
-    weights, below = open_pretrained(config.model, folder, model.collectives)
-    bases = (
-        [BaseWeights(below.info, below.weights, below.named_by, is_named=False)] if below else []
-    )
+    weights, base = open_pretrained(config.model, folder, model.collectives)
+    bases = [BaseWeights(base.info, base.weights, base.named_by, is_named=False)] if base else []
     if not all(shard.trainable for shard in model.flat_shards()):
         bases.append(BaseWeights.new(folder, weights, model.collectives))
     load_weights(initial_weights(config.model, model.module, config.train.seed, weights), model)
