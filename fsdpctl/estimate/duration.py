@@ -39,9 +39,8 @@ class RunLength(NamedTuple):
         """Return a line with the number of steps of `tokens` each; empty if no length is set."""
         if self.steps is None:
             return self.unknown and f"length  {self.unknown}"
-        return (
-            f"length  {self.steps:,} steps of {tokens:,} tokens{self.error and f' ({self.error})'}"
-        )
+        inexact = self.error and f" ({self.error})"
+        return f"length  {self.steps:,} steps of {tokens:,} tokens{inexact}"
 
 
 @dataclass(frozen=True, slots=True)

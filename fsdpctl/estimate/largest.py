@@ -81,9 +81,8 @@ def largest_that_fits(
         estimates: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            estimates[count] = least_memory(
-                estimator, _with_value(plan, fit, count * multiple), names
-            )
+            requested = _with_value(plan, fit, count * multiple)
+            estimates[count] = least_memory(estimator, requested, names)
             return estimates[count].leaves_reserve
 
         most //= multiple

@@ -191,9 +191,8 @@ def fuse_experts(module: nn.Module) -> None:
     """Replace the forward of stacked experts without biases and adapters, in place."""
     for each in module.modules():
         weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
-        extras = (
-            getattr(each, name, None) for name in ("gate_up_proj_bias", EXPERT_ADAPTERS.strip("."))
-        )
+        names = ("gate_up_proj_bias", EXPERT_ADAPTERS.strip("."))
+        extras = (getattr(each, name, None) for name in names)
         if all(extra is None for extra in extras) and all(
             isinstance(w, Tensor) and w.ndim == 3 for w in weights
         ):

@@ -132,11 +132,8 @@ def _attention(
 
 
 def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
-    query, key, offsets, window = (
-        (args[1], args[2], args[6], args[13])
-        if is_backward
-        else (args[0], args[1], args[3], args[9])
-    )
+    indices = (1, 2, 6, 13) if is_backward else (0, 1, 3, 9)
+    query, key, offsets, window = (args[index] for index in indices)
     total, heads, width = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)

@@ -189,11 +189,8 @@ class RunEstimate:
         """
         dtypes = self.config.precision.planned.buffer_dtypes("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
-        return (
-            self.num_trained * (dtypes.master.itemsize + dtypes.has_remainder)
-            + self.saved_states
-            + saved
-        )
+        master = dtypes.master.itemsize + dtypes.has_remainder
+        return self.num_trained * master + self.saved_states + saved
 
     @property
     def host_bytes(self) -> int:

@@ -116,7 +116,7 @@ class _SuggestionSearch:
         def fewest(states: Sequence[MemorySaving]) -> int:
             every = _all_savings(states)
             return bisect_left(
-                nodes, True, key=lambda each: self._fit(_with_savings(each, every)) is not None
+                nodes, True, key=lambda x: self._fit(_with_savings(x, every)) is not None
             )
 
         counts = [(fewest(states), states) for states in savings.STATE_SAVINGS[:2]]

@@ -49,11 +49,8 @@ def _runner_up(ranking: Ranking) -> str:
 
 def _memory_of(candidate: Candidate) -> str:
     estimate = candidate.estimate
-    needed, available = (
-        format_bytes(estimate.peak_reserved),
-        format_bytes(max(0, estimate.available)),
-    )
-    return f"{needed} of {available} per rank"
+    needed, available = estimate.peak_reserved, max(0, estimate.available)
+    return f"{format_bytes(needed)} of {format_bytes(available)} per rank"
 
 
 def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:

@@ -138,9 +138,8 @@ def estimate_memory(
     plan = fullest_rank(assumed.engine, _training_plan(units, sharding, world_size, assumed))
     fused = PROGRAMS[assumed.program].fused_optimizer
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
-    step = estimate_steps(
-        recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
-    )
+    device, allocator = assumed.device, assumed.allocator
+    step = estimate_steps(recorder, steps, device=device, allocator=allocator, draws=False)
     return MemoryEstimate(num_params, plan.step.position.rank, step, plan.host_states_bytes)
 
 
