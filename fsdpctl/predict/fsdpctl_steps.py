@@ -85,9 +85,8 @@ class _EngineBuffers:
     def end_step(self) -> None:
         """Free the gradients of the step."""
         self._offloaded.clear()
-        gradients = [
-            each for each in self._keys if each[0] in (BufferKind.GRADS, BufferKind.UNSHARDED_GRADS)
-        ]
+        kinds = (BufferKind.GRADS, BufferKind.UNSHARDED_GRADS)
+        gradients = [each for each in self._keys if each[0] in kinds]
         self._recorder.free(*map(self._keys.pop, gradients))
 
     def _allocate(self, buffer: BufferKind, event: Event) -> None:
@@ -114,21 +113,17 @@ class _EngineBuffers:
     def _add_up(self, layout: FlatLayout) -> None:
         """Allocate the temporary of a rank that adds gradients itself: one chunk at a time."""
         position, dtypes = self._plan.step.position, self._plan.step.dtypes_of(layout)
-        if (
-            position.size > 1 and position.transport is not Transport.NCCL
-        ):  # NCCL adds in its kernel
+        # NCCL adds in its kernel.
+        if position.size > 1 and position.transport is not Transport.NCCL:
             numel = layout.shard_spans[position.rank].numel
             itemsize = max(dtypes.reduce.itemsize, dtypes.gradient.itemsize)
             self._recorder.allocate_temporary(min(numel, SUM_CHUNK) * itemsize)
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the temporary of a sum over replicas, with operands in `workspace` bytes."""
-        replicas, itemsize = (
-            self._plan.step.position.num_replicas,
-            self._plan.dtypes.gradient.itemsize,
-        )
-        nbytes = workspace // (replicas - 1)
-        self._recorder.allocate_temporary(min(nbytes, SUM_CHUNK * itemsize))
+        nbytes = workspace // (self._plan.step.position.num_replicas - 1)
+        most = SUM_CHUNK * self._plan.dtypes.gradient.itemsize
+        self._recorder.allocate_temporary(min(nbytes, most))
 
     def _drop(self, layout: FlatLayout) -> None:
         for param in layout.params:
@@ -273,11 +268,9 @@ class FsdpctlSteps:
         self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
-        return (
-            CollectiveKind.ALL_REDUCE
-            if self._step.uses_all_reduce
-            else CollectiveKind.REDUCE_SCATTER
-        )
+        if self._step.uses_all_reduce:
+            return CollectiveKind.ALL_REDUCE
+        return CollectiveKind.REDUCE_SCATTER
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Add the gradients of all ranks, or scale the sum if the collective adds."""
