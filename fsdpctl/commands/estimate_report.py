@@ -119,9 +119,8 @@ def _selected(estimate: RunEstimate) -> tuple[str, str, str]:
 
 def _trained(estimate: RunEstimate) -> str:
     counts = {"active": estimate.num_active, "trained": estimate.num_trained}
-    texts = [
-        f", {count:,} {kind}" for kind, count in counts.items() if count != estimate.num_params
-    ]
+    others = {kind: n for kind, n in counts.items() if n != estimate.num_params}
+    texts = [f", {n:,} {kind}" for kind, n in others.items()]
     return "".join(texts)
 
 

@@ -52,9 +52,8 @@ def _cost(row: VariantResult) -> str:
     text = f"cost {three_digits(row.cost)}"
     if row.error_band is None:
         return text
-    low, high = (
-        three_digits(row.cost * each) for each in (row.error_band.low, row.error_band.high)
-    )
+    band = row.error_band
+    low, high = (three_digits(row.cost * each) for each in (band.low, band.high))
     return f"{text} ({low} to {high})"
 
 
