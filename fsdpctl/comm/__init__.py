@@ -1,1 +1,1 @@
-"""Collectives, process groups, the status of ranks, and what a rank holds of a unit."""
+"""Collectives, process groups, the status of ranks, and the shards of a rank."""

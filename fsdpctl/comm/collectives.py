@@ -101,7 +101,7 @@ class Collectives:
         return buffer.full[span.start : span.stop]
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Start to sum the ranks' `whole` buffers; each rank receives its span of the sum."""
+        """Start to sum the buffers `whole` of all ranks; rank r receives `parts[r]` of the sum."""
         return InPlaceReduction(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:

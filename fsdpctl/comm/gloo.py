@@ -34,9 +34,9 @@ class GlooCollectives(ProcessGroupCollectives):
             works += self._exchange([source] * self.size, targets, self.gather_group)
         return self._after(works, buffers[0].full, "all-gather")
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, spans: Sequence[Span]) -> Reduction:
         """Send each rank its span. `finish` then adds the spans received from other ranks."""
-        sent = [whole[part.start : part.stop] for part in parts]
+        sent = [whole[part.start : part.stop] for part in spans]
         shard = sent[self.rank]
         workspace = shard.new_empty(self.size - 1, shard.numel())
         rows = list(workspace)

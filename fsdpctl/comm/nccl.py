@@ -83,17 +83,17 @@ class NcclCollectives(ProcessGroupCollectives):
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].full)
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(self, whole: Tensor, spans: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
-        span = parts[self.rank]
+        span = spans[self.rank]
         shard = whole[span.start : span.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
-            if are_even(parts):
+            if are_even(spans):
                 reduce_scatter_single(shard, whole, group=self.reduce_group)
             else:
                 with self._one_launch(self.reduce_group):
-                    for owner, span in enumerate(parts):
+                    for owner, span in enumerate(spans):
                         if span.numel:
                             values = whole[span.start : span.stop]
                             dist.reduce(values, group=self.reduce_group, group_dst=owner)

@@ -157,7 +157,7 @@ def join_24_bits(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> 
 def split_24_bits(
     weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None = None
 ) -> None:
-    """Round float32 weights, which are overwritten, to 24 bits, and write both parts of them."""
+    """Round float32 `weights` to 24 bits: write `half` and `remainder`, and overwrite `weights`."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
     # Half and remainder are rounded to nearest. The offset makes the low byte the remainder + 128.
     bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)

@@ -36,7 +36,8 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-FORWARDS = ("forward", "_plain_forward")  # of a block: what is called, and what is recomputed
+# A block's attributes for its forward: the function that is called, and the one that is recomputed.
+FORWARDS = ("forward", "_plain_forward")
 _VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
 
 
@@ -46,9 +47,9 @@ def _ops(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 class _SelectivePolicy:
-    """Save outputs of attention and of every second matrix product; recompute the others.
+    """Saves outputs of attention and of every second matrix product; recomputes other outputs.
 
-    The policy of torchtitan's selective checkpointing by operator.
+    torchtitan's selective checkpointing by operator has this policy.
     """
 
     def __init__(self) -> None:
@@ -71,14 +72,14 @@ def _selective_contexts() -> Any:
 
 
 class _Routing(TorchDispatchMode):
-    """Keeps the experts that tokens are sent to in forward, and sends them there again."""
+    """Records the router's choice of experts in forward, and repeats it during recomputation."""
 
     def __init__(self, chosen: list[Tensor], *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._experts, self._is_recompute, self._next = chosen, again, 0
 
     def __enter__(self) -> Self:
-        self._next = 0  # a graph that is kept can be recomputed twice
+        self._next = 0  # with retain_graph, a block can be recomputed twice
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
@@ -100,7 +101,7 @@ def _routing_contexts() -> tuple[_Routing, _Routing]:
 
 
 class _NestedContexts:
-    """Two contexts, the first one outside, that can be entered again."""
+    """Two nested contexts, the first one outside, that can be entered several times."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._parts = first, second
@@ -116,12 +117,12 @@ class _NestedContexts:
 
 
 def _selective_routing_contexts() -> Any:
-    # The policy's mode is above, so that it sees the operators of forward again.
+    # The policy is the inner mode, so that it sees the same operators in forward and recomputation.
     pairs = zip(_routing_contexts(), _selective_contexts(), strict=True)
     return tuple(_NestedContexts(*pair) for pair in pairs)
 
 
-# By mode: of a block without experts, and with experts.
+# By mode: the contexts of a block without experts, and of a block with experts.
 _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "full": (noop_context_fn, _routing_contexts),
     "selective": (_selective_contexts, _selective_routing_contexts),
@@ -129,10 +130,10 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 class _BuffersBefore:
-    """The buffers of a block before its forward, with which a recomputation runs.
+    """Restores the buffers that a block had before its forward, during recomputation.
 
-    So it computes the same again, and what it writes to them is dropped: statistics count a batch
-    once. Those of modules in eval mode are expected to stay as they are.
+    The recomputation then has the same results, and its writes to buffers are dropped, so that
+    running statistics count a batch once. Modules in eval mode must not write to their buffers.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -145,7 +146,7 @@ class _BuffersBefore:
         self._before = {id(each): each.detach().clone() for *_, each in self._buffers}
 
     def __enter__(self) -> None:
-        # Copies again: a graph that is kept can be recomputed twice.
+        # New copies: with retain_graph, a block can be recomputed twice.
         copies = {number: each.clone() for number, each in self._before.items()}
         self._after = [buffers[key] for buffers, key, _ in self._buffers]
         for buffers, key, before in self._buffers:
@@ -157,7 +158,7 @@ class _BuffersBefore:
 
 
 def _recomputed_in(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the contexts of a forward, and of its recomputation within another one."""
+    """Return the contexts of a forward, and of its recomputation within the context `outer()`."""
     forward, recomputation = contexts()
     return forward, _NestedContexts(outer(), recomputation)
 
@@ -171,7 +172,7 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     if contexts is noop_context_fn:
-        return _recomputed  # torch.compile does not support it as an argument
+        return _recomputed  # torch.compile does not support `context_fn`
 
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(checkpoint, block._plain_forward, use_reentrant=False)
@@ -181,7 +182,7 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _offloading_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a forward that sends its first floating-point tensor to the host."""
+    """Return a forward that offloads its first floating-point tensor to the host."""
 
     def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -189,16 +190,12 @@ def _offloading_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
         if block_input is None or not _is_saved(block_input, block):
             return _recomputed_within(contexts)(block, *args, **kwargs)
         with block._send(block_input) as offloaded:  # type: ignore[operator]  # not a submodule
-            args = tuple(offloaded if each is block_input else each for each in args)
-            kwargs = {
-                name: offloaded if each is block_input else each for name, each in kwargs.items()
-            }
-            keeps = bool(block._is_random)
-            run = partial(
-                checkpoint, _forward_with_offloaded, use_reentrant=False, preserve_rng_state=keeps
-            )
+            args = tuple(offloaded if x is block_input else x for x in args)
+            kwargs = {key: offloaded if x is block_input else x for key, x in kwargs.items()}
+            options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
+            run = partial(checkpoint, _forward_with_offloaded, **options)
             within = partial(_recomputed_in, lambda: offloaded, contexts)
-            # By the device of its tensors, checkpointing keeps the state of random numbers.
+            # Checkpointing saves the random state of the devices of its tensor arguments.
             like = torch.empty(0, device=block_input.device)
             return run(like, block, *args, context_fn=within, **kwargs)
 
@@ -206,7 +203,7 @@ def _offloading_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _is_saved(tensor: Tensor, block: nn.Module) -> bool:
-    """Return whether backward may need an input, and a copy has the same layout."""
+    """Return whether backward may need an input, and a copy of it would have the same strides."""
     if not torch.is_grad_enabled() or tensor.is_inference() or not tensor.is_contiguous():
         return False
     return tensor.requires_grad or any(each.requires_grad for each in block.parameters())
@@ -231,10 +228,10 @@ def checkpoint_block(
 ) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
-    The forward is replaced and hooks stay outside of it, so that names and units do not change. The
-    choice of experts is saved: recomputed with other rounding, a token could go to another one.
-    With `send`, the block's input is sent to the host. If it `keeps_buffers`, a recomputation does
-    not change them. If it `is_random`, a recomputation draws the same random numbers.
+    Only the forward is replaced, so that names, units and hooks do not change. The choice of
+    experts is saved: recomputed with different rounding, a token could go to another expert. `send`
+    offloads the block's input to the host. `keeps_buffers`: a recomputation does not change
+    buffers. `is_random`: a recomputation draws the same random numbers.
     """
     vars(block)["_is_random"] = is_random
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
@@ -257,11 +254,12 @@ def checkpoint_blocks(
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
-    Inputs that are sent to the host belong to the first blocks. That of the last block stays, since
-    backward needs it at once. The last two are those of `checkpoint_block`. Returns these inputs.
+    Only the first blocks can offload their inputs. The input of the last block stays on the device,
+    since backward needs it at once. For the keywords, see `checkpoint_block`. Returns the inputs.
     """
     count = sum(each.offloads_input for each in treatments)
-    # The block after them is handled alike, but its input stays: it fetches theirs ahead.
+    # The block after the offloading blocks also has a handle, but its input stays on the device:
+    # its recomputation starts to fetch the input of the block before it.
     through = min(count + 1, len(blocks)) if len(blocks) > 1 and count else 0
     if through > count and treatments[count].mode != treatments[count - 1].mode:
         through = count
@@ -279,7 +277,7 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     blocks = list(map(module.get_submodule, block_names(module)))
     recompute = config.activation_checkpointing
     if recompute.is_on:
-        # Imported by the first checkpointed call, it would hold that call's arguments for a while.
+        # An import within the first checkpointed call would keep the call's arguments alive.
         import_module("torch._dynamo")
         is_own = config.model.is_script_module
         is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
@@ -290,10 +288,10 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
 
 
 def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
-    """Make the blocks of `module` run feed-forward layers on `tokens` tokens at a time; 0: on all.
+    """Make feed-forward layers process `tokens` tokens at a time; 0: all tokens.
 
-    Backward recomputes a chunk at a time. UsageError if a block has no such layer, or has experts,
-    whose tokens come from a router.
+    Backward recomputes a chunk at a time. UsageError if a block has no feed-forward layer, or has
+    experts, whose tokens come from a router.
     """
     for block_name in block_names(module) if tokens else ():
         block = module.get_submodule(block_name)
@@ -311,8 +309,8 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
     flat = x.flatten(0, -2)
     if len(flat) <= tokens:
         return plain(x)
-    parts = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
-    return torch.cat(parts).view_as(x)
+    chunks = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
+    return torch.cat(chunks).view_as(x)
 
 
 def _has_experts(block: nn.Module) -> bool:
@@ -336,7 +334,7 @@ def compile_block(block: nn.Module) -> None:
 def missing_compiler(device: str) -> str | None:
     """Return the reason why torch.compile cannot work on this machine, or None.
 
-    It generates C++ for the CPU. For CUDA, Triton needs a C compiler.
+    For the CPU, torch.compile generates C++. For CUDA, Triton needs a C compiler.
     """
     variable, names = ("CC", ["gcc", "clang"]) if device == "cuda" else ("CXX", ["g++"])
     configured = os.environ.get(variable)

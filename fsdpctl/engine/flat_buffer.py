@@ -59,10 +59,8 @@ class FlatBuffer:
         # A sharded parameter reads NaN. For bytes it reads 255: four such bytes are a float32 NaN.
         nothing = float("nan") if full.dtype.is_floating_point else 255
         self.placeholder = torch.full((), nothing, dtype=full.dtype, device=full.device)
-        rests = [
-            self.placeholder.expand(placement.param.shape) for placement in self.layout.param_spans
-        ]
-        self._sharded = list(zip(self.params, rests, strict=True))
+        placeholders = [self.placeholder.expand(x.shape) for x in self.layout.params]
+        self._sharded = list(zip(self.params, placeholders, strict=True))
         self._unsharded = list(zip(self.params, self.param_views(full), strict=True))
 
     @property
@@ -100,9 +98,8 @@ class FlatBuffer:
         elif shard.dtype != values.dtype:
             source = shard.master
         if mesh.replicas is not None and self.layout.shares_per_shard > 1:
-            return mesh.replicas.all_gather(
-                [AllGatherInput(values, self.layout.replica_spans, source)]
-            )
+            gathered = AllGatherInput(values, self.layout.replica_spans, source)
+            return mesh.replicas.all_gather([gathered])
         if not shard.is_replicated:
             return mesh.shard.all_gather([AllGatherInput(values, self.layout.shard_spans, source)])
         if source is not None:
@@ -120,8 +117,8 @@ class FlatBuffer:
 
     def use_sharded(self) -> None:
         """Let the parameters read NaN and reject writes."""
-        for param, rest in self._sharded:
-            param.data = rest
+        for param, placeholder in self._sharded:
+            param.data = placeholder
 
     def collect_piece(self, share: Span) -> Tensor:
         """Return the gradients of one piece: the elements `share` of each owned span, end to end.

@@ -98,10 +98,9 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
     runtime.mesh.shard.wait_for_readers()
     for shard in shards:
         for param_slice in shard.param_slices():
-            part = full[param_slice.param.name].reshape(-1)[
-                param_slice.in_param.start : param_slice.in_param.stop
-            ]
-            shard.write_span(param_slice.in_flat, part)
+            span = param_slice.in_param
+            shard_values = full[param_slice.param.name].reshape(-1)[span.start : span.stop]
+            shard.write_span(param_slice.in_flat, shard_values)
     for name, target in buffers.items():
         target.copy_(sources[name])
     runtime.masters_changed()

@@ -35,11 +35,11 @@ class FlatReduction:
     buffer: FlatBuffer
     number: int  # index of the buffer in its unit
     key: tuple[str, int]  # unit and index in the accounting
-    piece: Span | None  # the elements of this rank's part; None: all
-    full: Tensor | None  # what is sent, until it has been read
+    piece: Span | None  # elements of this rank's owned span; None: all
+    full: Tensor | None  # the input, kept until the collective has read it
     reduction: Reduction | None
-    chained: Handle | None = None  # if the second collective follows at once: `whole` was read
-    mean: Tensor | None = None  # this rank's part of the mean, to be combined or added
+    chained: Handle | None = None  # over NCCL with replicas: ends once `full` has been read
+    mean: Tensor | None = None  # this rank's shard of the mean, to be combined or added
     combined: Handle | None = None  # the second collective
 
 
@@ -75,9 +75,8 @@ class GradientReducer:
                     is_new = buffer.held_gradients is None
                     grads = self._accumulated(buffer)
                     if is_new:
-                        self.accounting.allocate(
-                            BufferKind.UNSHARDED_GRADS, unit.name, number, grads.nbytes
-                        )
+                        kind = BufferKind.UNSHARDED_GRADS
+                        self.accounting.allocate(kind, unit.name, number, grads.nbytes)
                 self.accounting.record(EventKind.HOLD, unit.name)
             case EventKind.REDUCE:
                 # Recorded before its first collective starts: if a later one fails, `abandon` must
@@ -245,9 +244,8 @@ class GradientReducer:
         numel = total.numel() // replicas.size
         reduction = replicas.reduce_scatter(total, EvenSpans(numel, replicas.size))
         if reduction.workspace_nbytes:
-            self.accounting.allocate(
-                BufferKind.REPLICA_WORKSPACE, *flat.key, reduction.workspace_nbytes
-            )
+            kind, nbytes = BufferKind.REPLICA_WORKSPACE, reduction.workspace_nbytes
+            self.accounting.allocate(kind, *flat.key, nbytes)
         share = total.narrow(0, replicas.rank * numel, numel)
 
         def finish() -> Tensor:

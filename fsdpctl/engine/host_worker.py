@@ -174,12 +174,8 @@ def _listed(text: str) -> set[int]:
 def _numa_node(device: torch.device) -> str | None:
     properties: Any = torch.cuda.get_device_properties(device)
     try:
-        domain, bus, slot = (
-            properties.pci_domain_id,
-            properties.pci_bus_id,
-            properties.pci_device_id,
-        )
-        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        address = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
         number = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return None

@@ -73,9 +73,8 @@ class GradientOffload:
                 gradient.add_(before)
             (norm,) = gradient_norms([gradient])
             target = self._place(buffer)
-            shard.offloaded_grad = OffloadedGradient(
-                target, norm, self._copier.to_host(target, gradient)
-            )
+            arrived = self._copier.to_host(target, gradient)
+            shard.offloaded_grad = OffloadedGradient(target, norm, arrived)
 
     def finish(self) -> ShardedUnit | None:
         """Free the gradients on the device that were copied last; return their unit.
@@ -132,11 +131,9 @@ class HostStates:
     @property
     def nbytes(self) -> int:
         """The bytes of master weights, gradients and buffers, without the optimizer's moments."""
-        slabs = sum(
-            each.nbytes for of in (self._slabs, self._gradients_on_host) for each in of.values()
-        )
+        slabs = [*self._slabs.values(), *self._gradients_on_host.values()]
         buffers = self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
-        return slabs + self._remainders + buffers
+        return sum(each.nbytes for each in slabs) + self._remainders + buffers
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for the next buffer's master weights."""

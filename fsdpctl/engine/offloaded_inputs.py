@@ -59,7 +59,7 @@ class HostInputs:
     def __init__(self, num_blocks: int) -> None:
         self._last = num_blocks - 1
         self.sizes: dict[int, int] = {}  # bytes of the last input of each block
-        self.slots = HostBuffers(self._last, self._allocate)
+        self.buffers = HostBuffers(self._last, self._allocate)
         self._worker: HostWorker | None = None
         self.copier: Copier | None = None  # None on the meta device
         self._newest: ref[OffloadedInput] | None = None
@@ -101,14 +101,14 @@ class OffloadedInput:
         self._previous = None if before is None else ref(before)
         self._version: int | None = value._version  # until the end of the forward
         self._like = value.shape, value.dtype, value.device, value.requires_grad
-        self._slot: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._copied: StreamEvent = None
         self._fetched: tuple[Tensor, StreamEvent] | None = None
         self._stays = value if stays else None
         self._copier = inputs.copier
         if self._copier is not None and not stays:
-            self._slot = inputs.slots.take(number, value.nbytes)
-            self._copied = self._copier.to_host(self._on_host(self._slot), value.detach())
+            self._buffer = inputs.buffers.take(number, value.nbytes)
+            self._copied = self._copier.to_host(self._on_host(self._buffer), value.detach())
 
     def __enter__(self) -> Self:
         """Provide the tensor on the device; in backward, start to fetch the next input."""
@@ -143,8 +143,8 @@ class OffloadedInput:
             return
         shape, dtype, device, _ = self._like
         target, arrived = torch.empty(shape, dtype=dtype, device=device), None
-        if self._copier is not None and self._slot is not None:
-            arrived = self._copier.to_device(target, self._on_host(self._slot))
+        if self._copier is not None and self._buffer is not None:
+            arrived = self._copier.to_device(target, self._on_host(self._buffer))
         self._fetched = target, arrived
 
     def _on_host(self, slot: Tensor) -> Tensor:
@@ -155,5 +155,5 @@ class OffloadedInput:
         """Free the memory when the graph is freed, also after a failure."""
         if self._fetched is not None:
             wait_event(self._fetched[1])
-        if self._slot is not None:
-            self._inputs.slots.free(self._slot)
+        if self._buffer is not None:
+            self._inputs.buffers.free(self._buffer)

@@ -63,9 +63,8 @@ class ParamSync:
         for unit in self._units.values():
             unit.masters_changed()
             buffers = unit.trained_buffers if trained_only else unit.buffers
-            self._arriving[unit.name] = [
-                handle for buffer in buffers if (handle := buffer.start_sync(self._mesh))
-            ]
+            handles = [buffer.start_sync(self._mesh) for buffer in buffers]
+            self._arriving[unit.name] = [handle for handle in handles if handle is not None]
             if buffers:
                 self._note_sync(unit.name, buffers)
         if not self.overlaps:
@@ -155,7 +154,7 @@ class Runtime:
         self.has_unreduced_grads = False  # whether gradients are held for a later reduction
         self.has_lost_grads = False  # whether an exception dropped gradients
         self.host: HostStates | None = None  # steps master weights that are in host memory
-        self.host_params: HostParams | None = None  # the parameters that rest in host memory
+        self.host_params: HostParams | None = None  # parameters in host memory
         self.tracker = BackwardTracker()
         self.backward = OutermostBackward()
         self.fingerprint = 0  # hash of the units gathered since the last comparison, in order

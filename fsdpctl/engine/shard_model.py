@@ -172,14 +172,14 @@ def agree_on(
     `make()` failed on another rank or returned a different result there, raises EngineError.
     """
     result: T | None = None
-    parts: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     error: Exception | None = None
     try:
         result = make()
-        parts = tuple(describe(result))
+        lines = tuple(describe(result))
     except Exception as caught:  # other ranks must receive any failure, or they would hang
         error = caught
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = collectives.all_gather_object([digest] if error is None else [digest, str(error)])
     if error is not None:
         raise error
@@ -187,13 +187,13 @@ def agree_on(
         for message in messages:
             raise EngineError(f"rank {rank}: {message}")
     if len({digest for digest, *_ in answers}) > 1:  # only then exchange the long descriptions
-        _report_difference(parts, collectives)
+        _report_difference(lines, collectives)
     assert result is not None
     return result
 
 
-def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
-    answers = collectives.all_gather_object(list(ours))
+def _report_difference(lines: Sequence[str], collectives: Collectives) -> NoReturn:
+    answers = collectives.all_gather_object(list(lines))
     other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
     first, second = next(
         (mine, theirs)

@@ -244,9 +244,8 @@ class ShardedModel(nn.Module):
 
     def peak_memory_bytes(self) -> int:
         """Return the peak bytes of masters, gradients, gathered units and reduce buffers."""
-        return self.accounting.peak_nbytes + bytes_outside_unshard_buffers(
-            list(self._runtime.units.values())
-        )
+        units = list(self._runtime.units.values())
+        return self.accounting.peak_nbytes + bytes_outside_unshard_buffers(units)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors under the module's names; each rank takes its shards. Always strict."""

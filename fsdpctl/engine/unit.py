@@ -79,12 +79,12 @@ class HostParams:
     separate stream. The all-gather is in place and starts after that copy.
     """
 
-    def __init__(self, worker: HostWorker, parts: Iterable[tuple[int, Dtype]]) -> None:
+    def __init__(self, worker: HostWorker, shards: Iterable[tuple[int, Dtype]]) -> None:
         """Allocate memory for `parts`: the number of elements and the dtype of each shard."""
         self.copier = Copier(worker.device)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
-        for (numel, name), count in Counter(parts).items():
+        for (numel, name), count in Counter(shards).items():
             dtype = torch_dtype(name)
             tensors = self._free.setdefault((numel, dtype), [])
             for together in pinned_allocations(count, numel * dtype.itemsize):
@@ -92,9 +92,9 @@ class HostParams:
                 tensors += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
-    def send(self, target: Tensor, part: Tensor) -> StreamEvent:
+    def send(self, target: Tensor, shard: Tensor) -> StreamEvent:
         """Start to copy a shard to `target`, after the device's earlier work, which may read it."""
-        return self.copier.to_device(target, part)
+        return self.copier.to_device(target, shard)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
@@ -120,9 +120,8 @@ class ShardedUnit:
         """Start to gather the parameters into the unshard buffer, from `host` if they are there."""
         self.unshard_buffer.allocate()
         if self.buffers:
-            self._gather = collectives.all_gather(
-                [_gather_input(each, collectives.rank, host) for each in self.buffers]
-            )
+            inputs = [_gather_input(each, collectives.rank, host) for each in self.buffers]
+            self._gather = collectives.all_gather(inputs)
 
     def unshard(self) -> None:
         self._wait()
@@ -158,9 +157,8 @@ def _gather_input(buffer: FlatBuffer, rank: int, host: HostParams | None) -> All
     if host is None or not buffer.is_on_host:
         return AllGatherInput(full, spans, buffer.param_shard)
     span = spans[rank]
-    return AllGatherInput(
-        full, spans, ready=host.send(full[span.start : span.stop], buffer.param_shard)
-    )
+    ready = host.send(full[span.start : span.stop], buffer.param_shard)
+    return AllGatherInput(full, spans, ready=ready)
 
 
 def bytes_outside_unshard_buffers(units: Sequence[ShardedUnit]) -> int:

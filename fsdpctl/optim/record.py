@@ -84,13 +84,11 @@ def sum_of_squares(model: ShardedModelProtocol) -> Tensor:
     """Return this rank's contribution to the gradient's sum of squares, as a float64 scalar."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
-    offloaded_norms = [
-        shard.offloaded_grad.norm for shard in shards if shard.offloaded_grad is not None
-    ]
-    if not grads and not offloaded_norms:
+    offloaded = [copied.norm for shard in shards if (copied := shard.offloaded_grad) is not None]
+    if not grads and not offloaded:
         device = shards[0].device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([*(gradient_norms(grads) if grads else ()), *offloaded_norms]).double()
+    norms = torch.stack([*(gradient_norms(grads) if grads else ()), *offloaded]).double()
     total = norms.dot(norms)
     owners = shards[0].num_owners  # the same for all shards
     return total if owners == 1 else total / owners

@@ -235,8 +235,8 @@ def _stepped_span(
     return SteppedSpan(shard, span, names, param, separate_param)
 
 
-def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:
-    within = part.shift(-whole.start)
+def _state_within(state: Mapping[str, Tensor], whole: Span, span: Span) -> dict[str, Tensor]:
+    within = span.shift(-whole.start)
     inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, SCALE_BLOCK))
     return {
         name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()

@@ -60,9 +60,8 @@ def _flat_bytes(plan: StepPlan, layout: FlatLayout, pieces: int) -> FlatBytes:
     workspace = _workspace(plan, layout.shard_spans, position.rank) * dtypes.reduce.itemsize
     total, whole = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
     replica_workspace, aliases_grad = _combining(plan, layout, numel), layout.shares_per_shard == 1
-    held = ReductionBuffers(
-        whole, 0 if plan.uses_all_reduce else workspace, total, replica_workspace, aliases_grad
-    )
+    workspace = 0 if plan.uses_all_reduce else workspace
+    held = ReductionBuffers(whole, workspace, total, replica_workspace, aliases_grad)
     fresh: tuple[ReductionBuffers, ...] = (held,)
     if pieces > 1:
         piece_sizes = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
@@ -74,14 +73,12 @@ def piece_buffers(plan: StepPlan, layout: FlatLayout, size: int) -> ReductionBuf
     """Return the memory of a reduction in which every rank owns `size` elements of a piece."""
     dtypes, position = plan.dtypes_of(layout), plan.position
     owned = size * layout.shares_per_shard
-    workspace = (
-        _workspace(plan, EvenSpans(owned, position.size), position.rank) * dtypes.reduce.itemsize
-    )
+    spans = EvenSpans(owned, position.size)
+    workspace = _workspace(plan, spans, position.rank) * dtypes.reduce.itemsize
     whole = owned * position.size * dtypes.reduce.itemsize
     total = owned * dtypes.gradient.itemsize
-    return ReductionBuffers(
-        whole, workspace, total, _combining(plan, layout, owned), aliases_grad=False
-    )
+    combining = _combining(plan, layout, owned)
+    return ReductionBuffers(whole, workspace, total, combining, aliases_grad=False)
 
 
 def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
@@ -89,9 +86,8 @@ def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
     if layout.shares_per_shard == 1:
         return 0
     shares = EvenSpans(numel // layout.shares_per_shard, layout.shares_per_shard)
-    return (
-        _workspace(plan, shares, plan.position.replica) * plan.dtypes_of(layout).gradient.itemsize
-    )
+    itemsize = plan.dtypes_of(layout).gradient.itemsize
+    return _workspace(plan, shares, plan.position.replica) * itemsize
 
 
 def unit_bytes(plan: StepPlan) -> dict[str, UnitBytes]:
@@ -245,9 +241,8 @@ class _Replay:
         piece = _Piece(buffers, number * len(unit.flats), is_last)
         for _, index, sending in piece.numbered():
             if not was_held:
-                self._allocate(
-                    BufferKind.UNSHARDED_GRADS, name, index, sending.unsharded_grads, is_last
-                )
+                nbytes = sending.unsharded_grads
+                self._allocate(BufferKind.UNSHARDED_GRADS, name, index, nbytes, is_last)
             if sending.workspace:
                 self._allocate(BufferKind.WORKSPACE, name, index, sending.workspace, is_last)
         self._reducing[name].append(piece)
@@ -276,10 +271,8 @@ class _Replay:
 
     def _accumulate(self, name: str, unit: UnitBytes, piece: _Piece) -> None:
         for number, index, sending in piece.numbered():
-            grads, is_new = (
-                unit.flats[number].grads,
-                (BufferKind.GRADS, name, number) not in self._held,
-            )
+            grads = unit.flats[number].grads
+            is_new = (BufferKind.GRADS, name, number) not in self._held
             aliases_grad = is_new and sending.aliases_grad
             if sending.replica_workspace:
                 self._free(BufferKind.REPLICA_WORKSPACE, name, index)

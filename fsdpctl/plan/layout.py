@@ -213,9 +213,8 @@ def flat_layout(
         end = start + param.numel
         param_spans.append(ParamSpan(param, Span(start, end)))
     numel = round_up(end, ALIGNMENT * num_shards * shares_per_shard)
-    return FlatLayout(
-        tuple(param_spans), numel, EvenSpans(numel // num_shards, num_shards), shares_per_shard
-    )
+    shards = EvenSpans(numel // num_shards, num_shards)
+    return FlatLayout(tuple(param_spans), numel, shards, shares_per_shard)
 
 
 DECAY, NO_DECAY = 0, 1
@@ -264,7 +263,6 @@ def optimizer_spans(
         if spans:
             span = Span(spans[-1].span.start, param_slice.in_flat.start)
             spans[-1] = OptimizerSpan(span, spans[-1].group, spans[-1].separate_param)
-        spans.append(
-            OptimizerSpan(Span(param_slice.in_flat.start, within.stop), group, separate_param)
-        )
+        span = Span(param_slice.in_flat.start, within.stop)
+        spans.append(OptimizerSpan(span, group, separate_param))
     return tuple(spans)

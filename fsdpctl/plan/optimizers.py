@@ -216,7 +216,7 @@ def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
         if not any(of_layout):
             spans.append(even_spans)
             continue
-        cuts = [0] * num_ranks + [layout.numel]  # where each rank's part begins
+        cuts = [0] * num_ranks + [layout.numel]  # the start of each rank's span
         current = 0
         for placement, cost in zip(layout.param_spans, of_layout, strict=True):
             owner = min((2 * before + cost) * num_ranks // (2 * total), num_ranks - 1)

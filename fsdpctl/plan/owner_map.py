@@ -36,7 +36,7 @@ class OwnerMap:
 
     @staticmethod
     def even(sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Cut every block into equal parts, rounded up to multiples of 64 elements."""
+        """Cut every block into equal spans, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
         ranks = range(world_size)
         spans = [
@@ -124,8 +124,8 @@ class OwnerMap:
 
     def to_dict(self) -> dict[str, list[object]]:
         """Return plain lists, for JSON."""
-        parts = [[[span.start, span.stop] for span in block] for block in self.spans]
-        return {"sizes": list(self.sizes), "parts": list(parts)}
+        spans = [[[span.start, span.stop] for span in block] for block in self.spans]
+        return {"sizes": list(self.sizes), "parts": list(spans)}
 
     @staticmethod
     def from_dict(content: Mapping[str, list[list[list[int]]]]) -> "OwnerMap":

@@ -56,18 +56,17 @@ def block_checkpointing(
 ) -> tuple[BlockCheckpointing, ...]:
     """Return the checkpointing of each block in the order of forward.
 
-    `blocks` defines the first blocks, and the mode `name` all others. `offload` is for the others.
+    `blocks` defines the first blocks. All other blocks have the mode `name`, and offload their
+    inputs if `offload` is set.
     UsageError if the model has fewer blocks.
     """
     first = [mode for mode, count in parse_counts(blocks) for _ in range(count)] if blocks else []
     if len(first) > num_blocks:
         raise UsageError(f"{BLOCKS}={blocks}: {len(first)} blocks, but the model has {num_blocks}")
-    rest = BlockCheckpointing(name, offloads_input=offload)
-    own = (
-        BlockCheckpointing("full", offloads_input=True) if x == OFFLOAD else BlockCheckpointing(x)
-        for x in first
-    )
-    return (*own, *[rest] * (num_blocks - len(first)))
+    others = BlockCheckpointing(name, offloads_input=offload)
+    offloading = BlockCheckpointing("full", offloads_input=True)
+    set_blocks = [offloading if x == OFFLOAD else BlockCheckpointing(x) for x in first]
+    return (*set_blocks, *[others] * (num_blocks - len(first)))
 
 
 def one_of_each(blocks: str | None, num_blocks: int) -> str | None:

@@ -126,16 +126,18 @@ class Schedule:
         strategy: Strategy,
         prefetch: Prefetch,
         reductions: Reductions,
-        slots: Sequence[UnshardBufferSpec] = (),
+        buffers: Sequence[UnshardBufferSpec] = (),
     ) -> None:
-        """Start with sharded units. Permanent `slots` keep the values of their last unit."""
+        """Start with sharded units. Permanent `buffers` keep the values of their last unit."""
         self.strategy, self.prefetch = strategy, prefetch
         self.is_prefetched = False  # whether `prefetch_forward` came since the last forward
         self._reductions = reductions
-        shared = [each.units for each in slots if each.is_permanent]
+        shared = [each.units for each in buffers if each.is_permanent]
         self._buffer_of = {unit: units[0] for units in shared for unit in units}
-        self._occupants: dict[str, str] = {}  # by slot, the unit that is gathered or being gathered
-        self._contents: dict[str, str] = {}  # by shared slot, the unit whose values are in it
+        # By unshard buffer: the unit that is gathered or being gathered, and for permanent buffers
+        # the unit whose values they contain.
+        self._occupants: dict[str, str] = {}
+        self._contents: dict[str, str] = {}
         self._gathering: set[str] = set()
         self._unsharded: set[str] = set()
         self._learns_order = strategy.shards_params  # otherwise nothing is gathered in this order
@@ -294,13 +296,13 @@ class Schedule:
                 yield from self._gather(unit)
 
     def _gather(self, unit: str) -> Iterator[Event]:
-        slot = self._buffer_of.get(unit, unit)
-        self._occupants[slot] = unit
-        if self._contents.get(slot) == unit:
+        buffer = self._buffer_of.get(unit, unit)
+        self._occupants[buffer] = unit
+        if self._contents.get(buffer) == unit:
             self._unsharded.add(unit)
             yield Event(EventKind.READY, unit)
         else:
-            self._contents.pop(slot, None)
+            self._contents.pop(buffer, None)
             self._gathering.add(unit)
             yield Event(EventKind.GATHER, unit)
 

@@ -76,15 +76,12 @@ def assign_unshard_buffers(
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
     oversized = [unit for unit in forward if nbytes[unit] > limit]
     shared = [unit for unit in forward if nbytes[unit] <= limit]
-    dedicated = [
-        UnshardBufferSpec(nbytes[unit], (unit,), is_permanent=False) for unit in (root, *oversized)
-    ]
+    dedicated = [UnshardBufferSpec(nbytes[x], (x,), is_permanent=False) for x in (root, *oversized)]
     count = min(depth + 1, len(shared))
     members = [tuple(shared[index::count]) for index in range(count)]
-    common = [
-        UnshardBufferSpec(max(nbytes[u] for u in units), units, is_permanent=True)
-        for units in members
-    ]
+    sizes = [max(nbytes[unit] for unit in units) for units in members]
+    pairs = zip(sizes, members, strict=True)
+    common = [UnshardBufferSpec(size, units, is_permanent=True) for size, units in pairs]
     return (*dedicated, *common)
 
 
@@ -228,16 +225,14 @@ class StepPlan:
         return (each for of_unit in self.trained.values() for each in of_unit)
 
     def dtypes_of(self, layout: FlatLayout) -> BufferDtypes:
-        return self.precision.buffer_dtypes(
-            layout.param_spans[0].param.dtype, trainable=layout.trainable
-        )
+        dtype = layout.param_spans[0].param.dtype
+        return self.precision.buffer_dtypes(dtype, trainable=layout.trainable)
 
     @cached_property
     def typical_dtypes(self) -> BufferDtypes:
         """The dtypes of the first trained flat buffer; usually all buffers have them."""
-        return next(
-            map(self.dtypes_of, self.all_trained()), self.precision.buffer_dtypes("float32")
-        )
+        layouts = self.all_trained()
+        return next(map(self.dtypes_of, layouts), self.precision.buffer_dtypes("float32"))
 
     # ---- between steps -------------------------------------------------------------------
 
@@ -258,10 +253,8 @@ class StepPlan:
 
     def placement(self, layout: FlatLayout) -> ShardPlacement:
         dtypes, master_span = self.dtypes_of(layout), self.master_span(layout)
-        param_span, same_dtype = (
-            layout.shard_spans[self.position.rank],
-            dtypes.compute == dtypes.master,
-        )
+        param_span = layout.shard_spans[self.position.rank]
+        same_dtype = dtypes.compute == dtypes.master
         is_stepped = self.steps_on_host and layout.trainable
         on_host = Offload.PARAMS in self.offload
         if not self.strategy.shards_params:
@@ -323,10 +316,7 @@ class StepPlan:
         root, *forward = nbytes
         if self.strategy.reshard_after_forward:
             return assign_unshard_buffers(nbytes, root, forward, self.prefetch.depth)
-        return tuple(
-            UnshardBufferSpec(nbytes[name], (name,), is_permanent=False)
-            for name in (root, *forward)
-        )
+        return tuple(UnshardBufferSpec(nbytes[x], (x,), is_permanent=False) for x in nbytes)
 
     @property
     def uses_all_reduce(self) -> bool:
@@ -376,9 +366,8 @@ class StepPlan:
         # NCCL enqueues the sum over replicas on its own stream, without waiting on the host.
         follows = strategy.replicates and position.num_replicas > 1
         chained = position.size if follows and position.transport is Transport.NCCL else 0
-        return Reductions(
-            nbytes, budget, self.uses_all_reduce and same_dtype, pieces, chained, self.combines
-        )
+        in_place = self.uses_all_reduce and same_dtype
+        return Reductions(nbytes, budget, in_place, pieces, chained, self.combines)
 
     @property
     def outbox_bytes(self) -> int:

@@ -7,6 +7,7 @@ head. The root unit has all other parameters, and those that several units share
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from fsdpctl.errors import UsageError
@@ -179,11 +180,8 @@ def unit_layouts(
     order.
     """
     if owner_map == "even":
-        groups = {unit.name: unit.param_groups() for unit in units}
-        return {
-            x: tuple(flat_layout(y, num_shards, shares_per_shard) for y in groups[x])
-            for x in groups
-        }
+        layout = partial(flat_layout, num_shards=num_shards, shares_per_shard=shares_per_shard)
+        return {unit.name: tuple(map(layout, unit.param_groups())) for unit in units}
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
     sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
     if owner_map == MATRICES:
@@ -266,8 +264,8 @@ def divide_into_units(
             has_backward = any(param.name in needs_backward for param in params)
             units.append(UnitSpec(name, kind, tuple(exclusive), is_lookup, has_backward))
     taken = {param.name for unit in units for param in unit.params}
-    rest = tuple(param for param in module.all_params() if param.name not in taken)
-    return (UnitSpec(ROOT, "root", rest), *units)
+    remaining = tuple(param for param in module.all_params() if param.name not in taken)
+    return (UnitSpec(ROOT, "root", remaining), *units)
 
 
 def _trained_and_later(params: Sequence[ParamSpec]) -> set[str]:

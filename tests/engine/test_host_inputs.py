@@ -84,7 +84,7 @@ def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 
 def all_free(inputs: HostInputs) -> bool:
-    return sum(each.numel() for each in inputs.slots._free) == inputs.slots.nbytes
+    return sum(each.numel() for each in inputs.buffers._free) == inputs.buffers.nbytes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,7 +125,7 @@ def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> N
         del one, two
         found.append(gradients(net))
         assert all_free(inputs)
-    assert inputs.slots.nbytes == 4 * 16 * 4 * (3 + 5)
+    assert inputs.buffers.nbytes == 4 * 16 * 4 * (3 + 5)
     assert same(*found)
 
 
@@ -221,7 +221,7 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
         torch.manual_seed(1)
         each(batch).backward()
     assert same(gradients(net), gradients(expected))
-    assert inputs.slots.nbytes == 4 * batch.nbytes
+    assert inputs.buffers.nbytes == 4 * batch.nbytes
 
 
 def test_a_block_that_writes_to_its_input_is_rejected() -> None:

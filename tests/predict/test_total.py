@@ -66,7 +66,7 @@ def predicted(
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
     model_pass = traced.model_pass(micro, length, chunk, config.activation_checkpointing)
     inputs = host_inputs(model)
-    on_host = inputs.slots.nbytes if inputs else 0
+    on_host = inputs.buffers.nbytes if inputs else 0
     assert host_inputs_bytes(model_pass.offloaded.values()) == on_host, config
     writer = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
     script = AllocationTrace(writer, FsdpctlSteps(plan, writer), draws=False)
