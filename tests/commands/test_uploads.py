@@ -68,7 +68,7 @@ def test_an_existing_repository_is_replaced_only_on_request(hub, checkpoint):
     assert hub.models["me/tiny"] == {".gitattributes": b"", **local()}
     hub.public.add("me/tiny")
     code, said = upload(checkpoint, "--overwrite")
-    assert (code, "is public" in said) == (2, True)
+    assert (code, "public; fsdpctl uploads to private" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("target", "expected"), [
