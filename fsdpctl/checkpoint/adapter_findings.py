@@ -230,10 +230,10 @@ def _check_settings(config: _ComparedConfig, adapters: _AdapterTensors) -> Itera
         targets, unknown, lacking = getattr(config, key), list[str](), list[str]()
         for target in targets if isinstance(targets, list) else ():
             of_target = [
-                x for name, each in known.items() for x in each if _is_name_end(name, target)
+                x for name, each in known.items() for x in each if _ends_with(name, target)
             ]
             lacks = [each for each in of_target if each not in adapted]
-            if not of_target and not any(_is_name_end(name, target) for name in names):
+            if not of_target and not any(_ends_with(name, target) for name in names):
                 unknown.append(target)
             elif has_all or len(lacks) == len(of_target):
                 lacking += lacks
@@ -245,7 +245,7 @@ def _check_settings(config: _ComparedConfig, adapters: _AdapterTensors) -> Itera
         yield lost_finding(ADAPTER_CONFIG, f"r={config.r}, not {shorten_list(others)}")
 
 
-def _is_name_end(name: str, target: str) -> bool:
+def _ends_with(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 

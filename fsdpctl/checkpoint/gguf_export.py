@@ -71,12 +71,7 @@ class _GgufTensor:
 
 
 def write_gguf(
-    reader: CheckpointReader,
-    destination: Path,
-    *,
-    dtype: str,
-    overwrite: bool,
-    merge: bool = False,
+    reader: CheckpointReader, destination: Path, *, dtype: str, overwrite: bool, merge: bool = False
 ) -> ExportResult:
     """Write the file `destination`, or model.gguf in that directory, complete or not at all.
 
@@ -292,9 +287,7 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     problem, saved, name = "the run's tokenizer is unknown", dict[str, bytes](), ""
     tokenizer_json: dict[str, Any] = {}
     if files.keys() & set(VOCABULARIES):
-        saved = FileTokenizer(
-            "of the checkpoint", files
-        ).files_as_saved()  # one file with all tokens
+        saved = FileTokenizer("of the checkpoint", files).files_as_saved()  # with all tokens
         tokenizer_json = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer_json.get("pre_tokenizer"))
         problem = "the run's tokenizer is not a byte-level BPE"

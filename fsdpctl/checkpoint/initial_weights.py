@@ -124,13 +124,11 @@ class BaseWeights:
     @classmethod
     def new(cls, folder: Path, weights: TensorSource, ranks: ObjectCollectives) -> Self:
         """Describe weights that no checkpoint names, before they are loaded. Collective."""
-        return cls(
-            BaseInfo(str(folder), "", weights_checksum(weights, _sample_spans, ranks)), weights
-        )
+        return cls(BaseInfo(str(folder), "", weights_checksum(weights, _samples, ranks)), weights)
 
     def check_samples(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> None:
         """Verify samples of each tensor; CheckpointError if they differ. Collective."""
-        if weights_checksum(self.weights, _sample_spans, ranks, on_bytes) != self.info.sampled:
+        if weights_checksum(self.weights, _samples, ranks, on_bytes) != self.info.sampled:
             raise self._changed()
 
     def verify(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> BaseInfo:
@@ -202,7 +200,7 @@ def _chunk_spans(info: TensorInfo) -> Iterable[Span]:
     return Span(0, info.numel).split(_CHUNK_BYTES // ITEMSIZES[info.dtype])
 
 
-def _sample_spans(info: TensorInfo) -> Iterable[Span]:
+def _samples(info: TensorInfo) -> Iterable[Span]:
     """Return 4 spans of 256 KiB, from begin to end of the tensor, or all of a small tensor."""
     size = _SAMPLE_BYTES // ITEMSIZES[info.dtype]
     last = info.numel - size

@@ -63,9 +63,7 @@ def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
     With `replaces`, an existing `folder` is replaced.
     """
-    scratch = folder.with_name(
-        f"{folder.name}.tmp-{token_hex(4)}"
-    )  # process ids repeat in containers
+    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
     try:
         scratch.mkdir(parents=True)
         yield scratch

@@ -196,9 +196,7 @@ class RemoteCheckpoints:
         """Open the store of a URL; messages about the URL begin with `location`."""
         self.url = url.rstrip("/")
         self._root = open_store(self.url, location or self.url, CheckpointError)
-        if hasattr(
-            self._root.store, "auto_mkdir"
-        ):  # a file system, in which a file needs its directory
+        if hasattr(self._root.store, "auto_mkdir"):  # file systems need directories
             self._root.store.auto_mkdir = True
 
     def _find(self) -> dict[Path, bool]:

@@ -17,14 +17,12 @@ from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.module_spec import vocabulary_shapes
 from fsdpctl.plan.layout import Span
 
-TIE_WORD_EMBEDDINGS = "tie_word_embeddings"
+TIE_KEY = "tie_word_embeddings"
 _ROWS = 1 << 10
 
 
 def resizes_embeddings(model: ModelConfig) -> bool:
-    return model.first_new_token is not None or TIE_WORD_EMBEDDINGS in json.loads(
-        model.overrides or "{}"
-    )
+    return model.first_new_token is not None or TIE_KEY in json.loads(model.overrides or "{}")
 
 
 def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
@@ -32,11 +30,9 @@ def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
     if not resizes_embeddings(model):
         return model
     settings, content = model_settings(str(folder)), config_dict(model)
-    content.pop(TIE_WORD_EMBEDDINGS, None)
+    content.pop(TIE_KEY, None)
     theirs = json.loads(settings["model.config_json"])
-    content |= (
-        {TIE_WORD_EMBEDDINGS: theirs[TIE_WORD_EMBEDDINGS]} if TIE_WORD_EMBEDDINGS in theirs else {}
-    )
+    content |= {TIE_KEY: theirs[TIE_KEY]} if TIE_KEY in theirs else {}
     stored = with_config(model, content)
     return with_sizes(stored, vocab_size=int(settings["model.vocab_size"]))
 

@@ -202,19 +202,19 @@ def remove_interrupted_saves(checkpoints: Path) -> None:
 
 
 def expired(
-    complete: Sequence[Path], keep: CheckpointConfig, kept_names: Collection[str]
+    complete: Sequence[Path], keep: CheckpointConfig, protected: Collection[str]
 ) -> list[Path]:
-    """Return the checkpoints to delete, oldest first: `keep` and `kept_names` keep the others."""
+    """Return the checkpoints to delete, oldest first: `keep` and `protected` keep the others."""
     old = complete[: -keep.keep_last] if keep.keep_last else ()
     every = keep.keep_every
-    candidates = [each for each in old if each.name not in kept_names]
+    candidates = [each for each in old if each.name not in protected]
     return [each for each in candidates if not (every and step_of(each) % every == 0)]
 
 
 def remove_expired(
-    checkpoints: Path, keep: CheckpointConfig, kept_names: Collection[str] = ()
+    checkpoints: Path, keep: CheckpointConfig, protected: Collection[str] = ()
 ) -> None:
-    for folder in expired(complete_checkpoints(checkpoints), keep, kept_names):
+    for folder in expired(complete_checkpoints(checkpoints), keep, protected):
         _delete(folder, folder)
 
 

@@ -47,9 +47,7 @@ class AttentionMask:
     """
 
     window: int | None
-    offsets: Tensor | None = (
-        None  # int32: begin of each sequence in the concatenated rows, and the end
-    )
+    offsets: Tensor | None = None
     max_length: int = 0  # tokens of the longest sequence, or more
     bias: Tensor | None = None  # added to scores: 0, or minus infinity for masked tokens
     documents: PackedDocuments | None = None

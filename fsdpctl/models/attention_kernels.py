@@ -48,9 +48,7 @@ def use_kernel(kernel: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         if kernel not in (None, TRANSFORMERS):
             takes_masks = kernel in (EFFICIENT, MATH)
-            stack.enter_context(
-                _changed_state(takes_masks=takes_masks, repeats=kernel == EFFICIENT)
-            )
+            stack.enter_context(_with_state(takes_masks=takes_masks, repeats=kernel == EFFICIENT))
             _prefer(kernel, _FALLBACKS.get(kernel, (EFFICIENT, MATH)), stack)
         yield
 
@@ -78,7 +76,7 @@ def _activate(kernel: str) -> Callable[[], object]:
 
 
 @contextmanager
-def _changed_state(**values: Any) -> Iterator[None]:
+def _with_state(**values: Any) -> Iterator[None]:
     before = {name: getattr(_state, name) for name in values}
     for name, value in values.items():
         setattr(_state, name, value)
@@ -93,7 +91,7 @@ def _changed_state(**values: Any) -> Iterator[None]:
 def assume_device(device: str, kernel: str | None) -> Iterator[None]:
     """Inside the block, treat meta tensors as if they were on `device`, with `kernel`."""
     takes_masks = kernel in (EFFICIENT, MATH)
-    with _changed_state(assumed=device, takes_masks=takes_masks, repeats=kernel == EFFICIENT):
+    with _with_state(assumed=device, takes_masks=takes_masks, repeats=kernel == EFFICIENT):
         yield
 
 

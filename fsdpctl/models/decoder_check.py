@@ -23,7 +23,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import C, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context_parallel import use_exchange
-from fsdpctl.models.packed_documents import document_ranges, pack_documents
+from fsdpctl.models.packed_documents import pack_documents, token_ranges
 from fsdpctl.models.small_copy import small_copy
 from fsdpctl.models.transformers_build import initializer
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -148,9 +148,7 @@ def _traits(model: ModelConfig) -> DecoderTraits:
     elif _differ(logits, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
-        ranges = (
-            (row, *x) for row, lengths in enumerate(_LENGTHS) for x in document_ranges(lengths)
-        )
+        ranges = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in token_ranges(lengths))
         alone = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
         problem = (
             "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, logits)
@@ -193,9 +191,7 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
             module = small_copy(_with_short_ranges(model))
             tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
             whole = module(tokens)
-            modules = [
-                copy.deepcopy(module) for _ in range(ranks)
-            ]  # forwards may write to the module
+            modules = [copy.deepcopy(module) for _ in range(ranks)]  # forwards may write
             differs = _differ(whole, torch.cat(run_as_ranks(ranks, run), 1))
     except UsageError as error:
         return f"not supported: {error}"

@@ -64,7 +64,7 @@ def aux_loss_factor(model: Any) -> float:
     return float(factor) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
 
 
-def global_balance_loss(
+def global_aux_loss(
     routers: Any, data: Tensor, model: Any, reduce_counts: ReduceCounts | None
 ) -> Tensor:
     """Return the load-balancing loss, with each expert's share of tokens over all ranks.

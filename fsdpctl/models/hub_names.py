@@ -33,9 +33,7 @@ class StoredParts:
     shape: Shape  # (): the model has no such tensor
     is_buffer: bool
     parts: tuple[str, ...]
-    copies: tuple[
-        str, ...
-    ] = ()  # stored tensors that the model ties to `parts`, and that must be equal
+    copies: tuple[str, ...] = ()  # tensors that the model ties to `parts`, and so are equal
 
 
 def map_stored_tensors(

@@ -42,10 +42,8 @@ class LoraLinear(FrozenLinear):
         self.lora_B: nn.Linear = UninitializedLinear(config.rank, out, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        uses_dropout = self.training and self.dropout > 0
-        down = (
-            dropout_linear(x, self.lora_A.weight, self.dropout) if uses_dropout else self.lora_A(x)
-        )
+        drops = self.training and self.dropout > 0
+        down = dropout_linear(x, self.lora_A.weight, self.dropout) if drops else self.lora_A(x)
         return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
 
 
@@ -65,14 +63,14 @@ def set_trainable(module: nn.Module, config: ModelConfig) -> None:
         if config.trainable is not None:
             _train_only(module, config.trainable)
         return
-    fully_trained = fully_trained_modules(module, config.lora.also)
-    params = [param for name in fully_trained for param in module.get_submodule(name).parameters()]
+    trained = fully_trained_modules(module, config.lora.also)
+    params = [param for name in trained for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
         _quantize_linear_layers(
-            module, QUANT_FORMATS[config.base_dtype], fully_trained, experts=config.quantize_experts
+            module, QUANT_FORMATS[config.base_dtype], trained, experts=config.quantize_experts
         )
-    targets, stacked = _targets(module, config.lora, fully_trained)
-    if fully_trained and not targets and not stacked:
+    targets, stacked = _targets(module, config.lora, trained)
+    if trained and not targets and not stacked:
         problem = f"conflicts with {TARGETS}={config.lora.targets}: no layer is left for adapters"
         raise UsageError(f"{FULLY_TRAINED}={config.lora.also}: {problem}")
     module.requires_grad_(False)
@@ -116,7 +114,7 @@ def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
     """Return the names of the modules that `model.lora.also` selects, and of their submodules."""
     if text is None:
         return set()
-    selected = NameFilter.parse(FULLY_TRAINED, text, match_ends=True)
+    selected = NameFilter.parse(FULLY_TRAINED, text, at_end=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
     leaf_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
     leaves = [each for each in leaf_names if not each.isdigit()]
@@ -126,7 +124,7 @@ def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
 
 
 def _targets(
-    module: nn.Module, config: LoraConfig, fully_trained: Collection[str]
+    module: nn.Module, config: LoraConfig, trained: Collection[str]
 ) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
     """Return the layers that get an adapter, by name, and the matrices of stacked experts.
 
@@ -135,13 +133,11 @@ def _targets(
     """
     layers, read_directly = dict(_linear_layers(module)), layers_read_directly(module)
     selected, has_all_linear = NameFilter.parse(
-        TARGETS, config.targets, match_ends=True
+        TARGETS, config.targets, at_end=True
     ).without_all_linear()
     if selected is None:
         return {
-            x: each
-            for x, each in layers.items()
-            if x not in read_directly and x not in fully_trained
+            x: each for x, each in layers.items() if x not in read_directly and x not in trained
         }, {}
     stacked = {
         name: [
@@ -151,9 +147,7 @@ def _targets(
         ]
         for name, each in stacked_experts.stacked_experts(module)
     }
-    stacked = {
-        name: words for name, words in stacked.items() if words and name not in fully_trained
-    }
+    stacked = {name: words for name, words in stacked.items() if words and name not in trained}
     names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     known = f"linear layers except the output head are {', '.join(leaves)}"
@@ -161,17 +155,15 @@ def _targets(
     matching = (
         x for x in layers if selected.matches(x) or (has_all_linear and x not in read_directly)
     )
-    layers_found = {name: layers[name] for name in matching}
+    chosen = {name: layers[name] for name in matching}
     if without_effect := sorted(
-        {name.rpartition(".")[2] for name in layers_found if name in read_directly}
+        {name.rpartition(".")[2] for name in chosen if name in read_directly}
     ):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return {
-        name: layer for name, layer in layers_found.items() if name not in fully_trained
-    }, stacked
+    return {name: layer for name, layer in chosen.items() if name not in trained}, stacked
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -199,17 +191,15 @@ class NameFilter:
     patterns: Mapping[str, re.Pattern[str]]  # by name in the list, or by `text`
 
     @staticmethod
-    def parse(key: str, text: str, *, match_ends: bool = False) -> "NameFilter":
+    def parse(key: str, text: str, *, at_end: bool = False) -> "NameFilter":
         """Parse the value of a setting.
 
-        With `match_ends`, a name of a list matches only at the end of a module's name. UsageError
+        With `at_end`, a name of a list matches only at the end of a module's name. UsageError
         if `text` is neither a list of names nor a regular expression.
         """
         if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
             names = _parse_names(key, text)
-            return NameFilter(
-                key, text, {x: re.compile(_pattern_for(x, match_ends)) for x in names}
-            )
+            return NameFilter(key, text, {x: re.compile(_pattern_for(x, at_end)) for x in names})
         try:
             return NameFilter(key, text, {text: re.compile(text)})
         except (re.error, OverflowError, RecursionError) as error:
@@ -231,19 +221,17 @@ class NameFilter:
         return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in matches)
 
     def check(
-        self, names: Collection[str], kind: str, valid_names: str, suggestions: Collection[str]
+        self, names: Collection[str], kind: str, valid: str, suggestions: Collection[str]
     ) -> None:
         """Check that each pattern matches one of `names`, which are names of a `kind`.
 
-        UsageError if a pattern has no match, with the nearest of `suggestions` and `valid_names`.
+        UsageError if a pattern has no match, with the nearest of `suggestions` and `valid`.
         """
         for part, pattern in self.patterns.items():
             if not any(map(pattern.search, names)):
                 shown = f"{part} " if part != self.text else ""
                 hint = did_you_mean(part, suggestions)
-                raise UsageError(
-                    f"{self.key}={self.text}: {shown}matches no {kind}{hint}; {valid_names}"
-                )
+                raise UsageError(f"{self.key}={self.text}: {shown}matches no {kind}{hint}; {valid}")
 
 
 def _parse_names(key: str, text: str) -> list[str]:
@@ -258,8 +246,8 @@ def _parse_names(key: str, text: str) -> list[str]:
     raise UsageError(f"{key}={text}: {problem if names else 'empty'}; {expected}")
 
 
-def _pattern_for(name: str, match_ends: bool) -> str:
-    if match_ends:
+def _pattern_for(name: str, at_end: bool) -> str:
+    if at_end:
         return rf"(?:^|\.){re.escape(name)}$"
     whole = r"(?<!\d)" * name[0].isdigit() + re.escape(name)
     return whole + r"(?!\d)" * name[-1].isdigit()  # layers.1 does not match layers.10

@@ -72,30 +72,28 @@ def pack_documents(
     lengths: Lengths,
     device: torch.device,
     *,
-    kernel_device_type: str = "",
+    kernel_device: str = "",
     context: ContextParallel | None = None,
     one_per_row: bool = False,
     padding_starts: Sequence[int] = (),
 ) -> PackedDocuments:
     """Return the documents of a batch, whose rows have equal sums of `lengths`.
 
-    `kernel_device_type` is the device type whose kernels are used, by default that of `device`. For
+    `kernel_device` is the device type whose kernels are used, by default that of `device`. For
     the other arguments, see `PackedDocuments`. Without `padding_starts`, there is no padding.
     """
     rows, size = len(lengths), sum(lengths[0])
-    flat_lengths = list(chain.from_iterable(lengths))
-    positions = torch.cat([torch.arange(length) for length in flat_lengths]).view(rows, size)
-    offsets = torch.full((_power_of_two(len(flat_lengths)) + 1,), rows * size, dtype=torch.int32)
-    offsets[: len(flat_lengths) + 1] = torch.tensor(
-        [0, *accumulate(flat_lengths)], dtype=torch.int32
-    )
-    max_length = min(size, _power_of_two(max(flat_lengths)))
+    flat = list(chain.from_iterable(lengths))
+    positions = torch.cat([torch.arange(length) for length in flat]).view(rows, size)
+    offsets = torch.full((_power_of_two(len(flat)) + 1,), rows * size, dtype=torch.int32)
+    offsets[: len(flat) + 1] = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
+    max_length = min(size, _power_of_two(max(flat)))
     sent = copy_to_device(positions, device), copy_to_device(offsets, device)
     starts = (
         copy_to_device(torch.tensor(padding_starts).view(-1, 1), device) if padding_starts else None
     )
     return PackedDocuments(
-        lengths, *sent, max_length, kernel_device_type or device.type, context, one_per_row, starts
+        lengths, *sent, max_length, kernel_device or device.type, context, one_per_row, starts
     )
 
 
@@ -130,6 +128,6 @@ def assumed_documents(
     )
 
 
-def document_ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def token_ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
     ends = list(accumulate(lengths))
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]

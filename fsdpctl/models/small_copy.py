@@ -65,10 +65,10 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
 def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     content = config_dict(model)
-    all_keys = read_configuration(content, CONFIG_LOCATION).to_dict()  # with defaults
-    tokens = {name: token for name, token in _TOKENS.items() if all_keys.get(name) is not None}
-    content = {**content, **_shrink(all_keys), **tokens}
-    heads = {name: all_keys[name] for name in all_keys if name.endswith("head_dim")}
+    keys = read_configuration(content, CONFIG_LOCATION).to_dict()  # with defaults
+    tokens = {name: token for name, token in _TOKENS.items() if keys.get(name) is not None}
+    content = {**content, **_shrink(keys), **tokens}
+    heads = {name: keys[name] for name in keys if name.endswith("head_dim")}
     shrunk, module = (
         _first_small(content, model)
         or _first_small({**content, **heads}, model)
@@ -107,11 +107,9 @@ def _count(module: nn.Module) -> int:
 
 
 def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    all_keys, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
+    keys, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
-    sizes = {
-        name: each for name, each in all_keys.items() if type(each) is int and named.search(name)
-    }
+    sizes = {name: each for name, each in keys.items() if type(each) is int and named.search(name)}
     return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
 
 

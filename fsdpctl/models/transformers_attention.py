@@ -80,10 +80,8 @@ class TransformersAttention:
         modules = list(model.modules())
         files = {sys.modules[type(each).__module__] for each in modules}
         self.supports_ours = any(hasattr(each, _INTERFACE) for each in files)
-        module_configs: list[Any] = [getattr(each, "config", None) for each in modules]
-        configs = {
-            id(each): each for each in module_configs if hasattr(each, "_attn_implementation")
-        }
+        candidates: list[Any] = [getattr(each, "config", None) for each in modules]
+        configs = {id(each): each for each in candidates if hasattr(each, "_attn_implementation")}
         self._defaults = [(each, each._attn_implementation) for each in configs.values()]
         self.use(ours=True)
         for each in modules:
@@ -163,10 +161,10 @@ def _split_into_chunks(
     device = torch.device(about["device"])
     if documents is None:
         return pack_documents(
-            split, device, kernel_device_type=device_type(torch.empty(0, device=device))
+            split, device, kernel_device=device_type(torch.empty(0, device=device))
         )
     like, context = documents.device_type, documents.context
-    return pack_documents(split, device, kernel_device_type=like, context=context)
+    return pack_documents(split, device, kernel_device=like, context=context)
 
 
 def _within_documents(

@@ -36,10 +36,10 @@ def build_transformers(
 def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    hf_config = read_configuration(config_dict(config), CONFIG_LOCATION)
+    filled = read_configuration(config_dict(config), CONFIG_LOCATION)
     try:
         make: Any = transformers.AutoModelForCausalLM
-        return make.from_config(hf_config, dtype=dtype)
+        return make.from_config(filled, dtype=dtype)
     except Exception as error:  # code of a family may raise any exception
         reason = str(error).strip().replace("\n", " ")
         location = (
@@ -47,9 +47,7 @@ def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> 
         )
         if isinstance(error, KeyError):  # such as an unknown activation
             known = did_you_mean(str(error.args[0]), [*transformers.activations.ACT2FN])
-            key = re.search(
-                rf'(\w+)": "{re.escape(str(error.args[0]))}"', hf_config.to_json_string()
-            )
+            key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', filled.to_json_string())
             reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
         raise UsageError(f"{location}: transformers cannot build the model: {reason}") from None
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.errors import UsageError
-from fsdpctl.models.experts import ReduceCounts, aux_loss_factor, global_balance_loss
+from fsdpctl.models.experts import ReduceCounts, aux_loss_factor, global_aux_loss
 from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.models.transformers_attention import TransformersAttention
 
@@ -119,10 +119,8 @@ class OutputHead(nn.Linear):
         if chunk_tokens is None or len(targets) <= chunk_tokens:
             return loss_of(x, targets)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        for chunk, chunk_targets in zip(
-            x.split(chunk_tokens), targets.split(chunk_tokens), strict=True
-        ):
-            loss = loss + checkpoint(loss_of, chunk, chunk_targets, use_reentrant=False)
+        for chunk, target in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+            loss = loss + checkpoint(loss_of, chunk, target, use_reentrant=False)
         return loss
 
     def _loss(self, outputs: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -313,9 +311,7 @@ class TransformersDecoder(nn.Module):
         model = self.transformers_model
         factor = aux_loss_factor(model)
         if self._aux_loss == "global":
-            return factor * global_balance_loss(
-                outputs.router_logits, data, model, self.reduce_counts
-            )
+            return factor * global_aux_loss(outputs.router_logits, data, model, self.reduce_counts)
         mask = (data | ~data.any()).long()  # the mean over no tokens would be NaN
         head = self.get_output_embeddings()
         settings = {"output_router_logits": True, "attention_mask": mask}

@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdpctl.checkpoint.peft import stored_rows
 from fsdpctl.checkpoint.pretrained import find_tokenizer
-from fsdpctl.checkpoint.resized_embeddings import TIE_WORD_EMBEDDINGS
+from fsdpctl.checkpoint.resized_embeddings import TIE_KEY
 from fsdpctl.config.decoder_config import canonical_json, config_dict, config_value
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import saves_tied_weights
@@ -73,7 +73,7 @@ def _as_in_peft(config: C, path: str) -> C:
     saved_rows = stored_rows(Path(path), names)
     also = fully_trained_modules(module, model.lora.also)
     is_saved = any(name.rpartition(".")[0] in also for name in names)
-    is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_WORD_EMBEDDINGS))
+    is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_KEY))
     if is_saved and is_tied and not (saves_tied_weights(path) and len(saved_rows) == len(names)):
         config = replace(config, model=_untied(model))
     base, rows = find_tokenizer(Path(str(model.path))), max(saved_rows.values(), default=0)
@@ -96,6 +96,6 @@ def _has_new_tokens(adapters: str, base: str | None) -> bool:
 
 def _untied(model: ModelConfig) -> ModelConfig:
     """Return a model with an output head that is separate from the embedding, as in PEFT."""
-    overrides = json.loads(model.overrides or "{}") | {TIE_WORD_EMBEDDINGS: False}
-    content = config_dict(model) | {TIE_WORD_EMBEDDINGS: False}
+    overrides = json.loads(model.overrides or "{}") | {TIE_KEY: False}
+    content = config_dict(model) | {TIE_KEY: False}
     return replace(model, overrides=canonical_json(overrides), config_json=canonical_json(content))

@@ -133,10 +133,8 @@ def build_torch_engine(
     initializer = ParamInitializer(module, device, settings.master_dtype, init_param)
     for name in settings.blocks:
         _report_progress(name, module.get_submodule(name))
-    engine_class = Fsdp2Engine if settings.engine == FSDP2 else DdpEngine
-    return TorchEngineModel(
-        module, engine_class(module, settings, world, initializer), world, roles
-    )
+    engine = Fsdp2Engine if settings.engine == FSDP2 else DdpEngine
+    return TorchEngineModel(module, engine(module, settings, world, initializer), world, roles)
 
 
 def _report_progress(name: str, block: nn.Module) -> None:

@@ -81,7 +81,7 @@ def run_small(model: Any, step: int) -> None:
 def run_decoder(model: Any, step: int) -> None:
     """Train on full and on packed rows, then validate."""
     tokens = torch.arange(32).view(2, 16)
-    documents = pack_documents(LENGTHS, torch.device("cpu"), kernel_device_type="cuda")
+    documents = pack_documents(LENGTHS, torch.device("cpu"), kernel_device="cuda")
     loss = model(tokens, tokens, documents=documents if step == 2 else None)
     if step < 3:
         loss.backward()

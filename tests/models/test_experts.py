@@ -11,7 +11,7 @@ from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.build_model import build_model, count_active_parameters
-from fsdpctl.models.experts import global_balance_loss
+from fsdpctl.models.experts import global_aux_loss
 from fsdpctl.models.packed_documents import pack_documents
 from fsdpctl.optim.sgd import ShardedSGD
 from tests.distributed import distributed
@@ -112,7 +112,7 @@ def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: in
     model = SimpleNamespace(num_experts=4, num_experts_per_tok=2)
     reduce = collectives_for(CPU).all_reduce
     data = torch.arange(10) < ends[rank]
-    found = global_balance_loss([logits[rank]], data[None], model, reduce)
+    found = global_aux_loss([logits[rank]], data[None], model, reduce)
     counted = [each[:end] for each, end in zip(logits, ends, strict=True)]
     everywhere = torch.cat(counted)
     share = F.one_hot(everywhere.softmax(-1).topk(2).indices, 4).sum(dim=(0, 1)) / len(everywhere)

@@ -14,7 +14,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.build_model import build_model
-from fsdpctl.models.packed_documents import document_ranges, pack_documents
+from fsdpctl.models.packed_documents import pack_documents, token_ranges
 from fsdpctl.models.small_copy import allocate
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -43,7 +43,7 @@ def alone() -> list[tuple[Tensor, Tensor]]:
     return [
         (tokens[row : row + 1, start:end], targets[row : row + 1, start:end])
         for row, lengths in enumerate(LENGTHS)
-        for start, end in document_ranges(lengths)
+        for start, end in token_ranges(lengths)
     ]
 
 
@@ -71,9 +71,7 @@ def opened(folder: Path) -> Any:
 def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     theirs = save_model(family, tmp_path)
     ours = opened(tmp_path)
-    documents = pack_documents(
-        LENGTHS, CPU, kernel_device_type="cpu" if kernel == "cpu" else "cuda"
-    )
+    documents = pack_documents(LENGTHS, CPU, kernel_device="cpu" if kernel == "cpu" else "cuda")
     tokens, targets = rows()
     logits = ours(tokens, documents=documents)
     summed(logits, targets).backward()
@@ -129,7 +127,7 @@ def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_hea
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     seen = [
-        attention_mask(q[:, 0], 8, window, pack_documents(LENGTHS, CPU, kernel_device_type=x))
+        attention_mask(q[:, 0], 8, window, pack_documents(LENGTHS, CPU, kernel_device=x))
         for x in ("cuda", "cpu")
     ]
     flat, each = (attend(q, k, v, one) for one in seen)

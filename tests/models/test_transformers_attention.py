@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.models.attention_sinks import varlen_attention_with_sinks
 from fsdpctl.models.module_spec import block_names
-from fsdpctl.models.packed_documents import document_ranges, pack_documents
+from fsdpctl.models.packed_documents import pack_documents, token_ranges
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.recomputation import block_checkpointing
 from tests.matrix import fast
@@ -79,7 +79,7 @@ def test_documents_compute_as_alone_in_transformers(family):
     loss.backward()
     wanted = 0.0
     for row, lengths in enumerate(LENGTHS):
-        for start, end in document_ranges(lengths[:-1]):
+        for start, end in token_ranges(lengths[:-1]):
             fresh = pair(family, FAMILIES[family])[0]  # dynamic embeddings remember lengths
             logits = fresh(tokens[row : row + 1, start:end], use_cache=False).logits
             alone = summed(logits, targets[row : row + 1, start:end])

@@ -15,7 +15,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import IGNORE_INDEX, Samples
-from fsdpctl.models.packed_documents import document_ranges
+from fsdpctl.models.packed_documents import token_ranges
 from fsdpctl.plan.batch_plan import plan_batches
 from fsdpctl.training.learning_rate import lr_factor
 from tests.models.decoders import save_decoder
@@ -77,7 +77,7 @@ def summed_alone(model: Any, rows: Samples, number: int) -> tuple[Tensor, int]:
     sample = rows[number]
     tokens, targets = torch.from_numpy(sample.tokens), torch.from_numpy(sample.targets)
     total = torch.zeros(())
-    for start, end in document_ranges(sample.lengths):
+    for start, end in token_ranges(sample.lengths):
         if (targets[start:end] == IGNORE_INDEX).all():
             continue
         logits = model(tokens[None, start:end], use_cache=False).logits[0].float()
