@@ -1,33 +1,52 @@
-"""One name, one meaning: public classes of the package."""
+"""One name, one meaning: classes, aliases of types and public constants of the package."""
 
 import ast
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from tests.test_architecture import package_sources
 
-# Each model file is read on its own, beside the reference implementation of its family.
-PER_FAMILY = "fsdpctl.models"
+# Names of one letter stand for types (T) or an imported class.
+_ALIAS = re.compile(r"_?[A-Z][a-z]\w+|[A-Z][A-Z_0-9]+")
 
 
-def classes_of_one_name(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the public top-level classes that several modules define."""
-    found: dict[str, list[str]] = defaultdict(list)
+def meanings(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the top-level names that several modules define differently, with these modules."""
+    defined: dict[str, dict[str, str]] = defaultdict(dict)
     for module, source in sources.items():
-        if not module.startswith(PER_FAMILY):
-            for node in ast.parse(source).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(module)
-    return {name: modules for name, modules in found.items() if len(modules) > 1}
+        for node in ast.parse(source).body:
+            for name, meaning in _defined(node):
+                defined[name][module] = meaning or module
+    return {
+        name: sorted(by_module)
+        for name, by_module in defined.items()
+        if len({*by_module.values()}) > 1
+    }
 
 
-def test_a_class_name_has_one_meaning() -> None:
-    assert not classes_of_one_name(package_sources())
+def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Yield the name of a class, alias or constant, and its value as code ("": a class)."""
+    if isinstance(node, ast.ClassDef):
+        yield node.name, ""
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and _ALIAS.fullmatch(target.id):
+                yield target.id, ast.unparse(node.value) if node.value else ""
 
 
-@pytest.mark.parametrize("name", ["Row", "Plan"])
-def test_a_second_class_of_a_name_would_be_noticed(name: str) -> None:
-    sources = {"fsdpctl.plan.a": f"class {name}: ...", "fsdpctl.data.b": f"class {name}: ..."}
-    assert set(classes_of_one_name(sources)) == {name}
+def test_a_name_has_one_meaning() -> None:
+    assert not meanings(package_sources())
+
+
+@pytest.mark.parametrize("first, second", [
+    ("class Row: ...", "class Row: ..."), ("class Row: ...", "Row = dict[str, int]"),
+    ("class _Product: ...", "class _Product: ..."), ("FILE = 'a.txt'", "FILE = 'data.file'"),
+])  # fmt: skip
+def test_a_second_meaning_would_be_noticed(first: str, second: str) -> None:
+    sources = {"fsdpctl.plan.a": first, "fsdpctl.models.b": second}
+    assert [*meanings(sources)] == [re.split(r"\W+", first)[first.startswith("class")]]
+    assert not meanings({"fsdpctl.plan.a": "NAMES = ('a',)", "fsdpctl.data.b": "NAMES = ('a',)"})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, REMAINDER, tensor_key
 from fsdpctl.checkpoint.quantized import quantized_like
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.staging import DTYPES, tensor_from_bytes
+from fsdpctl.checkpoint.staging import TORCH_DTYPES, tensor_from_bytes
 from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.flat_shard import (
@@ -154,7 +154,7 @@ def _load_model(source: TensorSource, model: ShardedModelProtocol) -> None:
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
         info = source.info(key)
-        stored = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        stored = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         _read_into(source, key, Span(0, stored.numel()), stored.view(-1))
         buffer.copy_(stored)
 
@@ -207,7 +207,7 @@ def _read_moment(
     key = tensor_key(name + CODES, param)
     is_coded = key in reader.manifest.tensors
     key = key if is_coded else tensor_key(name, param)
-    dtype = DTYPES[reader.info(key).dtype]
+    dtype = TORCH_DTYPES[reader.info(key).dtype]
     values = torch.zeros(round_up(span.numel, SCALE_BLOCK), dtype=dtype, device=device)
     _read_into(reader, key, span, values)
     if not is_coded:

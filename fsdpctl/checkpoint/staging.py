@@ -12,10 +12,10 @@ from fsdpctl.checkpoint.tensor_file import DTYPE_SIZES
 from fsdpctl.plan.layout import round_up
 
 _ALIGNMENT, _CHUNK_BYTES = 64, 1 << 30
-DTYPES: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, word) for name, (word, _) in DTYPE_SIZES.items()
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_bytes(values: Tensor) -> memoryview:
@@ -27,7 +27,7 @@ def tensor_bytes(values: Tensor) -> memoryview:
 
 def tensor_from_bytes(data: memoryview, dtype: str) -> Tensor:
     """Return writable bytes as a 1-D tensor without copying."""
-    return torch.frombuffer(data, dtype=DTYPES[dtype])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
 
 
 class StagingMemory:

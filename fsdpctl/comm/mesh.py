@@ -18,7 +18,7 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.process_group import T, all_gather_values
 from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
-from fsdpctl.comm.waits import CudaWaits, Seconds
+from fsdpctl.comm.waits import CudaWaits, WaitTime
 from fsdpctl.plan.step_plan import MeshPosition
 
 _PATIENCE = timedelta(days=1)  # disks may be slow; an exited rank breaks the connection at once
@@ -82,7 +82,7 @@ class Mesh:
     shard: Collectives  # the ranks of this rank's replica
     replicas: Collectives | None  # the ranks with the same shard; None if there is one replica
 
-    def take_waits(self) -> Seconds:
+    def take_waits(self) -> WaitTime:
         """Return the exposed communication of all groups since the previous call, in seconds."""
         taken = [each.waits.take() for each in self._groups()]
         return lambda: sum(seconds() for seconds in taken)

@@ -161,7 +161,7 @@ _CHECKED_EVERY = 0.5  # seconds after which a waiting rank checks whether the ot
 _EVERYONE = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-Exchange = Callable[[list[str]], list[list[str]]]  # all-gather of texts, in rank order
+GatherTexts = Callable[[list[str]], list[list[str]]]  # all-gather of texts, in rank order
 
 
 class _Timespec(ctypes.Structure):
@@ -175,7 +175,7 @@ class NotShared(Exception):  # noqa: N818  # no error: gloo is used instead
 class SharedMemory:
     """Memory of a group of ranks on one machine."""
 
-    def __init__(self, exchange: Exchange, rank: int, timeout: float) -> None:
+    def __init__(self, exchange: GatherTexts, rank: int, timeout: float) -> None:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
         self.rank, self._exchange, self._timeout = rank, exchange, timeout
         ranks = exchange([_host_key(), str(os.getpid())])

@@ -8,7 +8,7 @@ import torch
 from fsdpctl.comm.rank_status import RANK_STATUS
 
 Mark = float | torch.cuda.Event
-Seconds = Callable[[], float]  # call it only after the device has reached the last time stamp
+WaitTime = Callable[[], float]  # call it only after the device has reached the last time stamp
 
 
 def mark(*, on_cuda: bool) -> Mark:
@@ -44,7 +44,7 @@ class HostWaits:
         RANK_STATUS.wait(begins=False)
         self._seconds += time.perf_counter() - began
 
-    def take(self) -> Seconds:
+    def take(self) -> WaitTime:
         seconds, self._seconds = self._seconds, 0.0
         return lambda: seconds
 
@@ -64,7 +64,7 @@ class CudaWaits:
         wait()
         self._pairs.append((before, mark(on_cuda=True)))
 
-    def take(self) -> Seconds:
+    def take(self) -> WaitTime:
         """Return a function for the sum since the previous call, valid after the last event."""
         pairs, self._pairs = self._pairs, []
         return lambda: sum(seconds_between(*pair) for pair in pairs)

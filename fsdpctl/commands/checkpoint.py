@@ -28,7 +28,7 @@ _MOST_FILES = 1 << 16
 _PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
 
-Source = Annotated[
+SourceArg = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
@@ -90,7 +90,7 @@ def shard_checkpoint(
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
 
-def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
+def inspect_checkpoint(source: SourceArg, as_json: AsJson = False) -> None:
     """Show a checkpoint's run, files and tensors."""
     reader = open_source(source)
     if as_json:

@@ -27,7 +27,7 @@ def completions(incomplete: str) -> list[str]:
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
 
 
-Settings = Annotated[
+SettingArgs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FILE.yaml] KEY=VALUE",

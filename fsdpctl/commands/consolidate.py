@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.gguf_export import write_gguf
 from fsdpctl.checkpoint.publish import CARD, check_destination
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES, write_synced
-from fsdpctl.commands.checkpoint import Source, open_source, verify_base
+from fsdpctl.commands.checkpoint import SourceArg, open_source, verify_base
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.config.hub import cached_model, has_weights
@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
-    source: Source,
+    source: SourceArg,
     destination: Annotated[
         str,
         typer.Argument(
@@ -134,7 +134,7 @@ def _finish(reader: CheckpointReader, export: Path, *, is_peft: bool) -> None:
 
 
 def verify_checkpoint(
-    source: Source,
+    source: SourceArg,
     base: Annotated[
         str | None,
         typer.Option(

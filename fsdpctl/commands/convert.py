@@ -6,23 +6,23 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.commands.config_args import ConfigArguments, Settings, normalize
+from fsdpctl.commands.config_args import ConfigArguments, SettingArgs, normalize
 from fsdpctl.commands.printing import emit, note
 from fsdpctl.config.compose import parse_settings
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.convert import NOT_NEEDED, ConvertedRecipe, recipe_text
+from fsdpctl.importers.convert import UNUSED, ConvertedRecipe, recipe_text
 from fsdpctl.importers.convert import convert as to_recipe
 from fsdpctl.importers.readers import read_other_tool
 from fsdpctl.io.texts import escaped
 
-Source = Annotated[
+FileArg = Annotated[
     Path, typer.Argument(metavar="FILE", help="Configuration of axolotl, accelerate or TRL.")
 ]
 
 
 def convert(
-    source: Source,
-    settings: Settings = None,
+    source: FileArg,
+    settings: SettingArgs = None,
     out: Annotated[
         Path | None, typer.Option(metavar="RECIPE", help="File to write, which must not exist.")
     ] = None,
@@ -53,7 +53,7 @@ def convert(
 
 def describe_omissions(recipe: ConvertedRecipe) -> list[str]:
     """Return lines about missing settings, and about omitted keys that affect the training."""
-    omitted = [each for each in recipe.left_out if not each.startswith(NOT_NEEDED)]
+    omitted = [each for each in recipe.left_out if not each.startswith(UNUSED)]
     return [*(f"missing: {why}" for _, why in recipe.missing), *(f"left out: {x}" for x in omitted)]
 
 

@@ -9,7 +9,7 @@ import typer
 from fsdpctl.commands.config_args import (
     YAML,
     Recipe,
-    Settings,
+    SettingArgs,
     check_choice,
     normalize,
     note_changes,
@@ -27,7 +27,7 @@ _FIT_CHOICES = ("micro_batch", "seq_len", "model")
 # The garbage collector would take a quarter of a large estimate's time, and free 1% of the memory.
 @without_gc()
 def estimate_memory(  # noqa: PLR0913  # each is an option
-    settings: Settings = None,
+    settings: SettingArgs = None,
     recipe: Recipe = None,
     all_strategies: Annotated[
         bool, typer.Option("--all-strategies", help="Estimate all strategies, one line each.")

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.commands.config_args import Settings, normalize
+from fsdpctl.commands.config_args import SettingArgs, normalize
 from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.compose import compose_config
@@ -33,7 +33,7 @@ from fsdpctl.training.validation_loss import ValidationLoss, bits_per_byte, vali
 _DATA_KEYS = ("data", "train.seq_len")
 
 
-def evaluate(source: Weights, settings: Settings = None, as_json: AsJson = False) -> None:
+def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = False) -> None:
     """Compute loss, perplexity and bits per byte.
 
     A run or checkpoint is evaluated on its own data, unless data=… is set:

@@ -15,7 +15,7 @@ from fsdpctl.commands.config_args import (
     ConfigArguments,
     RanksPerNode,
     Recipe,
-    Settings,
+    SettingArgs,
     normalize,
     note_changes,
     recipe_text,
@@ -53,7 +53,7 @@ _LAST_LINES = 12
 
 
 def train(
-    settings: Settings = None,
+    settings: SettingArgs = None,
     recipe: Recipe = None,
     resume: Annotated[
         str,

@@ -34,7 +34,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _TextIndex:
     """The facts about files of text whose tokens are in the cache."""
 
     train: _Part
@@ -44,7 +44,7 @@ class _Index:
     notes: list[str]
 
 
-_Opened = tuple[_Index, TokenStream, TokenStream | None]
+_Opened = tuple[_TextIndex, TokenStream, TokenStream | None]
 
 
 def open_text(
@@ -100,7 +100,7 @@ def _from_cache(name: str) -> _Opened | None:
     if (entry := read_cache(name)) is None:
         return None
     try:
-        index = as_type(entry.facts, _Index, name)
+        index = as_type(entry.facts, _TextIndex, name)
     except UsageError:
         return None
     train, val = (_stream(part) if part else None for part in (index.train, index.val))
@@ -143,7 +143,7 @@ def _encoded(
         raise UsageError(f"data.val_fraction={fraction}: leaves nothing to train on")
     train, stream = _encode(tokenizer, texts)
     val, val_stream = _encode(tokenizer, val_texts) if val_texts else (None, None)
-    return _Index(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream
+    return _TextIndex(train, val, has_val_files, [*skipped], [*notes]), stream, val_stream
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenStream]:

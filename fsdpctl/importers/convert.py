@@ -24,7 +24,7 @@ from fsdpctl.importers.translation import (
 )
 from fsdpctl.plan.optimizers import ADAMW, OPTIMIZERS
 
-NOT_NEEDED = "not needed: "
+UNUSED = "not needed: "
 _WIDTH = 100  # columns of a line
 _RANKS_OF_NODE = 8
 # Settings that a recipe need not have, since their defaults apply.
@@ -186,7 +186,7 @@ def _left_out(target: Translation) -> Iterator[str]:
         yield f"changes the training, without a counterpart: {shown}"
     unused = [each for each in target.no_memory_effect if each.partition("[")[0] not in named]
     if unneeded := [each for each in unused if each not in {value.key for value in deciding}]:
-        yield f"{NOT_NEEDED}{', '.join(unneeded)}"
+        yield f"{UNUSED}{', '.join(unneeded)}"
 
 
 def _changes(target: Translation, value: SourceKey) -> bool:

@@ -52,7 +52,7 @@ def get_optimizer(name: str) -> OptimizerRow:
     return OPTIMIZERS[name]
 
 
-Shape = tuple[int, int, int]  # matrices, rows and columns
+MatrixShape = tuple[int, int, int]  # matrices, rows and columns
 
 
 def uses_muon(param: ParamSpec) -> bool:
@@ -64,7 +64,7 @@ def uses_muon(param: ParamSpec) -> bool:
     return param.trainable and param.in_block and param.role == "matrix" and is_matrix
 
 
-def matrix_shape(param: ParamSpec) -> Shape:
+def matrix_shape(param: ParamSpec) -> MatrixShape:
     """Return the number and the shape of the matrices in a parameter."""
     count = param.shape[0] if len(param.shape) == 3 else 1
     return count, param.shape[-2], param.shape[-1]
@@ -77,7 +77,7 @@ class MuonSettings:
     ns_steps: int = NS_STEPS
     nesterov: bool = True
 
-    def tensors(self, shape: Shape, itemsize: int) -> Iterator[tuple[str, int]]:
+    def tensors(self, shape: MatrixShape, itemsize: int) -> Iterator[tuple[str, int]]:
         """Yield each temporary tensor of an update with its bytes; 0 bytes mean that it is freed.
 
         `itemsize` is the item size of the master weights.
@@ -94,7 +94,7 @@ class MuonSettings:
             update, following = following, update
         yield update, 0
 
-    def products(self, shape: Shape) -> list[tuple[int, int, int, int]]:
+    def products(self, shape: MatrixShape) -> list[tuple[int, int, int, int]]:
         """Return batch, rows, columns and inner dimension of each matrix product of an update."""
         count, short, long = shape[0], min(shape[1:]), max(shape[1:])
         step = [(count, short, short, long), (count, short, short, short)]

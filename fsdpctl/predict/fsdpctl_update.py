@@ -6,8 +6,8 @@ from math import prod
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_spans
 from fsdpctl.plan.optimizers import (
+    MatrixShape,
     MuonSettings,
-    Shape,
     matrix_shape,
     muon_flops,
     tile_bytes,
@@ -189,7 +189,7 @@ def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
 
 
 @functools.cache
-def _works(muon: MuonSettings, shape: Shape, itemsize: int) -> tuple[Work, ...]:
+def _works(muon: MuonSettings, shape: MatrixShape, itemsize: int) -> tuple[Work, ...]:
     """Return the operators of a matrix's update: products, and passes over its elements."""
     passes = prod(shape) * (_MASTER_PASSES * itemsize + _BYTES)
     products = []

@@ -24,7 +24,7 @@ from fsdpctl.io.untrusted import Count
 _MAX_LINE = 1 << 20  # bytes
 _UNSENT_LINES = 1000  # the most lines that a killed run may not have sent to all trackers
 _TAIL_BYTES = 1 << 16  # contain the last lines
-Value = float | None | UnsetType  # None: not finite; UNSET: not in the line
+Metric = float | None | UnsetType  # None: not finite; UNSET: not in the line
 # Sums and quotients of these numbers are finite.
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 
@@ -49,8 +49,8 @@ class MetricsLine:
 
     step: Count
     samples: Count | None = None  # consumed, including this step
-    loss: Value = UNSET
-    grad_norm: Value = UNSET
+    loss: Metric = UNSET
+    grad_norm: Metric = UNSET
     tokens: Count | None = None
     seconds: Figure | None = None
     tokens_per_second: Figure | None = None
@@ -59,7 +59,7 @@ class MetricsLine:
     exposed_communication_seconds: Figure | None = None
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
-    val_loss: Value = UNSET
+    val_loss: Metric = UNSET
     rejected_step: RejectedRecord | None = None
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
+from fsdpctl.comm.waits import Mark, WaitTime, mark, seconds_between
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.decoder_config import config_value, model_type_of
 from fsdpctl.config.model import ModelConfig
@@ -46,7 +46,7 @@ class StepTimes:
 class StepClock:
     """A stopwatch for phases: the host's clock, or CUDA events, which do not block the host."""
 
-    def __init__(self, device: torch.device, take_waits: Callable[[], Seconds] | None) -> None:
+    def __init__(self, device: torch.device, take_waits: Callable[[], WaitTime] | None) -> None:
         """Start a step. `take_waits()` returns the time spent waiting since its last call."""
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
@@ -54,7 +54,7 @@ class StepClock:
         self._take_waits()
         self._began = mark(on_cuda=self._on_cuda)
         self._last = self._began
-        self._laps: list[tuple[Phase, Mark, Mark, Seconds]] = []
+        self._laps: list[tuple[Phase, Mark, Mark, WaitTime]] = []
 
     def lap(self, phase: Phase) -> None:
         """Attribute the time since the last lap to `phase`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
+from fsdpctl.comm.waits import Mark, WaitTime, mark, seconds_between
 from fsdpctl.plan.layout import Span, aligned_chunk
 from fsdpctl.torch_engines.settings import LocalParam, ParamInitializer, TorchEngineSettings
 
@@ -108,7 +108,7 @@ class AllReduceWaits:
         if self.is_on:
             self._mark = mark(on_cuda=self._on_cuda)
 
-    def take(self) -> Seconds:
+    def take(self) -> WaitTime:
         """Return the time for the backward that has just ended, or 0 if there was none."""
         before, self._mark = self._mark, None
         if before is None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.process_group import all_gather_single, reduce_scatter_single
-from fsdpctl.comm.waits import HostWaits, Seconds
+from fsdpctl.comm.waits import HostWaits, WaitTime
 from fsdpctl.plan.layout import Span, aligned_chunk
 from fsdpctl.torch_engines.settings import LocalParam, ParamInitializer, TorchEngineSettings
 
@@ -61,7 +61,7 @@ class Fsdp2Engine:
         is_observable = device_type == "cpu" and num_replicas == 1
         if is_observable:
             _time_collectives(self._units(), self._waits)
-        self.take_waits: Callable[[], Seconds] | None = self._waits.take if is_observable else None
+        self.take_waits: Callable[[], WaitTime] | None = self._waits.take if is_observable else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._root(*args, **kwargs)

@@ -12,7 +12,7 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.flat_shard import FlatShard, as_integers, compare_replicas, persistent_buffers
 from fsdpctl.comm.mesh import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.comm.waits import Seconds
+from fsdpctl.comm.waits import WaitTime
 from fsdpctl.models.module_spec import dtype_name, parameter_roles
 from fsdpctl.plan.layout import FlatLayout, ParamSpan, ParamSpec, Role, Span
 from fsdpctl.plan.strategy import FSDP2
@@ -54,14 +54,14 @@ class TorchEngineModel(nn.Module):
         return self.mesh.world
 
     @property
-    def take_waits(self) -> Callable[[], Seconds] | None:
+    def take_waits(self) -> Callable[[], WaitTime] | None:
         """A function that returns the exposed communication since its last call, or None if that is
         not observable."""
         take_engine_waits = self._engine.take_waits
         if take_engine_waits is None:
             return None
 
-        def take() -> Seconds:
+        def take() -> WaitTime:
             waits = take_engine_waits(), self.mesh.take_waits()
             return lambda: sum(seconds() for seconds in waits)
 

@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.consolidate import write_sharded_weights
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, TensorInfo
 from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.staging import DTYPES, tensor_bytes, tensor_from_bytes
+from fsdpctl.checkpoint.staging import TORCH_DTYPES, tensor_bytes, tensor_from_bytes
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     cast,
@@ -107,10 +107,12 @@ def test_casts_equal_those_of_torch(source, target):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5000, dtype=torch.float64, generator=generator) * 100
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 6e-8])
-    values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9]).to(DTYPES[source])
+    values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9]).to(
+        TORCH_DTYPES[source]
+    )
     data = cast(tensor_bytes(values), source, target, "x")
     found = tensor_from_bytes(memoryview(bytearray(data)), target)
-    expected = values.to(DTYPES[target])
+    expected = values.to(TORCH_DTYPES[target])
     assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
     assert torch.equal(found.isnan(), expected.isnan())
 

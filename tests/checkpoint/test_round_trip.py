@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo
 from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.staging import DTYPES, tensor_from_bytes
+from fsdpctl.checkpoint.staging import TORCH_DTYPES, tensor_from_bytes
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
@@ -55,7 +55,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for key in reader.manifest.tensors:
         info = reader.info(key)
-        found[key] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        found[key] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         for span, data in reader.read(key):
             found[key].view(-1)[span.start : span.stop] = tensor_from_bytes(data, info.dtype)
     return found

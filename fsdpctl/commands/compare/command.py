@@ -33,7 +33,13 @@ from fsdpctl.commands.compare.variants import (
     unique,
     variants,
 )
-from fsdpctl.commands.config_args import ConfigArguments, Recipe, Settings, check_choice, normalize
+from fsdpctl.commands.config_args import (
+    ConfigArguments,
+    Recipe,
+    SettingArgs,
+    check_choice,
+    normalize,
+)
 from fsdpctl.commands.printing import AsJson, emit, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
@@ -45,7 +51,7 @@ _BUDGET = Key("--budget", "number", None, "", within=(0.01, 1e12))
 
 
 def compare(  # noqa: PLR0913  # each is an option
-    settings: Settings = None,
+    settings: SettingArgs = None,
     recipe: Recipe = None,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
     out: Annotated[
