@@ -89,7 +89,7 @@ def train(strategy: str, dp_shard_size: int | None, steps: int) -> None:
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1:3d}  loss {mean:.6f}", flush=True)
 
-    folder = Path(model.collectives.all_gather_object(tempfile.mkdtemp())[0])  # rank 0's
+    folder = Path(model.collectives.all_gather_values(tempfile.mkdtemp())[0])  # rank 0's
     fsdpctl.save_checkpoint(folder / "last", model, optimizer, extra={"step": steps})
     again = fsdpctl.shard_model(ConvNet(), strategy="full_shard")  # any strategy can read it
     fsdpctl.load_checkpoint(folder / "last", again, fsdpctl.ShardedAdamW(again))

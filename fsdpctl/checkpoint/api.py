@@ -46,7 +46,7 @@ def save_checkpoint(
         FsdpctlError: If a rank cannot write.
     """
     path = Path(path)
-    if any(model.collectives.all_gather_object(path.exists())):
+    if any(model.collectives.all_gather_values(path.exists())):
         raise UsageError(f"{path}: already exists")
     ranks = model.collectives
     groups = [] if optimizer is None else [_json_options(each) for each in optimizer.param_groups]

@@ -108,7 +108,7 @@ class ObjectCollectives(Protocol):
     rank: int
     size: int
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_values(self, value: T) -> list[T]:
         """Return every rank's value, in rank order."""
 
 
@@ -187,7 +187,7 @@ def weights_checksum(
         local_digests = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
     except FsdpctlError as caught:  # the other ranks wait for the result
         error = str(caught)
-    results = ranks.all_gather_object((local_digests, error))
+    results = ranks.all_gather_values((local_digests, error))
     for _, error in results:
         if error:
             raise CheckpointError(error)

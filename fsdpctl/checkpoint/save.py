@@ -92,21 +92,21 @@ def write_checkpoint(
     All ranks share its file system. `on_bytes` is called with the number of bytes that this rank
     has written since the last call. FsdpctlError on all ranks if a rank cannot write.
     """
-    parts = ranks.all_gather_object((uuid.uuid4().hex[:8], snapshot.num_bytes))
+    parts = ranks.all_gather_values((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
     lack = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
     if lack:
         local_result = _RankResult(str(folder.parent), error=lack)
     else:
         local_result = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    results = ranks.all_gather_object(local_result)
+    results = ranks.all_gather_values(local_result)
     failure = next((each for each in results if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
         error = error or _publish(scratch, folder, results, snapshot.metadata)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
-    error = ranks.all_gather_object(error)[0]
+    error = ranks.all_gather_values(error)[0]
     if error:
         raise FsdpctlError(f"checkpoint {folder.name}: could not be written: {error}")
 

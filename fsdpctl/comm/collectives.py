@@ -120,7 +120,7 @@ class Collectives:
         """Overwrite `values` with the values of rank `source`, and return them."""
         return values
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks in rank order: plain values or dataclasses. Collective."""
         return [value]
 

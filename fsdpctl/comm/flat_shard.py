@@ -272,8 +272,8 @@ def compare_replicas(
 
     EngineError names a parameter that differs, and the rank.
     """
-    shard_indices = world.all_gather_object(shard_index)
-    answers = world.all_gather_object(dict(checksums))
+    shard_indices = world.all_gather_values(shard_index)
+    answers = world.all_gather_values(dict(checksums))
     for shard in sorted(set(shard_indices)):
         replicas = {
             rank: {name: tuple(sums) for name, sums in answers[rank].items()}

@@ -65,7 +65,7 @@ class ObjectExchange:
         self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_values(self, value: T) -> list[T]:
         return [value] if self._group is None else all_gather_values(value, self._group)
 
 

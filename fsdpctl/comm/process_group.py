@@ -74,7 +74,7 @@ class ProcessGroupCollectives(Collectives):
         dist.broadcast(values, group=self.gather_group, group_src=source)
         return values
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_values(self, value: T) -> list[T]:
         return all_gather_values(value, self.gather_group)
 
     def barrier(self) -> None:
@@ -87,7 +87,7 @@ def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     All values must have one type, else msgspec raises: plain values, or dataclasses of plain
     values. Containers within them, such as tuples, arrive as lists.
     """
-    # The device of torch's `all_gather_object`.
+    # The device on which torch gathers objects.
     device = dist.distributed_c10d._get_object_coll_device(group)
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]

@@ -59,7 +59,7 @@ class SharedCollectives(GlooCollectives):
         """Share memory with all ranks, or raise NotShared on all of them. Collective."""
         super().__init__()
         timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
-        self.memory = SharedMemory(self.all_gather_object, self.rank, timeout.total_seconds())
+        self.memory = SharedMemory(self.all_gather_values, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
         self._num_gathered = self._num_sent = self._num_met = 0
         self._unread: deque[_Message] = deque()  # messages that this rank has not read yet

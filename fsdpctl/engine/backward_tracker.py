@@ -254,7 +254,7 @@ def agree_on_forwards(
     it requires the same forwards on all ranks: otherwise ranks would gather different units, so a
     difference is a ModuleError.
     """
-    answers = collectives.all_gather_object(list(takes_part))
+    answers = collectives.all_gather_values(list(takes_part))
     if not all(answers):
         return [True] * max(map(len, answers))
     if same_under and any(each != answers[0] for each in answers):

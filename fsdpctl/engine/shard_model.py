@@ -180,7 +180,7 @@ def agree_on(
     except Exception as caught:  # other ranks must receive any failure, or they would hang
         error = caught
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = collectives.all_gather_object([digest] if error is None else [digest, str(error)])
+    answers = collectives.all_gather_values([digest] if error is None else [digest, str(error)])
     if error is not None:
         raise error
     for rank, (_, *messages) in enumerate(answers):
@@ -193,7 +193,7 @@ def agree_on(
 
 
 def _report_difference(lines: Sequence[str], collectives: Collectives) -> NoReturn:
-    answers = collectives.all_gather_object(list(lines))
+    answers = collectives.all_gather_values(list(lines))
     other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
     first, second = next(
         (mine, theirs)

@@ -218,7 +218,7 @@ def make_trainer(
     heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
-    devices = ranks.all_gather_object(device_name(world.device))
+    devices = ranks.all_gather_values(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
     parts, done, bases = _load(plan, run_dir, world, ranks, task)
@@ -250,7 +250,7 @@ def _load(
 ) -> tuple[TrainingParts, Progress, list[BaseWeights]]:
     config, batches = plan.config, plan.batches
     train, data = config.train, _data(config) if task is None else task.data
-    if len(set(ranks.all_gather_object(data.fingerprint))) > 1:
+    if len(set(ranks.all_gather_values(data.fingerprint))) > 1:
         location = "data" if task is not None else f"data.path={config.data.path}"
         problem = "data differs between ranks; expected identical files on all nodes"
         raise UsageError(f"{location}: {problem}")
@@ -264,7 +264,7 @@ def _load(
     optimizer = make_optimizer(config, model)
     done, bases = _load_state(config, model, optimizer, newest)
     # A barrier: the slowest rank may load for longer than NCCL's timeout of the first collective.
-    ranks.all_gather_object(None)
+    ranks.all_gather_values(None)
     RANK_STATUS.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
     trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
@@ -277,7 +277,7 @@ def _data(config: Resolved) -> DataSet:
     """Return the data. One rank of each node first writes the cache for all. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
-    ranks.all_gather_object(None)
+    ranks.all_gather_values(None)
     return data or open_data(config.data, config.train.seed)
 
 
@@ -289,7 +289,7 @@ def _load_state(
     if not config.model.is_pretrained:
         return Progress(), []
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
-    (path, *_) = model.collectives.all_gather_object(str(weights_folder(config.model)))
+    (path, *_) = model.collectives.all_gather_values(str(weights_folder(config.model)))
     folder = Path(path)
     weights, base = open_pretrained(config.model, folder, model.collectives)
     bases = [BaseWeights(base.info, base.weights, base.named_by, is_named=False)] if base else []

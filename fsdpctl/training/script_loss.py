@@ -108,7 +108,7 @@ class NamedSums:
         The first call after a pass is collective: UsageError if the names of another rank differ.
         """
         if self.names is not None and not self._are_shared:
-            for rank, names in enumerate(ranks.all_gather_object(self.names)):
+            for rank, names in enumerate(ranks.all_gather_values(self.names)):
                 if names != self.names:
                     both = f"{_listed(self.names)}, rank {rank} {_listed(names)}"
                     raise UsageError(f"loss: rank {ranks.rank} has sums named {both}")

@@ -54,7 +54,7 @@ def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        everyone = ranks.all_gather_object(float(loss))
+        everyone = ranks.all_gather_values(float(loss))
         losses.append(sum(everyone) / len(everyone))
     return losses
 

@@ -76,7 +76,7 @@ def test_ranks_compute_the_checksums_of_one_and_fail_together(
     info = base.verify(ranks, counts.append)
     assert info == BaseWeights.new(Path("base"), weights, alone).verify(alone)
     samples = 2 * MIB + 4  # at most 1 MiB of each tensor
-    assert sum(ranks.all_gather_object(sum(counts))) == weight_bytes(weights) + samples
+    assert sum(ranks.all_gather_values(sum(counts))) == weight_bytes(weights) + samples
     if rank == 0:
         (folder / "0.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"0/0.safetensors"):

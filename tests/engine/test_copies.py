@@ -164,7 +164,7 @@ def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(rank, wo
         [(span.start, span.stop) for span in (shard.owned_span, shard.span, shard.saved_span)]
         for shard in model.flat_shards()
     ]
-    for of_ranks in zip(*model.collectives.all_gather_object(spans), strict=True):
+    for of_ranks in zip(*model.collectives.all_gather_values(spans), strict=True):
         owned = sorted(tuple(span) for span, *_ in of_ranks)
         assert all(span == own == written for span, own, written in of_ranks)
         assert [start for start, _ in owned[1:]] == [stop for _, stop in owned[:-1]]

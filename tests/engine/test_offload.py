@@ -246,7 +246,7 @@ def test_an_error_of_the_host_is_raised_by_the_next_forward_and_no_half_step_is_
 def test_a_step_that_runs_is_saved_whole_and_resumed_in_another_place(
     rank: int, world_size: int, before: str, after: str
 ) -> None:
-    (folder,) = collectives_for(torch.device("cpu")).all_gather_object(tempfile.mkdtemp())[:1]
+    (folder,) = collectives_for(torch.device("cpu")).all_gather_values(tempfile.mkdtemp())[:1]
     right = HostStates._step
 
     def slow(self: HostStates, *given: Any) -> Any:

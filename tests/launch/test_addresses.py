@@ -74,14 +74,7 @@ def test_node_0_may_start_later():
 
 def test_nothing_of_the_package_unpickles():
     """Neither messages nor files are unpickled."""
-    words = (
-        "pickle",
-        "dist.all_gather_object",
-        "broadcast_object",
-        "torch.load(",
-        "eval(",
-        "exec(",
-    )
+    words = ("pickle", "all_gather_object", "broadcast_object", "torch.load(", "eval(", "exec(")
     found = [
         (module, word)
         for module, source in package_sources().items()

@@ -67,7 +67,7 @@ def test_the_estimate_equals_the_bytes_of_the_fullest_rank(rank, world_size, who
         owner_map = owner_map if world_size > 1 else "even"
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
         model = shard_model(make_net(tied=tied), strategy, owner_map=owner_map, precision=precision)
-        held = model.collectives.all_gather_object(measured(model, rank, reduces))
+        held = model.collectives.all_gather_values(measured(model, rank, reduces))
         expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
         assert max(held) == held[expected.rank] == expected.peak_bytes
 
@@ -80,7 +80,7 @@ def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: 
     for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
         model = shard_model(make_net(tied=tied), strategy, dp_shard_size=2, precision=precision)
-        held = model.collectives.all_gather_object(measured(model, rank, reduces))
+        held = model.collectives.all_gather_values(measured(model, rank, reduces))
         expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
         assert max(held) == held[expected.replica * 2 + expected.rank] == expected.peak_bytes
 

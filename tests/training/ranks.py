@@ -144,7 +144,7 @@ def train(
             trainer.run()
     except FsdpctlError as found:
         error = f"{found.exit_code} {found}"
-    errors = trainer.parts.model.collectives.all_gather_object(error)
+    errors = trainer.parts.model.collectives.all_gather_values(error)
     assert len(set(errors)) == 1, errors
     assert isinstance(trainer.parts.model, ShardedModel)
     state = trainer.parts.model.state_dict()

@@ -39,14 +39,14 @@ import json
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from fsdpctl.comm.flight_recorder import recorded
+from fsdpctl.comm.flight_recorder import read_record
 from fsdpctl.comm.world import joined_world
 
 with joined_world("cpu", 60, dist.HashStore()):
     for _ in range({RECORDED_COLLECTIVES + 100}):
         dist.all_reduce(torch.ones(1))
     kept = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=True))
-    print(len(kept["entries"]), *recorded().begun.values())
+    print(len(kept["entries"]), *read_record().started.values())
 """
 
 

@@ -56,7 +56,7 @@ class Heartbeat(Callback):
         Ranks that end at the same step synchronize first; if a rank is missing, this times out.
         """
         if is_joint(error):
-            self._ranks.all_gather_object(0)
+            self._ranks.all_gather_values(0)
             state, message = ENDED if error is None else STOPPED, str(error or "")
         else:
             state, message = FAILED, f"{type(error).__name__}: {error}"

@@ -61,7 +61,7 @@ class EstimateReport(Callback):
         if run.step == self._at and run.parts.device.type == "cuda":
             memory = peak_memory(run.parts.device)
             peaks_of_rank = (memory.allocated or 0, memory.reserved)
-            gathered = run.ranks.all_gather_object(peaks_of_rank)
+            gathered = run.ranks.all_gather_values(peaks_of_rank)
             allocated, reserved = map(max, zip(*gathered, strict=True))
             peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
             run.journal.record(peaks)
@@ -72,7 +72,7 @@ class EstimateReport(Callback):
     def end(self, run: Trainer, error: BaseException | None) -> None:
         """After the last step, record and print the peak memory of CPU processes."""
         if error is None and run.parts.device.type == "cpu":
-            reserved = max(run.ranks.all_gather_object(peak_memory(run.parts.device).reserved))
+            reserved = max(run.ranks.all_gather_values(peak_memory(run.parts.device).reserved))
             run.journal.record({"peak_resident_bytes": reserved})
             run.journal.remark(self.memory(reserved))
 

@@ -107,7 +107,7 @@ class SelfCheck(Callback):
         self._awaits_change = False
         pairs = zip(self._before, _bit_sums(run.parts.model), strict=True)
         changed = any(not torch.equal(before, after) for before, after in pairs)
-        if not any(run.ranks.all_gather_object(changed)):
+        if not any(run.ranks.all_gather_values(changed)):
             yield (
                 f"warning: step {run.step} was applied with a learning rate of {self._lr:g}, but "
                 "changed no weight; set a higher optimizer.lr, or precision.master_dtype=float32"
@@ -123,7 +123,7 @@ class SelfCheck(Callback):
             return
         with_gradient = {unit for unit, norm in self._norms.items() if norm}
         units = {s.unit for s in model.flat_shards() if s.trainable}
-        units -= set().union(*run.ranks.all_gather_object(with_gradient))
+        units -= set().union(*run.ranks.all_gather_values(with_gradient))
         for unit in sorted(units - unused_units(run.parts, units)):
             yield f"{unit or 'the root'}: no parameter has a gradient"
         # On CUDA, attention kernels mask documents, rather than a mask that fsdpctl builds.
@@ -163,7 +163,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     batch = batches.training(position, run.ranks.rank, 0)
     packed = enumerate(batch.lengths if batch.isolates_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
-    if not any(run.ranks.all_gather_object(row is not None)):
+    if not any(run.ranks.all_gather_values(row is not None)):
         return
     # Only the last document of a row has a loss. Its loss must not change with the tokens of the
     # documents before it.
@@ -180,7 +180,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
             losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
-    if any(run.ranks.all_gather_object(leaks)):
+    if any(run.ranks.all_gather_values(leaks)):
         yield "packed documents see each other; set data.packing=false"
 
 

@@ -25,7 +25,7 @@ class Validation(Callback):
         if run.owes_validation:
             metrics, is_main = run.parts.run_dir / METRICS, run.ranks.rank == 0
             loss = validation_loss_at(metrics, run.step) if is_main else None
-            (loss, *_) = run.ranks.all_gather_object(loss)
+            (loss, *_) = run.ranks.all_gather_values(loss)
             if loss is not None:
                 run.record_validation(loss)
             self._is_pending = run.owes_validation and self._has_data
