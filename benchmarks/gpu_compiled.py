@@ -111,7 +111,7 @@ def groups(count: int) -> Iterator[Row]:
     with joined(1, fake=False) as nccl:
         parts = torch.ones(count, 1024, device=DEVICE).unbind()
         sends = {
-            "broadcasts": (nccl.gather_group, partial(dist.broadcast, group_src=0)),
+            "broadcasts": (nccl.group, partial(dist.broadcast, group_src=0)),
             "reductions": (nccl.reduce_group, partial(dist.reduce, group_dst=0)),
         }
         for name, (group, send) in sends.items():

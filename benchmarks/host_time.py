@@ -100,7 +100,7 @@ class OneCallEach(ProcessGroupCollectives):
             source = each.full[own.start : own.stop]
             if each.shard is not None:
                 source.copy_(each.shard)
-            all_gather_single(each.full, source, group=self.gather_group)
+            all_gather_single(each.full, source, group=self.group)
         return Handle(lambda: buffers[0].full)
 
     def reduce_scatter(self, whole: Tensor, parts: Any) -> Reduction:

@@ -194,7 +194,7 @@ def estimated_recipe(file: Path) -> str:
     lines = [line for line in file.read_text().splitlines() if not line.startswith(ESTIMATED)]
     if any(line.startswith("cluster") for line in lines):
         composed = compose_config(["launch.device=cuda"], str(file))
-        ((found, _),) = estimates_of(Estimator(), composed, every=False)
+        ((found, _),) = estimates_of(Estimator(), composed, all_strategies=False)
         reserved, memory = found.peak_reserved / GIB, found.memory_bytes / GIB
         head = next(i for i, line in enumerate(lines) if not line.startswith("#"))
         verdict = VERDICTS[found.verdict]

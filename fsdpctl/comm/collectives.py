@@ -76,8 +76,8 @@ class Collectives:
         """Reserve memory for reductions of `nbytes` in flight; return its bytes. Collective."""
         return 0
 
-    def use_own_reduce_group(self) -> None:
-        """Use a process group of their own for reductions, which overlap with gathers. Collective.
+    def use_separate_reduce_group(self) -> None:
+        """Use a separate process group for reductions, so that gathers overlap. Collective.
 
         In one group, a reduction and a gather would run one after the other.
         """
@@ -100,9 +100,9 @@ class Collectives:
         span = buffer.spans[self.rank]
         return buffer.full[span.start : span.stop]
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
-        """Start to sum the buffers `whole` of all ranks; rank r receives `parts[r]` of the sum."""
-        return InPlaceReduction(Handle(lambda: whole))
+    def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
+        """Start to sum the buffers `full` of all ranks; rank r receives `spans[r]` of the sum."""
+        return InPlaceReduction(Handle(lambda: full))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the ranks in place, and return them."""

@@ -277,8 +277,8 @@ def compare_replicas(
     for shard in sorted(set(shard_indices)):
         replicas = {
             rank: {name: tuple(sums) for name, sums in answers[rank].items()}
-            for rank, place in enumerate(shard_indices)
-            if place == shard
+            for rank, index in enumerate(shard_indices)
+            if index == shard
         }
         for name in next(iter(replicas.values()), {}):
             by_rank = {rank: checksums[name] for rank, checksums in replicas.items()}

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-# NCCL's collectives have a separate recorder, which builds without NCCL lack.
+# NCCL's collectives have a separate recorder. Builds of torch without NCCL do not have it.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
@@ -13,13 +13,16 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 class CollectiveRecord:
     """The collectives of all process groups of a rank."""
 
-    started: dict[str, int] = field(default_factory=dict)  # number started, by the group's name
+    started: dict[str, int] = field(default_factory=dict)  # number of collectives by group name
     pending: str = ""  # the last collective that is not completed
 
 
 @dataclass(slots=True)
 class UnrecordedCollectives:
-    """Collectives that torch does not record: those over shared memory, and waits over gloo."""
+    """Collectives over shared memory, and waits over gloo, which torch does not record.
+
+    The training thread writes; other threads may read values that are one collective old.
+    """
 
     count: int = 0  # over shared memory
     pending: str = ""
@@ -29,10 +32,10 @@ UNRECORDED = UnrecordedCollectives()  # of this process
 
 
 def read_record() -> CollectiveRecord:
-    """Read the recorders. Any thread may call this, also while another waits in a collective."""
+    """Read the recorders. Any thread may call this while another thread waits in a collective."""
     record = _recorded_by_torch()
-    own_counts = {"shared memory": UNRECORDED.count} if UNRECORDED.count else {}
-    return CollectiveRecord({**record.started, **own_counts}, UNRECORDED.pending or record.pending)
+    unrecorded = {"shared memory": UNRECORDED.count} if UNRECORDED.count else {}
+    return CollectiveRecord({**record.started, **unrecorded}, UNRECORDED.pending or record.pending)
 
 
 def _recorded_by_torch() -> CollectiveRecord:
@@ -43,24 +46,24 @@ def _recorded_by_torch() -> CollectiveRecord:
             continue
         content = json.loads(dump(includeCollectives=True, onlyActive=False))
         if content.get("entries"):
-            return _read(content)
+            return _parse_dump(content)
     return CollectiveRecord()
 
 
-def _read(content: dict[str, Any]) -> CollectiveRecord:
-    # Numbers of groups differ by rank, names do not.
-    entries = content["entries"]
+def _parse_dump(dump: dict[str, Any]) -> CollectiveRecord:
+    # Ids of process groups differ by rank, but their names do not.
+    entries = dump["entries"]
     names = {str(each["pg_id"]): ":".join(each["process_group"]) for each in entries}
     started = {
-        names[number]: int(status["last_enqueued_collective"])
-        for number, status in content.get("pg_status", {}).items()
-        if number in names
+        names[pg_id]: int(status["last_enqueued_collective"])
+        for pg_id, status in dump.get("pg_status", {}).items()
+        if pg_id in names
     }
-    # Over gloo the state stays "scheduled" after completion.
-    pending = [each for each in entries if not each["retired"] and each["state"] != "completed"]
-    if not pending:
+    # Over gloo, the state stays "scheduled" after completion.
+    pending_entries = [e for e in entries if not e["retired"] and e["state"] != "completed"]
+    if not pending_entries:
         return CollectiveRecord(started)
-    last = pending[-1]
+    last = pending_entries[-1]
     sizes = " ".join("x".join(map(str, each)) for each in last["input_sizes"])
     return CollectiveRecord(
         started, f"{last['profiling_name']} of {sizes} in {names[str(last['pg_id'])]}"

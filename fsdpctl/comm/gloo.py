@@ -31,27 +31,27 @@ class GlooCollectives(ProcessGroupCollectives):
             if each.shard is not None:
                 source.copy_(each.shard)
             targets = [each.full[part.start : part.stop] for part in each.spans]
-            works += self._exchange([source] * self.size, targets, self.gather_group)
+            works += self._exchange([source] * self.size, targets, self.group)
         return self._after(works, buffers[0].full, "all-gather")
 
-    def reduce_scatter(self, whole: Tensor, spans: Sequence[Span]) -> Reduction:
+    def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Send each rank its span. `finish` then adds the spans received from other ranks."""
-        sent = [whole[part.start : part.stop] for part in spans]
-        shard = sent[self.rank]
+        inputs = [full[span.start : span.stop] for span in spans]
+        shard = inputs[self.rank]
         workspace = shard.new_empty(self.size - 1, shard.numel())
         rows = list(workspace)
         rows.insert(self.rank, shard)
-        works = self._exchange(sent, rows, self.reduce_group)
+        works = self._exchange(inputs, rows, self.reduce_group)
         return LocalReduction(rows, workspace.nbytes, self._wait(works, "reduce-scatter"))
 
     def _exchange(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], group: dist.ProcessGroup
     ) -> list[dist.Work]:
         """Start to exchange messages with every other rank; empty messages are not sent."""
         others = [each for each in range(self.size) if each != self.rank]
-        come, go = ([n for n in others if each[n].numel()] for each in (received, sent))
-        works = [dist.irecv(received[n], group=group, group_src=n) for n in come]
-        works += [dist.isend(sent[n], group=group, group_dst=n) for n in go]
+        sources, targets = ([n for n in others if each[n].numel()] for each in (outputs, inputs))
+        works = [dist.irecv(outputs[n], group=group, group_src=n) for n in sources]
+        works += [dist.isend(inputs[n], group=group, group_dst=n) for n in targets]
         return [work for work in works if work is not None]
 
     def start_all_reduce(self, values: Tensor) -> Handle:
@@ -69,7 +69,7 @@ class GlooCollectives(ProcessGroupCollectives):
         return Handle(finish)
 
     def _wait(self, works: list[dist.Work], name: str) -> Callable[[], None]:
-        return partial(self.waits.around, partial(_wait_for, works, f"{name} over gloo"))
+        return partial(self.waits.measure, partial(_wait_for, works, f"{name} over gloo"))
 
 
 def _wait_for(works: list[dist.Work], name: str) -> None:

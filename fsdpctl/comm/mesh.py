@@ -61,9 +61,9 @@ class ObjectExchange:
     """A process group of all ranks for a thread that communicates while training runs."""
 
     def __init__(self) -> None:
-        alone = _is_alone()
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        is_alone = _is_alone()
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
 
     def all_gather_values(self, value: T) -> list[T]:
         return [value] if self._group is None else all_gather_values(value, self._group)
@@ -71,7 +71,7 @@ class ObjectExchange:
 
 Chain = Callable[
     [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
-]  # as `NcclCollectives.chain`
+]  # the signature of `NcclCollectives.chain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Mesh:
 
     def take_waits(self) -> WaitTime:
         """Return the exposed communication of all groups since the previous call, in seconds."""
-        taken = [each.waits.take() for each in self._groups()]
-        return lambda: sum(seconds() for seconds in taken)
+        waits = [each.waits.take() for each in self._groups()]
+        return lambda: sum(seconds() for seconds in waits)
 
     def measure_waits(self) -> None:
         for each in self._groups():
@@ -120,11 +120,11 @@ def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> M
     `dp_shard_size` divides the number of ranks.
     """
     if dp_shard_size == world.size:
-        world.use_own_reduce_group()
+        world.use_separate_reduce_group()
         return Mesh(world, world, None)
     starts = range(0, world.size, dp_shard_size)
     replicas = [range(start, start + dp_shard_size) for start in starts]
-    same_shard = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
+    same_shard = [range(index, world.size, dp_shard_size) for index in range(dp_shard_size)]
     shard = collectives_for(device, replicas)
-    shard.use_own_reduce_group()
+    shard.use_separate_reduce_group()
     return Mesh(world, shard, collectives_for(device, same_shard))

@@ -65,37 +65,37 @@ class NcclCollectives(ProcessGroupCollectives):
                 if are_even(each.spans):
                     together[each.full.dtype].append(each)
                     continue
-                with self._one_launch(self.gather_group):
+                with self._one_launch(self.group):
                     for owner, part in enumerate(each.spans):
                         if part.numel:
                             values = each.full[part.start : part.stop]
-                            dist.broadcast(values, group=self.gather_group, group_src=owner)
+                            dist.broadcast(values, group=self.group, group_src=owner)
             for alike in together.values():
                 # Torch merges the all-gathers of a block into one launch if they have one dtype.
                 one_launch: AbstractContextManager[object] = (
-                    dist.distributed_c10d._coalescing_manager(self.gather_group)
+                    dist.distributed_c10d._coalescing_manager(self.group)
                     if len(alike) > 1
                     else nullcontext()
                 )
                 with one_launch:
                     for each in alike:
-                        all_gather_single(each.full, self._own_span(each), group=self.gather_group)
+                        all_gather_single(each.full, self._own_span(each), group=self.group)
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].full)
 
-    def reduce_scatter(self, whole: Tensor, spans: Sequence[Span]) -> Reduction:
+    def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
         span = spans[self.rank]
-        shard = whole[span.start : span.stop]
+        shard = full[span.start : span.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             if are_even(spans):
-                reduce_scatter_single(shard, whole, group=self.reduce_group)
+                reduce_scatter_single(shard, full, group=self.reduce_group)
             else:
                 with self._one_launch(self.reduce_group):
                     for owner, span in enumerate(spans):
                         if span.numel:
-                            values = whole[span.start : span.stop]
+                            values = full[span.start : span.stop]
                             dist.reduce(values, group=self.reduce_group, group_dst=owner)
             done = self.reduce_stream.record_event()
         return InPlaceReduction(self._after(done, shard))
@@ -134,7 +134,7 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
         def finish() -> Tensor:
-            self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
+            self.waits.measure(lambda: torch.cuda.current_stream().wait_event(done))
             return result
 
         return Handle(finish)

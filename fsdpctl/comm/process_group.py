@@ -16,15 +16,16 @@ T = TypeVar("T")
 _Collective = Callable[..., dist.Work]
 
 
-def _renamed(name: str, before: str) -> _Collective:
-    """Return a function of torch.distributed that torch 2.13 renamed; the old name warns there."""
-    return getattr(dist, name, None) or getattr(dist, before)  # type: ignore[no-any-return]
+def _renamed(name: str, old_name: str) -> _Collective:
+    """Return a function that torch 2.13 renamed: there, the old name warns."""
+    return getattr(dist, name, None) or getattr(dist, old_name)  # type: ignore[no-any-return]
 
 
 all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
 
-_GroupKey = tuple[tuple[tuple[int, ...], ...], str, str]
+_GroupKey = tuple[tuple[tuple[int, ...], ...], str, str]  # ranks of all groups, device, purpose
+# By the default group. Weak keys let groups be freed when the default group is destroyed.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -35,7 +36,8 @@ class ProcessGroupCollectives(Collectives):
 
     The group of all ranks is the default process group. If gathers and reductions overlap,
     reductions have a separate group: collectives of one group run one after the other. Each group
-    costs sockets and threads, or GPU memory.
+    costs sockets and threads, or GPU memory. Broadcasts and barriers are not in a training step,
+    so `waits` does not measure them.
     """
 
     _device_type = "cpu"
@@ -48,37 +50,37 @@ class ProcessGroupCollectives(Collectives):
         Collectives with the same `groups` and another `purpose` may overlap with these.
         """
         self._groups = groups or [range(dist.get_world_size())]
-        self.gather_group = (
+        self.group = (
             dist.distributed_c10d._get_default_group()
             if groups is None
             else _get_group(groups, self._device_type, purpose)
         )
-        self.reduce_group = self.gather_group
-        self.rank = dist.get_rank(self.gather_group)
-        self.size = dist.get_world_size(self.gather_group)
+        self.reduce_group = self.group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
         self.waits: Waits = HostWaits()
 
-    def use_own_reduce_group(self) -> None:
+    def use_separate_reduce_group(self) -> None:
         self.reduce_group = _get_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
+        self.waits.measure(lambda: dist.all_reduce(values, group=self.group))
         return values
 
     def all_to_all(self, values: Tensor) -> Tensor:
         received = torch.empty_like(values)
-        self.waits.around(lambda: dist.all_to_all_single(received, values, group=self.gather_group))
+        self.waits.measure(lambda: dist.all_to_all_single(received, values, group=self.group))
         return received
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(values, group=self.gather_group, group_src=source)
+        dist.broadcast(values, group=self.group, group_src=source)
         return values
 
     def all_gather_values(self, value: T) -> list[T]:
-        return all_gather_values(value, self.gather_group)
+        return all_gather_values(value, self.group)
 
     def barrier(self) -> None:
-        dist.barrier(group=self.gather_group)
+        dist.barrier(group=self.group)
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -89,13 +91,15 @@ def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     """
     # The device on which torch gathers objects.
     device = dist.distributed_c10d._get_object_coll_device(group)
-    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
-    sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]
+    encoded = bytearray(msgspec.msgpack.encode(value))
+    payload = torch.frombuffer(encoded, dtype=torch.uint8).to(device)
+    size = torch.tensor([len(payload)], device=device)
+    sizes = [each.item() for each in _all_gather(size, group)]
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
-    padded_texts = zip(_all_gather(padded, group), sizes, strict=True)
-    texts = (each[: int(size)].cpu().numpy().tobytes() for each, size in padded_texts)
-    return [msgspec.msgpack.decode(each, type=type(value)) for each in texts]
+    padded[: len(payload)] = payload
+    padded_payloads = zip(_all_gather(padded, group), sizes, strict=True)
+    payloads = (each[: int(n)].cpu().numpy().tobytes() for each, n in padded_payloads)
+    return [msgspec.msgpack.decode(each, type=type(value)) for each in payloads]
 
 
 def _all_gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -110,15 +114,16 @@ def _get_group(
     """Return this rank's process group of `groups`; create it if necessary. Collective.
 
     One call creates any number of groups, because NCCL splits the default group's communicator on
-    all ranks together. All models share the groups: their threads, sockets and NCCL memory exist
-    as long as the default group. The timeout is that of the default group.
+    all ranks together. All ranks must create groups in the same order, or they would wait for one
+    another. All models share the groups: threads, sockets and NCCL memory exist as long as the
+    default group. The timeout equals the timeout of the default group.
     """
     default = dist.distributed_c10d._get_default_group()
     groups_by_key = _GROUPS.setdefault(default, {})
     key = (tuple(map(tuple, groups)), device_type, purpose)
     if key not in groups_by_key:
         options = default._get_backend(torch.device(device_type)).options
-        timeout = None if options is None else options._timeout  # torch's fake backend has none
+        timeout = None if options is None else options._timeout  # None: torch's fake backend
         rank = dist.get_rank()
         ranks = next(list(each) for each in groups if rank in each)
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)

@@ -20,7 +20,7 @@ _TEXT, _ANSWER = 224, 16000  # bytes
 # Phases that may take long without an update.
 LOADING = "drawing weights"
 READING = "reading a checkpoint"
-FINISHING = "finishing"  # uploads, or the end of a script
+FINISHING = "finishing"  # uploading, or ending a script
 
 
 class _Page(ctypes.Structure):
@@ -58,7 +58,7 @@ class RankStatusPage:
         self._page = _Page()
 
     def open(self, path: Path, index: int) -> None:
-        self._page = _mapped(path)[index]
+        self._page = _map_pages(path)[index]
         self._page.pid = os.getpid()
 
     def at(self, phase: str, step: int | None = None) -> None:
@@ -94,7 +94,7 @@ class HostPages:
     """The pages of all ranks of this host, for a watchdog. The file may be deleted meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        self._pages = _mapped(path)
+        self._pages = _map_pages(path)
 
     def statuses(self) -> list[RankStatus]:
         """Return the status of every rank. A `phase` may be torn, since ranks write at any time.
@@ -110,7 +110,7 @@ class HostPages:
             for each in self._pages
         ]  # fmt: skip
 
-    def ask(self, index: int) -> None:
+    def request(self, index: int) -> None:
         self._pages[index].is_requested = True
 
     def answer(self, index: int) -> CollectiveRecord | None:
@@ -122,13 +122,13 @@ class HostPages:
 
 def make_status_file(count: int, folder: Path | None = None) -> Path:
     """Create a file of empty pages for `count` ranks, in the temporary directory by default."""
-    number, path = tempfile.mkstemp(prefix="fsdpctl-", dir=folder)
-    with open(number, "wb") as file:
+    fd, path = tempfile.mkstemp(prefix="fsdpctl-", dir=folder)
+    with open(fd, "wb") as file:
         file.write(bytes(PAGE_BYTES * count))
     return Path(path)
 
 
-def _mapped(path: Path) -> ctypes.Array[_Page]:
+def _map_pages(path: Path) -> ctypes.Array[_Page]:
     with path.open("r+b") as file:
         content = mmap.mmap(file.fileno(), 0)
     return (_Page * (len(content) // PAGE_BYTES)).from_buffer(content)

@@ -58,14 +58,14 @@ class SharedCollectives(GlooCollectives):
     def __init__(self) -> None:
         """Share memory with all ranks, or raise NotShared on all of them. Collective."""
         super().__init__()
-        timeout = self.gather_group._get_backend(torch.device("cpu")).options._timeout
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
         self.memory = SharedMemory(self.all_gather_values, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
         self._num_gathered = self._num_sent = self._num_met = 0
-        self._unread: deque[_Message] = deque()  # messages that this rank has not read yet
-        self._read: list[_Message] = []  # messages that this rank has read, but others may not have
+        self._unread_messages: deque[_Message] = deque()  # this rank has not read them yet
+        self._read_messages: list[_Message] = []  # other ranks may not have read them yet
 
-    def use_own_reduce_group(self) -> None:
+    def use_separate_reduce_group(self) -> None:
         """Do nothing: over shared memory, reductions do not wait for gathers."""
 
     def wait_for_readers(self) -> None:
@@ -105,21 +105,21 @@ class SharedCollectives(GlooCollectives):
 
         return Handle(finish)
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Copy the spans of other ranks to this rank's outbox; use gloo if they do not fit."""
-        message = self._reserve_message(whole.nbytes)
+        message = self._reserve_message(full.nbytes)
         if message is None:
-            return super().reduce_scatter(whole, parts)
-        boxes = [each[message.start : message.stop].view(whole.dtype) for each in self._outboxes]
-        for owner, part in enumerate(parts):
+            return super().reduce_scatter(full, spans)
+        outboxes = [each[message.start : message.stop].view(full.dtype) for each in self._outboxes]
+        for owner, span in enumerate(spans):
             if owner != self.rank:
-                boxes[self.rank][part.start : part.stop].copy_(whole[part.start : part.stop])
+                outboxes[self.rank][span.start : span.stop].copy_(full[span.start : span.stop])
         self.memory.raise_counter(_SENT)
-        span = parts[self.rank]
-        rows = [each[span.start : span.stop] for each in boxes]
-        rows[self.rank] = whole[span.start : span.stop]
+        span = spans[self.rank]
+        rows = [each[span.start : span.stop] for each in outboxes]
+        rows[self.rank] = full[span.start : span.stop]
         wait = self._wait_for(_SENT, message.number, "gradients")
-        return LocalReduction(rows, 0, wait, self._has_read)
+        return LocalReduction(rows, 0, wait, self._mark_read)
 
     def _reserve_message(self, nbytes: int) -> _Message | None:
         """Return a message at the first free offset, once all ranks have read its old contents.
@@ -128,27 +128,27 @@ class SharedCollectives(GlooCollectives):
         same messages in the same order.
         """
         start = 0
-        for each in sorted(self._unread, key=lambda each: each.start):
+        for each in sorted(self._unread_messages, key=lambda each: each.start):
             if start + nbytes <= each.start:
                 break
             start = max(start, each.stop)
         if not self._outboxes or start + nbytes > len(self._outboxes[0]):
             return None
-        overlaps = [e for e in self._read if e.start < start + nbytes and start < e.stop]
+        overlaps = [e for e in self._read_messages if e.start < start + nbytes and start < e.stop]
         if overlaps:
             last = max(each.number for each in overlaps)
             self._wait_for(_READ, last, "reading gradients")()
-            self._read = [each for each in self._read if each.number > last]
+            self._read_messages = [each for each in self._read_messages if each.number > last]
         self._num_sent += 1
-        self._unread.append(_Message(self._num_sent, start, start + nbytes))
-        return self._unread[-1]
+        self._unread_messages.append(_Message(self._num_sent, start, start + nbytes))
+        return self._unread_messages[-1]
 
-    def _has_read(self) -> None:
-        self._read.append(self._unread.popleft())
+    def _mark_read(self) -> None:
+        self._read_messages.append(self._unread_messages.popleft())
         self.memory.raise_counter(_READ)
 
     def _wait_for(self, kind: int, count: int, what: str) -> Callable[[], None]:
-        return partial(self.waits.around, partial(self.memory.wait, kind, count, what))
+        return partial(self.waits.measure, partial(self.memory.wait, kind, count, what))
 
 
 _PAGE = 4096
@@ -157,7 +157,7 @@ _NUM_COUNTERS = 4  # of each rank
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)
-_CHECKED_EVERY = 0.5  # seconds after which a waiting rank checks whether the other ranks live
+_CHECK_SECONDS = 0.5  # seconds after which a waiting rank checks whether the other ranks live
 _EVERYONE = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -168,7 +168,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class NotShared(Exception):  # noqa: N818  # no error: gloo is used instead
+class NotShared(Exception):  # noqa: N818  # not an error: gloo is used instead
     """The ranks cannot share memory; the message says why."""
 
 
@@ -179,7 +179,7 @@ class SharedMemory:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
         self.rank, self._exchange, self._timeout = rank, exchange, timeout
         ranks = exchange([_host_key(), str(os.getpid())])
-        if len({place for place, _ in ranks}) > 1 or not ranks[0][0]:
+        if len({host_key for host_key, _ in ranks}) > 1 or not ranks[0][0]:
             raise NotShared(
                 "the ranks run on several machines or in several containers"
                 if ranks[0][0]
@@ -187,7 +187,7 @@ class SharedMemory:
             )
         self._pids = [int(pid) for _, pid in ranks]
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
-        self._watched = select.poll()
+        self._process_poll = select.poll()
         self._watch()
         (self._lines,) = self.allocate([len(ranks) * _NUM_COUNTERS * _LINE])
         self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
@@ -197,7 +197,7 @@ class SharedMemory:
         try:
             for pid in self._pids:
                 process = os.pidfd_open(pid)  # becomes readable when the process ends
-                self._watched.register(process, select.POLLIN)
+                self._process_poll.register(process, select.POLLIN)
                 weakref.finalize(self, os.close, process)
         except OSError as caught:
             error = str(caught)
@@ -227,7 +227,7 @@ class SharedMemory:
             if not first[1]:
                 if self.rank:
                     file = os.open(f"/proc/{self._pids[0]}/fd/{first[0]}", os.O_RDWR)
-                mapped = mmap.mmap(file, total)
+                mapping = mmap.mmap(file, total)
         except (OSError, ValueError) as caught:
             error = str(caught)
         errors = [each for (each,) in self._exchange([error]) if each]
@@ -235,10 +235,10 @@ class SharedMemory:
             os.close(file)
         if errors:
             raise NotShared(f"{errors[0]} ({total:,} bytes)")
-        begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        self._ranges.append((weakref.ref(mapped), range(begin, begin + total)))
+        begin = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self._ranges.append((weakref.ref(mapping), range(begin, begin + total)))
         return [  # each tensor has its own storage
-            torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=start)
+            torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
             if size
             else torch.empty(0, dtype=torch.uint8)
             for size, start in zip(sizes, starts[:-1], strict=True)
@@ -268,7 +268,7 @@ class SharedMemory:
             while _is_before(value := int(self._counts[index]), count):
                 began = began or time.monotonic()
                 self._sleep(self._address(rank, kind), value)
-                if time.monotonic() - began > _CHECKED_EVERY:
+                if time.monotonic() - began > _CHECK_SECONDS:
                     self._check(rank, what, time.monotonic() - began)
         UNRECORDED.pending = ""
 
@@ -276,14 +276,14 @@ class SharedMemory:
         return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
 
     def _sleep(self, address: ctypes.c_void_p, value: int) -> None:
-        """Wait until a counter differs from `value`, at most for `_CHECKED_EVERY` seconds."""
-        until = ctypes.byref(_Timespec(0, int(_CHECKED_EVERY * 1e9)))
+        """Wait until a counter differs from `value`, at most for `_CHECK_SECONDS`."""
+        until = ctypes.byref(_Timespec(0, int(_CHECK_SECONDS * 1e9)))
         _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, until, None, 0)
 
     def _check(self, rank: int, what: str, waited: float) -> None:
         if waited > self._timeout:
             raise EngineError(f"timed out after {waited:.0f} s: waiting for {what} of rank {rank}")
-        if self._watched.poll(0):
+        if self._process_poll.poll(0):
             raise EngineError(f"a rank has ended while this rank waited for {what} of rank {rank}")
 
 

@@ -36,7 +36,7 @@ class HostWaits:
     def __init__(self) -> None:
         self._seconds = 0.0
 
-    def around(self, wait: Callable[[], object]) -> None:
+    def measure(self, wait: Callable[[], object]) -> None:
         """Call `wait()`, and add its duration by the host's clock."""
         began = time.perf_counter()
         RANK_STATUS.wait(begins=True)
@@ -56,7 +56,7 @@ class CudaWaits:
         self.measures = False
         self._pairs: list[tuple[Mark, Mark]] = []
 
-    def around(self, wait: Callable[[], object]) -> None:
+    def measure(self, wait: Callable[[], object]) -> None:
         if not self.measures:
             wait()
             return

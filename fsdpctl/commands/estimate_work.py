@@ -61,7 +61,7 @@ def show_estimates(
     """
     estimator = Estimator()
     (note if as_json else say)(*notes_on_memory(composed.config))
-    ranked = estimates_of(estimator, composed, every=every)
+    ranked = estimates_of(estimator, composed, all_strategies=every)
     estimates = [each for each, _ in ranked]
     (note if as_json else say)(*notes_on_cores(estimates[0].config))
     fits = [_fit(estimator, composed.config, each, fit) for each in estimates if fit is not None]
@@ -99,7 +99,7 @@ def print_recipe(composed: Composed, fit: str | None) -> bool:
     """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
     estimator, config = Estimator(), composed.config
     note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
-    ((estimate, ranking),) = estimates_of(estimator, composed, every=False)
+    ((estimate, ranking),) = estimates_of(estimator, composed, all_strategies=False)
     note(*(describe_ranking(ranking) if ranking is not None else ()))
     values: dict[str, int] = {}
     if fit is not None:
@@ -139,7 +139,7 @@ def show_verdicts(
         try:
             with doing(f"estimating {file} ({number} of {len(runs)})"):
                 imported = import_config(read_other_tool(*files), settings)
-                ((estimate, _),) = estimates_of(Estimator(), imported.composed, every=False)
+                [(estimate, _)] = estimates_of(Estimator(), imported.composed, all_strategies=False)
         except (UsageError, CheckpointError) as error:
             say(f"{file}: {str(error).removeprefix(f'{files[0]}: ')}")
             failed.append(file)

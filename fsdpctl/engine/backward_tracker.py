@@ -25,7 +25,7 @@ from fsdpctl.errors import ModuleError
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
 
 _NONE = -1
-# The AccumulateGrad node of a parameter. All forwards share it, so it identifies none of them.
+# The AccumulateGrad node of a parameter. All forwards share the node, so it identifies no forward.
 _ACCUMULATE_GRAD = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
@@ -96,16 +96,15 @@ class ForwardPass:
     """A forward of the outermost module. The hooks of its outputs keep it alive with the graph."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[int]] = {}  # of its calls, by unit
-        self.reached_in: dict[int, int] = {}  # by call, the last backward that reached it
+        self.calls: dict[str, list[int]] = {}  # numbers of calls, by unit
+        self.reached_in: dict[int, int] = {}  # the last backward that reached a call, by call
         self.takes_part = True  # whether the running backward visits this forward
         self._probes: WeakSet[GraphProbe] = WeakSet()
-        self._shared_probes: list[ref[GraphProbe]] = []  # they are witnesses of older outputs too
-        self._without_probe: list[
-            Node
-        ] = []  # made of parameters alone: the next output's are theirs
+        self._shared_probes: list[ref[GraphProbe]] = []  # also of older outputs
+        # Outputs that depend on parameters alone; they use the probe of the next output.
+        self._without_probe: list[Node] = []
         self._is_open = True
-        self._is_unknown = False  # some output has no witness
+        self._is_unknown = False  # whether an output has no probe
 
     def probe(self, output: Tensor) -> GraphProbe | None:
         node = output.grad_fn
@@ -155,9 +154,9 @@ class BackwardTracker:
         self.backward = 0  # the number of the running backward, or of the next one
         self._tracks = False  # whether the outermost module's forward makes a graph
         self._number = 0
-        self.running = ForwardPass()  # the last one of the outermost module
+        self.running = ForwardPass()  # the last forward of the outermost module
         self._alive: WeakSet[ForwardPass] = WeakSet()
-        self._recent: list[ref[ForwardPass]] = []  # with a graph, since the last backward ended
+        self._recent: list[ref[ForwardPass]] = []  # forwards with a graph since the last backward
         self._untracked_units: set[str] = set()
 
     def begin_forward(self, *, tracks: bool) -> None:
@@ -170,20 +169,20 @@ class BackwardTracker:
     def end_forward(self) -> None:
         self.running.close()
 
-    def begin_backward(self, first: ForwardPass | None, agree: Agree) -> None:
+    def begin_backward(self, first_forward: ForwardPass | None, agree: Agree) -> None:
         """Find the forwards that the new backward visits.
 
-        `first` is the forward whose output has the first gradient; None if it ran within a
+        `first_forward` is the forward whose output has the first gradient; None if it ran within a
         backward. If there are several forwards, `agree` exchanges whether each of them takes part
         on this rank (empty: unknown), and returns whether each takes part on any rank.
         """
         recent = [each() for each in self._recent]
         # Autograd only reports about the innermost backward. `torch.autograd.grad` with few inputs
         # does not visit all nodes, so its report is incomplete.
-        is_known = first is not None and first.is_in_backward()
+        is_known = first_forward is not None and first_forward.is_in_backward()
         for forward in self._alive:
-            is_alone = recent == [forward]
-            forward.takes_part = is_alone or not is_known or forward.is_in_backward()
+            is_only = recent == [forward]
+            forward.takes_part = is_only or not is_known or forward.is_in_backward()
         if len(recent) < 2:
             return
         takes_part_here = [each is not None and each.takes_part for each in recent]
@@ -194,7 +193,7 @@ class BackwardTracker:
                 each.takes_part = takes_part
 
     def record_forward(self, unit: str, *, tracks: bool) -> None:
-        if self._tracks and not tracks:  # a backward within the backward may recompute it
+        if self._tracks and not tracks:  # a nested backward may recompute the unit
             self._untracked_units.add(unit)
 
     def add_call(self, unit: str) -> UnitCall:
@@ -228,8 +227,8 @@ class BackwardTracker:
     def end_backward(self, *, keeps_graph: bool) -> None:
         """End the backward. If its graph was freed, no other backward can visit its forwards."""
         if not keeps_graph:
-            done = [each for each in self._alive if self.backward in each.reached_in.values()]
-            self._alive.difference_update(done)
+            completed = [each for each in self._alive if self.backward in each.reached_in.values()]
+            self._alive.difference_update(completed)
         self._end()
 
     def reset(self) -> None:
@@ -262,7 +261,7 @@ def agree_on_forwards(
         other = next(rank for rank, each in enumerate(answers) if each != answers[0])
         raise ModuleError(
             f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
-            f"through {numbers[other]} on rank {other}; {same_under} requires the same ones on "
-            "all ranks (add the others' loss times zero)"
+            f"through {numbers[other]} on rank {other}; {same_under} requires the same forwards on "
+            "all ranks (add the loss of the others times zero)"
         )
     return [any(each) for each in zip(*answers, strict=True)]

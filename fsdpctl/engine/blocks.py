@@ -28,7 +28,7 @@ from fsdpctl.models.custom_ops import OPERATORS
 from fsdpctl.models.module_spec import block_names
 from fsdpctl.plan.recomputation import BlockCheckpointing
 
-_PRODUCTS = ("mm", "addmm")
+_MATMULS = ("mm", "addmm")
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
@@ -53,18 +53,18 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._kept, self._products = _ops(_ATTENTION), {*_ops(_PRODUCTS), *OPERATORS}
+        self._attention, self._matmuls = _ops(_ATTENTION), {*_ops(_MATMULS), *OPERATORS}
         self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(
         self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        if op in self._products:
+        if op in self._matmuls:
             self._counts[context.is_recompute] += 1
-            keeps = self._counts[context.is_recompute] % 2 == 1
+            saves = self._counts[context.is_recompute] % 2 == 1
         else:
-            keeps = op in self._kept or op.namespace == _VARLEN
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            saves = op in self._attention or op.namespace == _VARLEN
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_contexts() -> Any:
@@ -72,15 +72,18 @@ def _selective_contexts() -> Any:
 
 
 class _Routing(TorchDispatchMode):
-    """Records the router's choice of experts in forward, and repeats it during recomputation."""
+    """Records the router's choice of experts in forward, and repeats it during recomputation.
 
-    def __init__(self, chosen: list[Tensor], *, again: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._experts, self._is_recompute, self._next = chosen, again, 0
+    Every `topk` is intercepted: in a block with experts, only routers are expected to call it.
+    """
+
+    def __init__(self, experts: list[Tensor], *, is_recompute: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._experts, self._is_recompute, self._next = experts, is_recompute, 0
 
     def __enter__(self) -> Self:
         self._next = 0  # with retain_graph, a block can be recomputed twice
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,24 +99,24 @@ class _Routing(TorchDispatchMode):
 
 
 def _routing_contexts() -> tuple[_Routing, _Routing]:
-    chosen: list[Tensor] = []
-    return _Routing(chosen, again=False), _Routing(chosen, again=True)
+    experts: list[Tensor] = []
+    return _Routing(experts, is_recompute=False), _Routing(experts, is_recompute=True)
 
 
 class _NestedContexts:
     """Two nested contexts, the first one outside, that can be entered several times."""
 
-    def __init__(self, first: Any, second: Any) -> None:
-        self._parts = first, second
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._contexts = outer, inner
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for each in self._parts:
+            for each in self._contexts:
                 stack.enter_context(each)
-            self._entered = stack.pop_all()
+            self._exit_stack = stack.pop_all()
 
-    def __exit__(self, *about: Any) -> bool | None:
-        return self._entered.__exit__(*about)
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._exit_stack.__exit__(*exc_info)
 
 
 def _selective_routing_contexts() -> Any:
@@ -129,7 +132,7 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-class _BuffersBefore:
+class _SavedBuffers:
     """Restores the buffers that a block had before its forward, during recomputation.
 
     The recomputation then has the same results, and its writes to buffers are dropped, so that
@@ -143,36 +146,36 @@ class _BuffersBefore:
             for key, buffer in each._buffers.items()
             if each.training and buffer is not None
         ]
-        self._before = {id(each): each.detach().clone() for *_, each in self._buffers}
+        self._saved = {id(each): each.detach().clone() for *_, each in self._buffers}
 
     def __enter__(self) -> None:
         # New copies: with retain_graph, a block can be recomputed twice.
-        copies = {number: each.clone() for number, each in self._before.items()}
-        self._after = [buffers[key] for buffers, key, _ in self._buffers]
-        for buffers, key, before in self._buffers:
-            buffers[key] = copies[id(before)]
+        copies = {buffer_id: each.clone() for buffer_id, each in self._saved.items()}
+        self._current = [buffers[key] for buffers, key, _ in self._buffers]
+        for buffers, key, buffer in self._buffers:
+            buffers[key] = copies[id(buffer)]
 
-    def __exit__(self, *about: Any) -> None:
-        for (buffers, key, _), after in zip(self._buffers, self._after, strict=True):
-            buffers[key] = after
+    def __exit__(self, *exc_info: Any) -> None:
+        for (buffers, key, _), buffer in zip(self._buffers, self._current, strict=True):
+            buffers[key] = buffer
 
 
-def _recomputed_in(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
+def _nested_contexts(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the contexts of a forward, and of its recomputation within the context `outer()`."""
     forward, recomputation = contexts()
     return forward, _NestedContexts(outer(), recomputation)
 
 
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     preserve_rng = block._is_random
     return checkpoint(
         block._plain_forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs
     )  # fmt: skip
 
 
-def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _make_checkpointed(contexts: Callable[[], Any]) -> Callable[..., Any]:
     if contexts is noop_context_fn:
-        return _recomputed  # torch.compile does not support `context_fn`
+        return _checkpointed_forward  # torch.compile does not support `context_fn`
 
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(checkpoint, block._plain_forward, use_reentrant=False)
@@ -181,28 +184,29 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _offloading_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that offloads its first floating-point tensor to the host."""
 
     def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         block_input = next((x for x in tensors if x.is_floating_point()), None)
-        if block_input is None or not _is_saved(block_input, block):
-            return _recomputed_within(contexts)(block, *args, **kwargs)
-        with block._send(block_input) as offloaded:  # type: ignore[operator]  # not a submodule
+        if block_input is None or not _can_offload(block_input, block):
+            return _make_checkpointed(contexts)(block, *args, **kwargs)
+        offload: Any = block._offload_input
+        with offload(block_input) as offloaded:
             args = tuple(offloaded if x is block_input else x for x in args)
             kwargs = {key: offloaded if x is block_input else x for key, x in kwargs.items()}
             options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
             run = partial(checkpoint, _forward_with_offloaded, **options)
-            within = partial(_recomputed_in, lambda: offloaded, contexts)
+            context_fn = partial(_nested_contexts, lambda: offloaded, contexts)
             # Checkpointing saves the random state of the devices of its tensor arguments.
-            like = torch.empty(0, device=block_input.device)
-            return run(like, block, *args, context_fn=within, **kwargs)
+            device_probe = torch.empty(0, device=block_input.device)
+            return run(device_probe, block, *args, context_fn=context_fn, **kwargs)
 
     return sending
 
 
-def _is_saved(tensor: Tensor, block: nn.Module) -> bool:
+def _can_offload(tensor: Tensor, block: nn.Module) -> bool:
     """Return whether backward may need an input, and a copy of it would have the same strides."""
     if not torch.is_grad_enabled() or tensor.is_inference() or not tensor.is_contiguous():
         return False
@@ -221,33 +225,33 @@ def _value(value: object) -> object:
 def checkpoint_block(
     block: nn.Module,
     mode: str,
-    send: Callable[[Tensor], OffloadedInput] | None = None,
+    offload: Callable[[Tensor], OffloadedInput] | None = None,
     *,
     keeps_buffers: bool = False,
     is_random: bool = True,
 ) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
-    Only the forward is replaced, so that names, units and hooks do not change. The choice of
-    experts is saved: recomputed with different rounding, a token could go to another expert. `send`
-    offloads the block's input to the host. `keeps_buffers`: a recomputation does not change
-    buffers. `is_random`: a recomputation draws the same random numbers.
+    The forward is replaced and hooks stay outside of it, so that names and units do not change. The
+    choice of experts is saved: with other rounding, recomputation could route a token to another
+    expert. `offload` copies the block's input to the host. With `keeps_buffers`, a recomputation
+    does not change buffers. With `is_random`, it draws the same random numbers as the forward.
     """
     vars(block)["_is_random"] = is_random
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
     if keeps_buffers and any(each._buffers for each in block.modules()):
-        contexts = partial(_recomputed_in, partial(_BuffersBefore, block), contexts)
-        vars(block)["_is_compiled_within"] = True
-    if send is not None:
-        vars(block).update(_send=send, _is_compiled_within=True)
-    forward = _recomputed_within(contexts) if send is None else _offloading_within(contexts)
+        contexts = partial(_nested_contexts, partial(_SavedBuffers, block), contexts)
+        vars(block)["_compiles_plain_forward"] = True
+    if offload is not None:
+        vars(block).update(_offload_input=offload, _compiles_plain_forward=True)
+    forward = _make_checkpointed(contexts) if offload is None else _make_offloaded(contexts)
     block.forward = MethodType(forward, block)
 
 
 def checkpoint_blocks(
     blocks: Sequence[nn.Module],
-    treatments: Sequence[BlockCheckpointing],
+    checkpointing: Sequence[BlockCheckpointing],
     *,
     keeps_buffers: bool = False,
     is_random: bool = True,
@@ -257,17 +261,18 @@ def checkpoint_blocks(
     Only the first blocks can offload their inputs. The input of the last block stays on the device,
     since backward needs it at once. For the keywords, see `checkpoint_block`. Returns the inputs.
     """
-    count = sum(each.offloads_input for each in treatments)
+    num_offloaded = sum(each.offloads_input for each in checkpointing)
     # The block after the offloading blocks also has a handle, but its input stays on the device:
     # its recomputation starts to fetch the input of the block before it.
-    through = min(count + 1, len(blocks)) if len(blocks) > 1 and count else 0
-    if through > count and treatments[count].mode != treatments[count - 1].mode:
-        through = count
-    inputs = HostInputs(min(count + 1, len(blocks)))
-    for number, (block, (mode, _)) in enumerate(zip(blocks, treatments, strict=True)):
+    num_managed = min(num_offloaded + 1, len(blocks)) if len(blocks) > 1 and num_offloaded else 0
+    last = num_offloaded - 1
+    if num_managed > num_offloaded and checkpointing[last + 1].mode != checkpointing[last].mode:
+        num_managed = num_offloaded
+    inputs = HostInputs(min(num_offloaded + 1, len(blocks)))
+    for index, (block, (mode, _)) in enumerate(zip(blocks, checkpointing, strict=True)):
         if mode != "none":
-            send = partial(inputs.offload, number) if number < through else None
-            checkpoint_block(block, mode, send, keeps_buffers=keeps_buffers, is_random=is_random)
+            offload = partial(inputs.offload, index) if index < num_managed else None
+            checkpoint_block(block, mode, offload, keeps_buffers=keeps_buffers, is_random=is_random)
     return inputs
 
 
@@ -279,37 +284,37 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     if recompute.is_on:
         # An import within the first checkpointed call would keep the call's arguments alive.
         import_module("torch._dynamo")
-        is_own = config.model.is_script_module
         is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
-        treatments = recompute.treatments(len(blocks))
-        checkpoint_blocks(blocks, treatments, keeps_buffers=is_own, is_random=is_random)
+        checkpointing = recompute.treatments(len(blocks))
+        keeps = config.model.is_script_module
+        checkpoint_blocks(blocks, checkpointing, keeps_buffers=keeps, is_random=is_random)
     for block in blocks if config.train.compile else ():
         compile_block(block)
 
 
-def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
-    """Make feed-forward layers process `tokens` tokens at a time; 0: all tokens.
+def chunk_feed_forward(module: nn.Module, chunk_tokens: int) -> None:
+    """Make feed-forward layers process `chunk_tokens` tokens at a time; 0: all tokens.
 
     Backward recomputes a chunk at a time. UsageError if a block has no feed-forward layer, or has
     experts, whose tokens come from a router.
     """
-    for block_name in block_names(module) if tokens else ():
+    for block_name in block_names(module) if chunk_tokens else ():
         block = module.get_submodule(block_name)
         layer = getattr(block, "feed_forward", None) or getattr(block, "mlp", None)
-        takes_one = layer is not None and len(inspect.signature(layer.forward).parameters) == 1
-        if layer is None or not takes_one or _has_experts(layer):
+        has_one_input = layer is not None and len(inspect.signature(layer.forward).parameters) == 1
+        if layer is None or not has_one_input or _has_experts(layer):
             raise UsageError(
-                f"train.mlp_chunk_tokens={tokens}: {block_name} has no feed-forward layer that "
-                "runs token by token"
+                f"train.mlp_chunk_tokens={chunk_tokens}: {block_name} has no feed-forward layer "
+                "that runs token by token"
             )
-        layer.forward = partial(_in_chunks, layer.forward, tokens)
+        layer.forward = partial(_in_chunks, layer.forward, chunk_tokens)
 
 
-def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
+def _in_chunks(forward: Callable[[Tensor], Tensor], chunk_tokens: int, x: Tensor) -> Tensor:
     flat = x.flatten(0, -2)
-    if len(flat) <= tokens:
-        return plain(x)
-    chunks = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
+    if len(flat) <= chunk_tokens:
+        return forward(x)
+    chunks = [checkpoint(forward, part, use_reentrant=False) for part in flat.split(chunk_tokens)]
     return torch.cat(chunks).view_as(x)
 
 
@@ -319,14 +324,15 @@ def _has_experts(block: nn.Module) -> bool:
 
 def compile_block(block: nn.Module) -> None:
     """Compile the forward of `block` with torch.compile; equal blocks share the result."""
-    if not hasattr(block, "_is_compiled_within"):
+    if not hasattr(block, "_compiles_plain_forward"):
         block.forward = torch.compile(block.forward)
         return
     if _has_experts(block):
-        what = " with inputs on the host" if hasattr(block, "_send") else " of blocks with buffers"
+        offloads = hasattr(block, "_offload_input")
+        reason = "offloaded inputs" if offloads else "buffers that recomputation keeps"
         raise UsageError(
-            f"train.compile=true: conflicts with activation_checkpointing{what} for blocks with "
-            "experts; set train.compile=false"
+            "train.compile=true: conflicts with activation checkpointing of experts with "
+            f"{reason}; set train.compile=false"
         )
     block._plain_forward = torch.compile(block._plain_forward)  # type: ignore[assignment,arg-type]  # a method
 

@@ -18,7 +18,7 @@ class ProfilerRanges:
         self.is_on = False
         self._open: list[record_function] = []
 
-    def around(self, name: str, unit: str) -> AbstractContextManager[object]:
+    def annotate(self, name: str, unit: str) -> AbstractContextManager[object]:
         return record_function(f"{name} {unit}") if self.is_on else _NOTHING
 
     def begin(self, name: str, unit: str) -> None:
@@ -63,11 +63,11 @@ class BufferAccounting:
     def allocate(self, buffer: BufferKind, unit: str, index: int, nbytes: int) -> None:
         """Count a buffer; it replaces a buffer with the same kind, unit and index."""
         key = (buffer, unit, index)
-        before = self._nbytes.get(key)
+        previous = self._nbytes.get(key)
         self._nbytes[key] = nbytes
-        self.nbytes += nbytes - (before or 0)
+        self.nbytes += nbytes - (previous or 0)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        if self.trace is not None and before is None:
+        if self.trace is not None and previous is None:
             self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
 
     def free(self, buffer: BufferKind, unit: str, index: int) -> None:

@@ -34,7 +34,7 @@ class WeightInit:
     """The source of a model's initial values, and its device."""
 
     device: torch.device
-    # Writes the values of a parameter, given by name; None: rank 0's parameters are broadcast.
+    # Writes the values of a parameter by its name; None: rank 0's parameters are broadcast.
     initialize: Callable[[str, Tensor], None] | None = None
     # Whether values are zeros that a checkpoint overwrites. No full unit is allocated for them.
     is_empty: bool = False
@@ -110,11 +110,11 @@ class _Builder:
     def buffer(self, unit: str, layout: FlatLayout, full: Tensor) -> FlatBuffer:
         position, placement = self.plan.position, self.plan.placement(layout)
         master, resident = self.allocate(placement, full, trainable=layout.trainable)
-        owned = layout.owned_span(position.rank, position.replica)
+        owned_span = layout.owned_span(position.rank, position.replica)
         owners = position.num_replicas // layout.shares_per_shard
-        saved = aligned_chunk(owned, position.replica % owners, owners)
+        saved_span = aligned_chunk(owned_span, position.replica % owners, owners)
         span = placement.master_span
-        spans = {"span": span, "owned_span": owned, "saved_span": saved}
+        spans = {"span": span, "owned_span": owned_span, "saved_span": saved_span}
         shard = FlatShard(unit, layout, master, **spans, num_owners=owners)
         if placement.dtypes.has_remainder:
             if self.host is not None:
@@ -222,7 +222,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
     replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
     move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
-    host, host_params = _on_host(plan, mesh, source.device)
+    host, host_params = _make_host_memory(plan, mesh, source.device)
     builder = _Builder(plan, mesh, source, params, host, host_params)
     units = _build_units(builder)
     for param in params.values():
@@ -247,7 +247,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
     return runtime
 
 
-def _on_host(
+def _make_host_memory(
     plan: StepPlan, mesh: Mesh, device: torch.device
 ) -> tuple[HostStates | None, HostParams | None]:
     offload = plan.offload
@@ -261,25 +261,25 @@ def _on_host(
 
 def _build_units(builder: _Builder) -> list[ShardedUnit]:
     plan, specs = builder.plan, builder.plan.unshard_buffers
-    buffer_index = {unit: number for number, slot in enumerate(specs) for unit in slot.units}
+    buffer_index = {unit: index for index, slot in enumerate(specs) for unit in slot.units}
     shared = builder.mesh.shard.allocate_shared([each.nbytes for each in specs])
     buffers: dict[int, UnshardBuffer] = {}
     units = []
     # The builder frees a sharded unit before the next buffer is allocated, so that the full units
     # of a large model never exist at the same time.
     for spec in plan.model_layout.units:
-        number = buffer_index[spec.name]
-        if number not in buffers:
-            resident = specs[number].is_permanent or not plan.strategy.shards_params
-            size, device = specs[number].nbytes, builder.source.device
+        index = buffer_index[spec.name]
+        if index not in buffers:
+            is_permanent = specs[index].is_permanent or not plan.strategy.shards_params
+            size, device = specs[index].nbytes, builder.source.device
             memory = (
-                shared[number] if shared else torch.empty(size, dtype=torch.uint8, device=device)
+                shared[index] if shared else torch.empty(size, dtype=torch.uint8, device=device)
             )
             sharers = builder.mesh.shard.size if shared else 1
-            buffers[number] = UnshardBuffer(
-                spec.name, memory, is_permanent=resident, sharers=sharers
+            buffers[index] = UnshardBuffer(
+                spec.name, memory, is_permanent=is_permanent, sharers=sharers
             )
-        units.append(builder.unit(spec, buffers[number]))
+        units.append(builder.unit(spec, buffers[index]))
     if shared:
         # Each rank writes the full values to the shared buffers. Without a barrier, a slow rank
         # could overwrite a gathered unit with initial values after the first step.

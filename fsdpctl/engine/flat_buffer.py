@@ -57,8 +57,8 @@ class FlatBuffer:
         self.params_with_grad: set[int] = set()
         self._padding = shard.layout.padding
         # A sharded parameter reads NaN. For bytes it reads 255: four such bytes are a float32 NaN.
-        nothing = float("nan") if full.dtype.is_floating_point else 255
-        self.placeholder = torch.full((), nothing, dtype=full.dtype, device=full.device)
+        fill_value = float("nan") if full.dtype.is_floating_point else 255
+        self.placeholder = torch.full((), fill_value, dtype=full.dtype, device=full.device)
         placeholders = [self.placeholder.expand(x.shape) for x in self.layout.params]
         self._sharded = list(zip(self.params, placeholders, strict=True))
         self._unsharded = list(zip(self.params, self.param_views(full), strict=True))
@@ -76,11 +76,11 @@ class FlatBuffer:
     def is_on_host(self) -> bool:
         return self.shard.is_on_host if self.resident is None else self.resident.is_on_host
 
-    def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
+    def start_sync(self, mesh: Mesh, *, is_copied: bool = False) -> Handle | None:
         """Start to copy changed masters into the stored parameters, on all ranks that need them.
 
         If both have one dtype, the masters are a view of the parameters, and only other ranks'
-        values are copied. `is_sent`: the host has already copied this rank's masters. None if
+        values are copied. `is_copied`: the host has already copied this rank's masters. None if
         nothing is in flight.
         """
         if self.resident is None:
@@ -88,7 +88,7 @@ class FlatBuffer:
         shard, values = self.shard, self.resident.values
         source: Tensor | None = None
         if shard.is_on_host:
-            if not is_sent:
+            if not is_copied:
                 self.resident.view(shard.span).copy_(shard.master)
             # All ranks must decide alike, or some would wait in a collective that others skip. So
             # the decision depends on the layout, not on what this rank stores: under an uneven
@@ -108,8 +108,8 @@ class FlatBuffer:
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter in `flat`, a tensor as long as the full buffer."""
-        places = self.layout.param_spans
-        return [flat[x.span.start : x.span.stop].view(x.param.shape) for x in places]
+        param_spans = self.layout.param_spans
+        return [flat[x.span.start : x.span.stop].view(x.param.shape) for x in param_spans]
 
     def use_unsharded(self) -> None:
         for param, view in self._unsharded:
@@ -134,18 +134,18 @@ class FlatBuffer:
             if gradient is None or not span.numel:
                 continue
             values = gradient.reshape(-1)
-            # Ranks `first` to `end` own elements of this parameter only. They can be thousands, so
-            # their elements are copied at once.
+            # Ranks `first` to `end` own elements of this parameter only. There can be thousands of
+            # these ranks, so their elements are copied at once.
             first, end = -(-span.start // size), span.stop // size
             if first < end:
                 inner = values[first * size - span.start : end * size - span.start]
                 flat[first:end].copy_(inner.view(-1, size)[:, share.start : share.stop])
             for rank in {span.start // size, (span.stop - 1) // size} - {*range(first, end)}:
-                both = span.intersect(share.shift(rank * size))
-                if both is not None:
-                    begin = both.start - share.start - rank * size
-                    targets.append(flat[rank, begin : begin + both.numel])
-                    sources.append(values[both.start - span.start : both.stop - span.start])
+                overlap = span.intersect(share.shift(rank * size))
+                if overlap is not None:
+                    begin = overlap.start - share.start - rank * size
+                    targets.append(flat[rank, begin : begin + overlap.numel])
+                    sources.append(values[overlap.start - span.start : overlap.stop - span.start])
         if targets:
             torch._foreach_copy_(targets, sources)
         return flat.view(-1)
@@ -173,21 +173,21 @@ class FlatBuffer:
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the parameters' gradients times `scale` to a flat buffer."""
-        arrived = [
+        pairs = [
             (view, gradient)
             for view, param in zip(self.param_views(flat), self.params, strict=True)
             if (gradient := accumulated_grad(param)) is not None
         ]
-        if arrived:
-            targets, gradients = (list(each) for each in zip(*arrived, strict=True))
+        if pairs:
+            targets, gradients = (list(each) for each in zip(*pairs, strict=True))
             torch._foreach_add_(targets, gradients, alpha=scale)
 
     def clear_param_grads(self) -> None:
         """Remove the gradients from the parameters, once they are copied to a flat buffer."""
         if len(self.params_with_grad) < len(self.params):
-            arrived = map(accumulated_grad, self.params)
+            gradients = map(accumulated_grad, self.params)
             self.params_with_grad |= {
-                i for i, gradient in enumerate(arrived) if gradient is not None
+                i for i, gradient in enumerate(gradients) if gradient is not None
             }
         for param in self.params:
             param.grad = None

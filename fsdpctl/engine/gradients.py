@@ -3,7 +3,7 @@
 When the backward of a unit is complete, one fused copy moves (and casts) its gradients into a flat
 buffer, which exists until the reduction is done. Copying each gradient as it arrives would need the
 buffer at the start of the unit's backward, while the buffer of the previous reduction is still in
-use. Units larger than every block are copied and sent in pieces. Missing gradients count as zero.
+use. Units larger than every block are reduced in pieces. Missing gradients count as zero.
 
 A reduction ends with this rank's shard of the sum. If ranks are replicated, a second collective
 adds the shard over the replicas, each of which may keep a share. If each rank needs the full sum,
@@ -33,7 +33,7 @@ class FlatReduction:
     """The reduction of a flat buffer, or of one piece of it."""
 
     buffer: FlatBuffer
-    number: int  # index of the buffer in its unit
+    index: int  # index of the buffer in its unit
     key: tuple[str, int]  # unit and index in the accounting
     piece: Span | None  # elements of this rank's owned span; None: all
     full: Tensor | None  # the input, kept until the collective has read it
@@ -49,7 +49,7 @@ class _InFlight:
 
     unit: ShardedUnit
     is_last: bool  # whether the unit has no further piece
-    flats: list[FlatReduction] = field(default_factory=list)
+    reductions: list[FlatReduction] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -73,7 +73,7 @@ class GradientReducer:
             case EventKind.HOLD:
                 for number, buffer in enumerate(unit.trained_buffers):
                     is_new = buffer.held_gradients is None
-                    grads = self._accumulated(buffer)
+                    grads = self._accumulate(buffer)
                     if is_new:
                         kind = BufferKind.UNSHARDED_GRADS
                         self.accounting.allocate(kind, unit.name, number, grads.nbytes)
@@ -82,8 +82,8 @@ class GradientReducer:
                 # Recorded before its first collective starts: if a later one fails, `abandon` must
                 # wait for the collectives in flight, which still use their memory.
                 self._reducing.append(_InFlight(unit, event.is_last))
-                with self.accounting.ranges.around("reduce", unit.name):
-                    self._send(self._reducing[-1], event.index)
+                with self.accounting.ranges.annotate("reduce", unit.name):
+                    self._start_reductions(self._reducing[-1], event.index)
             case EventKind.REDUCED:
                 self._finish_reduction(self._reducing.popleft())
             case EventKind.COMBINE:
@@ -97,10 +97,10 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Drop all gradients after a failed backward; wait for reductions in flight first."""
-        for flat in (e for each in (*self._reducing, *self._combining) for e in each.flats):
-            for pending in (flat.chained or flat.reduction, flat.combined):
-                if pending is not None:
-                    pending.wait()
+        for flat in (e for each in (*self._reducing, *self._combining) for e in each.reductions):
+            for handle in (flat.chained or flat.reduction, flat.combined):
+                if handle is not None:
+                    handle.wait()
             for buffer in (
                 BufferKind.WORKSPACE,
                 BufferKind.UNSHARDED_GRADS,
@@ -127,23 +127,23 @@ class GradientReducer:
                 self.accounting.free(BufferKind.UNSHARDED_GRADS, unit.name, index)
                 self.accounting.free(BufferKind.GRADS, unit.name, index)
 
-    def _accumulated(self, buffer: FlatBuffer) -> Tensor:
+    def _accumulate(self, buffer: FlatBuffer) -> Tensor:
         """Accumulate the parameters' gradients in the held flat buffer, and return it."""
-        before, _ = self._scales
+        scale, _ = self._scales
         if buffer.held_gradients is None:
-            buffer.held_gradients = buffer.flatten_gradients(before)
+            buffer.held_gradients = buffer.flatten_gradients(scale)
         else:
-            buffer.add_gradients(buffer.held_gradients, before)
+            buffer.add_gradients(buffer.held_gradients, scale)
         buffer.clear_param_grads()
         return buffer.held_gradients
 
-    def _send(self, started: _InFlight, piece: int) -> None:
+    def _start_reductions(self, started: _InFlight, piece: int) -> None:
         unit, shard = started.unit, self._mesh.shard
         pieces = 1 if started.is_last and not piece else self._plan.reductions.pieces[unit.name]
-        for number, buffer in enumerate(unit.trained_buffers):
+        for index, buffer in enumerate(unit.trained_buffers):
             span, spans = None, buffer.layout.shard_spans
             if pieces == 1:
-                full, buffer.held_gradients = self._accumulated(buffer), None
+                full, buffer.held_gradients = self._accumulate(buffer), None
             else:
                 span = piece_span(buffer.layout, piece, pieces)
                 if not span.numel:
@@ -154,21 +154,21 @@ class GradientReducer:
                 reduction: Reduction = InPlaceReduction(shard.start_all_reduce(full))
             else:
                 reduction = shard.reduce_scatter(full, spans)
-            key = unit.name, number + piece * len(unit.trained_buffers)
-            started.flats.append(FlatReduction(buffer, number, key, span, full, reduction))
+            key = unit.name, index + piece * len(unit.trained_buffers)
+            started.reductions.append(FlatReduction(buffer, index, key, span, full, reduction))
             self.accounting.allocate(BufferKind.UNSHARDED_GRADS, *key, full.nbytes)
             if reduction.workspace_nbytes:
                 self.accounting.allocate(BufferKind.WORKSPACE, *key, reduction.workspace_nbytes)
         if started.is_last and pieces > 1:
             for buffer in unit.trained_buffers:
                 buffer.clear_param_grads()
-        nbytes = sum(each.full.nbytes for each in started.flats if each.full is not None)
+        nbytes = sum(each.full.nbytes for each in started.reductions if each.full is not None)
         self.accounting.record(EventKind.REDUCE, unit.name, nbytes)
 
     def _finish_reduction(self, started: _InFlight) -> None:
         """Take this rank's shard of the sums: add it to the gradients, or combine it next."""
-        with self.accounting.ranges.around("take the sum of", started.unit.name):
-            for flat in started.flats:
+        with self.accounting.ranges.annotate("take the sum of", started.unit.name):
+            for flat in started.reductions:
                 if flat.chained is None:
                     self._take_sum(flat)
                 else:  # the second collective has started already
@@ -215,7 +215,7 @@ class GradientReducer:
     def _combine(self, started: _InFlight) -> None:
         """Start the second collective; over NCCL, enqueue it right behind the reduction."""
         nbytes = 0
-        for flat in started.flats:
+        for flat in started.reductions:
             if self._chain is None:
                 mean, flat.mean = flat.mean, None
                 assert mean is not None
@@ -257,7 +257,7 @@ class GradientReducer:
 
     def _add_gradients(self, started: _InFlight) -> None:
         """Add complete means to this rank's gradients, and start to offload these if planned."""
-        for flat in started.flats:
+        for flat in started.reductions:
             if flat.combined is not None:
                 flat.mean, flat.combined = flat.combined.wait(), None
             self._add_gradient(flat)
@@ -280,7 +280,7 @@ class GradientReducer:
                 shard.grad = gradient
                 self.accounting.free(BufferKind.SUM, *flat.key)
             nbytes = shard.param.numel() * shard.grad_dtype.itemsize
-            self.accounting.allocate(BufferKind.GRADS, flat.key[0], flat.number, nbytes)
+            self.accounting.allocate(BufferKind.GRADS, flat.key[0], flat.index, nbytes)
         if shard.grad is not gradient:
             target = shard.grad if span is None else shard.grad[span.start : span.stop]
             target.add_(gradient)

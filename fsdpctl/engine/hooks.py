@@ -182,8 +182,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _check_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(map(has_placeholder, module.parameters(recurse=False))):
-        way = "call model.state_dict(), or call it within model.full_parameters()"
-        raise EngineError(f"the module's own state_dict() has no weights between steps; {way}")
+        hint = "call model.state_dict(), or call it within model.full_parameters()"
+        raise EngineError(f"the module's own state_dict() has no weights between steps; {hint}")
 
 
 def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:

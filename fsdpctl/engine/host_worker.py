@@ -21,15 +21,15 @@ from fsdpctl.errors import EngineError, FsdpctlError
 from fsdpctl.io.resources import allowed_cpus, core_of, is_pinned, num_cores
 
 T = TypeVar("T")
-StreamEvent: TypeAlias = torch.cuda.Event | None  # of a stream; None: of a CPU, which has passed it
+StreamEvent: TypeAlias = torch.cuda.Event | None  # None: on a CPU, which has passed the event
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[HostTask, Callable[[], None]] | None]"
-_JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
+_JOIN_SECONDS = 60.0  # the process waits so long for a task in progress when it ends
 
 
-def wait_event(moment: StreamEvent) -> None:
+def wait_event(event: StreamEvent) -> None:
     """Let the current stream wait for an event of another stream."""
-    if moment is not None:
-        torch.cuda.current_stream().wait_event(moment)
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 class HostTask:
@@ -61,19 +61,19 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         on_cuda = device.type == "cuda"
-        self._down = torch.cuda.Stream(device) if on_cuda else None
-        self._up = torch.cuda.Stream(device) if on_cuda else None
+        self._to_host_stream = torch.cuda.Stream(device) if on_cuda else None
+        self._to_device_stream = torch.cuda.Stream(device) if on_cuda else None
 
     def record_event(self) -> StreamEvent:
-        return None if self._down is None else torch.cuda.current_stream().record_event()
+        return None if self._to_host_stream is None else torch.cuda.current_stream().record_event()
 
     def to_host(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
         """Start a copy to the host after event `after`, or all earlier work; return its end."""
-        return self.copy(target, source, self._down, after or self.record_event())
+        return self.copy(target, source, self._to_host_stream, after or self.record_event())
 
     def to_device(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
         """Start a copy to the device after event `after`, or all earlier work; return its end."""
-        return self.copy(target, source, self._up, after or self.record_event())
+        return self.copy(target, source, self._to_device_stream, after or self.record_event())
 
     def copy(
         self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: StreamEvent
@@ -85,12 +85,12 @@ class Copier:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return stream.record_event()  # type: ignore[no-any-return]  # torch's
+            return stream.record_event()  # type: ignore[no-any-return]  # untyped in torch
 
     def synchronize(self) -> None:
         """Wait on the host for all copies to the device."""
-        if self._up is not None:
-            self._up.synchronize()
+        if self._to_device_stream is not None:
+            self._to_device_stream.synchronize()
 
 
 class HostWorker:
@@ -137,7 +137,7 @@ def _work(tasks: _Tasks, device: torch.device) -> None:
                 work()
             except BaseException as caught:
                 error = caught
-            del item, work  # and what the work refers to, before the main thread continues
+            del item, work  # frees their tensors before the main thread continues
             task.end(error=error)
 
 
@@ -155,7 +155,7 @@ def host_cpus(node: str | None) -> set[int]:
     allowed = allowed_cpus()
     preferred = allowed
     if node is not None:
-        preferred = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
+        preferred = _parse_cpu_list((Path(node) / "cpulist").read_text()) & allowed or allowed
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if is_pinned():
@@ -166,7 +166,7 @@ def host_cpus(node: str | None) -> set[int]:
     return set((ordered + ordered)[start : start + min(count, len(ordered))])
 
 
-def _listed(text: str) -> set[int]:
+def _parse_cpu_list(text: str) -> set[int]:
     ends = [[int(end) for end in each.split("-")] for each in text.strip().split(",") if each]
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
@@ -189,8 +189,8 @@ def pinned_allocations(count: int, nbytes: int) -> Iterator[int]:
     Torch rounds pinned memory up to a power of two. The numbers waste the least memory.
     """
 
-    def filled(together: int) -> float:
-        return together * nbytes / (1 << (together * nbytes - 1).bit_length())
+    def filled(num_buffers: int) -> float:
+        return num_buffers * nbytes / (1 << (num_buffers * nbytes - 1).bit_length())
 
     while count and nbytes:
         together = max(range(1, count + 1), key=lambda number: (filled(number), number))

@@ -41,20 +41,20 @@ class PinnedRing:
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
         """Return the index of the next buffer and a view of it, once the device has read it."""
-        number = self._next
-        self._next = (number + 1) % HOST_BUFFERS
-        event, self.in_use_until[number] = self.in_use_until[number], None
+        index = self._next
+        self._next = (index + 1) % HOST_BUFFERS
+        event, self.in_use_until[index] = self.in_use_until[index], None
         if event is not None:
             event.synchronize()
-        return number, self._buffers[number][: numel * dtype.itemsize].view(dtype)
+        return index, self._buffers[index][: numel * dtype.itemsize].view(dtype)
 
 
 class GradientOffload:
     """Copies reduced gradients to the host during backward, one unit at a time."""
 
-    def __init__(self, copier: Copier, place: Callable[[FlatBuffer], Tensor]) -> None:
-        """`place` returns the host memory for a buffer's gradient."""
-        self._copier, self._place = copier, place
+    def __init__(self, copier: Copier, get_memory: Callable[[FlatBuffer], Tensor]) -> None:
+        """Copy to `get_memory(buffer)`, the host memory for the gradient of a flat buffer."""
+        self._copier, self._get_memory = copier, get_memory
         self._unit: ShardedUnit | None = None
 
     @torch.no_grad()
@@ -67,12 +67,12 @@ class GradientOffload:
             if gradient is None:
                 continue
             if shard.offloaded_grad is not None:
-                before = torch.empty_like(gradient)
+                previous = torch.empty_like(gradient)
                 wait_event(shard.offloaded_grad.arrived)
-                wait_event(self._copier.to_device(before, shard.offloaded_grad.values))
-                gradient.add_(before)
+                wait_event(self._copier.to_device(previous, shard.offloaded_grad.values))
+                gradient.add_(previous)
             (norm,) = gradient_norms([gradient])
-            target = self._place(buffer)
+            target = self._get_memory(buffer)
             arrived = self._copier.to_host(target, gradient)
             shard.offloaded_grad = OffloadedGradient(target, norm, arrived)
 
@@ -117,7 +117,7 @@ class HostStates:
             )
             for dtype, numel in memory.masters.items()
         }
-        self._taken = dict.fromkeys(self._slabs, 0)
+        self._num_taken = dict.fromkeys(self._slabs, 0)
         self._remainders = 0  # bytes
         self._gradients_on_host = {
             torch_dtype(of): worker.allocate(memory.masters[of], torch_dtype(dtype), pinned=True)
@@ -137,8 +137,8 @@ class HostStates:
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for the next buffer's master weights."""
-        start = self._taken[dtype]
-        self._taken[dtype] = start + numel
+        start = self._num_taken[dtype]
+        self._num_taken[dtype] = start + numel
         return self._slabs[dtype][start : start + numel]
 
     def remainder(self, numel: int) -> Tensor:
@@ -157,12 +157,12 @@ class HostStates:
         if not self._gradients_on_host:
             return None
 
-        def place(buffer: FlatBuffer) -> Tensor:
+        def get_memory(buffer: FlatBuffer) -> Tensor:
             master = buffer.shard.param
             start, numel = master.storage_offset(), master.numel()
             return self._gradients_on_host[master.dtype][start : start + numel]
 
-        return GradientOffload(self._copier, place)
+        return GradientOffload(self._copier, get_memory)
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; EngineError if it failed."""
@@ -204,7 +204,7 @@ class HostStates:
     ) -> None:
         if after is not None and any(each.buffer.is_on_host for each in steps):
             after.synchronize()  # copies to the device may still read the parameters to be written
-        fetched = self._fetched(steps, after)
+        fetched = self._fetch_all(steps, after)
         pairs = enumerate(scalars)
         host_scalars = (None if x is None else self._fetch_scalar(n, x, after) for n, x in pairs)
         on_host = HostScalars(*host_scalars)
@@ -223,11 +223,11 @@ class HostStates:
             arrived.synchronize()
         return target
 
-    def _fetched(self, steps: Sequence[_Step], after: StreamEvent) -> Iterator[Tensor | None]:
-        ahead = [self._fetch(each, after) for each in steps[:1]]
+    def _fetch_all(self, steps: Sequence[_Step], after: StreamEvent) -> Iterator[Tensor | None]:
+        fetches = [self._fetch(each, after) for each in steps[:1]]
         for number in range(len(steps)):
-            ahead += [self._fetch(each, after) for each in steps[number + 1 : number + 2]]
-            gradient, arrived = ahead.pop(0)
+            fetches += [self._fetch(each, after) for each in steps[number + 1 : number + 2]]
+            gradient, arrived = fetches.pop(0)
             if arrived is not None:
                 arrived.synchronize()
             yield gradient
@@ -278,6 +278,6 @@ class HostStates:
 
 def _take_gradient(buffer: FlatBuffer) -> tuple[list[Tensor], OffloadedGradient | None]:
     shard = buffer.shard
-    gradient, left = shard.grad, shard.offloaded_grad
+    gradient, offloaded = shard.grad, shard.offloaded_grad
     shard.grad = shard.offloaded_grad = None
-    return [] if gradient is None else [gradient], left
+    return [] if gradient is None else [gradient], offloaded

@@ -54,7 +54,7 @@ def host_inputs_bytes(sizes: Collection[int]) -> int:
 
 
 class HostInputs:
-    """Offloads inputs of blocks, but not of the last block: backward needs that at once."""
+    """The offloaded inputs of blocks, without the last block: backward needs its input at once."""
 
     def __init__(self, num_blocks: int) -> None:
         self._last = num_blocks - 1
@@ -73,9 +73,9 @@ class HostInputs:
             self.sizes[number] = tensor.nbytes
         newest = None if self._newest is None else self._newest()
         follows = newest is not None and newest.number < number  # in the same forward
-        sent = OffloadedInput(self, number, tensor, newest if follows else None, stays=stays)
-        self._newest = ref(sent)
-        return sent
+        offloaded = OffloadedInput(self, number, tensor, newest if follows else None, stays=stays)
+        self._newest = ref(offloaded)
+        return offloaded
 
     def _allocate(self, nbytes: int) -> Tensor:
         assert self._worker is not None
@@ -100,15 +100,15 @@ class OffloadedInput:
         self._inputs = inputs
         self._previous = None if before is None else ref(before)
         self._version: int | None = value._version  # until the end of the forward
-        self._like = value.shape, value.dtype, value.device, value.requires_grad
+        self._meta = value.shape, value.dtype, value.device, value.requires_grad
         self._buffer: Tensor | None = None
-        self._copied: StreamEvent = None
-        self._fetched: tuple[Tensor, StreamEvent] | None = None
+        self._copy_end: StreamEvent = None
+        self._fetch_state: tuple[Tensor, StreamEvent] | None = None
         self._stays = value if stays else None
         self._copier = inputs.copier
         if self._copier is not None and not stays:
             self._buffer = inputs.buffers.take(number, value.nbytes)
-            self._copied = self._copier.to_host(self._on_host(self._buffer), value.detach())
+            self._copy_end = self._copier.to_host(self._on_host(self._buffer), value.detach())
 
     def __enter__(self) -> Self:
         """Provide the tensor on the device; in backward, start to fetch the next input."""
@@ -125,35 +125,35 @@ class OffloadedInput:
         """
         value, self.tensor = self.tensor, None
         version, self._version = self._version, None
-        wait_event(self._copied)
+        wait_event(self._copy_end)
         if kind is None and value is not None and version not in (None, value._version):
             problem = "not supported, because a block writes to its own input; set it to false"
             raise ModuleError(f"activation_checkpointing.offload=true: {problem}")
 
     def _take(self) -> Tensor:
         self.fetch()
-        assert self._fetched is not None
-        (tensor, arrived), self._fetched = self._fetched, None
+        assert self._fetch_state is not None
+        (tensor, arrived), self._fetch_state = self._fetch_state, None
         wait_event(arrived)
-        return tensor.requires_grad_(self._like[-1])
+        return tensor.requires_grad_(self._meta[-1])
 
     def fetch(self) -> None:
         """Start to copy the input to the device, unless a copy is in flight."""
-        if self._fetched is not None:
+        if self._fetch_state is not None:
             return
-        shape, dtype, device, _ = self._like
+        shape, dtype, device, _ = self._meta
         target, arrived = torch.empty(shape, dtype=dtype, device=device), None
         if self._copier is not None and self._buffer is not None:
             arrived = self._copier.to_device(target, self._on_host(self._buffer))
-        self._fetched = target, arrived
+        self._fetch_state = target, arrived
 
     def _on_host(self, slot: Tensor) -> Tensor:
-        shape, dtype, *_ = self._like
+        shape, dtype, *_ = self._meta
         return slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def __del__(self) -> None:
         """Free the memory when the graph is freed, also after a failure."""
-        if self._fetched is not None:
-            wait_event(self._fetched[1])
+        if self._fetch_state is not None:
+            wait_event(self._fetch_state[1])
         if self._buffer is not None:
             self._inputs.buffers.free(self._buffer)

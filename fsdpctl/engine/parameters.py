@@ -22,8 +22,8 @@ class _Sharded:
     """Mixin of sharded parameters: raises errors where a silent read or copy would be wrong."""
 
     _has_gradient_elsewhere: Callable[[], bool]
-    _rest: int  # the storage of the NaN that it reads while it is sharded
-    _is_lent = False  # whether it has its full values, within full_parameters
+    _rest: int  # the storage of the NaN that the parameter reads while it is sharded
+    _is_exposed = False  # whether full_parameters gives it full values now
 
     def _grad(self: Any) -> Tensor | None:
         gradient = accumulated_grad(self)
@@ -41,7 +41,7 @@ class _Sharded:
     grad = property(_grad, _GRAD.__set__, _GRAD.__delete__)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
-        if not self._is_lent:
+        if not self._is_exposed:
             problem = "only possible before shard_model or within model.full_parameters()"
             raise EngineError(f"copying the module: {problem}")
         copied: nn.Parameter = deepcopy(self._alone("copying"))
@@ -82,12 +82,12 @@ def mark_sharded(
 
 
 def expose_full_param(param: nn.Parameter, *, is_exposed: bool) -> None:
-    param._is_lent = is_exposed  # type: ignore[attr-defined]
+    param._is_exposed = is_exposed  # type: ignore[attr-defined]
 
 
 def unmark_sharded(param: nn.Parameter) -> None:
     param.__class__ = _plain(type(param))
-    for name in ("_has_gradient_elsewhere", "_rest", "_is_lent"):
+    for name in ("_has_gradient_elsewhere", "_rest", "_is_exposed"):
         vars(param).pop(name, None)
 
 
@@ -107,7 +107,7 @@ def has_placeholder(param: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; a fake tensor has no address."""
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # torch's
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # untyped in torch
 
 
 class ShardedParameters:
@@ -149,13 +149,13 @@ class ShardedParameters:
                     "parameters; instead of module.compile() compile its forward: "
                     "module.forward = torch.compile(module.forward)"
                 )
-        now = [param.requires_grad for param in self._params]
-        if now != self._flags:
-            index = next(i for i, flag in enumerate(self._flags) if flag is not now[i])
+        flags = [param.requires_grad for param in self._params]
+        if flags != self._flags:
+            index = next(i for i, flag in enumerate(self._flags) if flag is not flags[i])
             raise ModuleError(
                 f"{self._names[index]}: requires_grad was {self._flags[index]} when the model was "
-                f"sharded and is {now[index]}, which would change how it is sharded; unwrap() it, "
-                "change requires_grad, and shard it again"
+                f"sharded and is {flags[index]}, which would change how it is sharded; unwrap() "
+                "the model, change requires_grad, and shard it again"
             )
         if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
             raise EngineError(

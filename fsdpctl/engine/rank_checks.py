@@ -21,9 +21,9 @@ class GradPresence:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._started: tuple[int, Handle] | None = None  # with this rank's fingerprint
+        self._in_flight: tuple[int, Handle] | None = None  # with this rank's fingerprint
         self._sums: Tensor | None = None  # counts, then the sum of the fingerprints
-        self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._pending_check: tuple[int, Tensor, torch.cuda.Event] | None = None
         params = (x for buffer in runtime.trained_buffers for x in buffer.layout.params)
         self._names = [param.name for param in params]
         count = len(self._names) + 1
@@ -39,19 +39,19 @@ class GradPresence:
             self._start()
 
     def _start(self) -> None:
-        if self._started is not None:
-            self._started[1].wait()  # the result is unused, but the collective uses its memory
+        if self._in_flight is not None:
+            self._in_flight[1].wait()  # the result is unused, but the collective uses its memory
         handle = self._runtime.mesh.world.start_all_reduce(self._local_values())
-        self._started, self._sums = (self._runtime.fingerprint, handle), None
+        self._in_flight, self._sums = (self._runtime.fingerprint, handle), None
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective."""
         if self._num_backwards:
-            if self._started is None:
+            if self._in_flight is None:
                 self._start()
             self._usual_number, self._num_backwards = self._num_backwards, 0
-        if self._started is not None:
-            (fingerprint, handle), self._started = self._started, None
+        if self._in_flight is not None:
+            (fingerprint, handle), self._in_flight = self._in_flight, None
             self._sums = handle.wait()
             self._check(fingerprint, self._sums)
         if self._runtime.has_all_gradients or self._sums is None:
@@ -87,12 +87,12 @@ class GradPresence:
             return
         self.finish_check()
         total = sums[-1].to("cpu", non_blocking=True)
-        self._unchecked = expected, total, torch.cuda.current_stream().record_event()
+        self._pending_check = expected, total, torch.cuda.current_stream().record_event()
 
     def finish_check(self) -> None:
         """Complete the last comparison of `_check`. Call it before results are made permanent."""
-        if self._unchecked is not None:
-            (expected, total, arrived), self._unchecked = self._unchecked, None
+        if self._pending_check is not None:
+            (expected, total, arrived), self._pending_check = self._pending_check, None
             arrived.synchronize()
             _check_fingerprint(expected, total)
 
@@ -130,9 +130,9 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
         for span, values in replicated:
             bits = as_integers(values)
             for piece in buffer.layout.param_slices(span):
-                inside = piece.in_flat.shift(-span.start)
+                span_in_values = piece.in_flat.shift(-span.start)
                 names.append(piece.param.name)
-                sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))
+                sums.append(bits[span_in_values.start : span_in_values.stop].sum(dtype=torch.int64))
     checksums: dict[str, tuple[int, ...]] = {}
     for name, checksum in zip(names, torch.stack(sums).tolist() if sums else (), strict=True):
         checksums[name] = (*checksums.get(name, ()), checksum)

@@ -38,7 +38,7 @@ _FINGERPRINTS = 1 << 36  # fingerprints are below it: sums over 100,000 ranks ar
 class ParamSync:
     """Sends updated master weights to the ranks that store a copy, unit by unit after a step.
 
-    This concerns only parameters that are stored apart from the masters. A unit waits for its
+    This concerns only parameters that are stored separately from the masters. A unit waits for its
     update when it is gathered, or used if it stays unsharded. Units that no forward has called as a
     module wait at the beginning of a forward.
     """
@@ -58,7 +58,7 @@ class ParamSync:
         self._uncalled = set(self._units)
 
     def start(self, *, trained_only: bool) -> None:
-        """Send changed masters to other ranks; `trained_only`: frozen parameters are unchanged."""
+        """Send changed masters to other ranks; `trained_only`: not of frozen parameters."""
         self.finish()
         for unit in self._units.values():
             unit.masters_changed()
@@ -93,7 +93,7 @@ class ParamSync:
             each.clear()
             self.accounting.free(BufferKind.OFFLOADING, unit.name, number)
         for buffer in unit.trained_buffers:
-            handle = buffer.start_sync(self._mesh, is_sent=True)
+            handle = buffer.start_sync(self._mesh, is_copied=True)
             if handle is not None:
                 handle.wait()
         self._note_sync(unit.name, unit.trained_buffers)
@@ -179,7 +179,7 @@ class Runtime:
                 case K.GATHER:
                     self._gather(unit)
                 case K.READY:
-                    with self.accounting.ranges.around("wait for", unit.name):
+                    with self.accounting.ranges.annotate("wait for", unit.name):
                         unit.unshard()
                     self.accounting.record(K.READY, unit.name)
                 case K.FREE:
@@ -199,7 +199,7 @@ class Runtime:
         buffer = unit.unshard_buffer
         if not buffer.is_permanent:
             self.accounting.allocate(BufferKind.PARAMS, buffer.name, 0, buffer.nbytes)
-        with self.accounting.ranges.around("gather", unit.name):
+        with self.accounting.ranges.annotate("gather", unit.name):
             unit.gather(self.mesh.shard, self.host_params)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS
@@ -260,8 +260,8 @@ class Runtime:
         self._execute(self.schedule.begin_backward())
 
     def _agree(self, takes_part: Sequence[bool]) -> Sequence[bool]:
-        same = self.strategy.name if self.strategy.reshard_after_forward else None
-        return agree_on_forwards(self.mesh.world, takes_part, same_under=same)
+        name = self.strategy.name if self.strategy.reshard_after_forward else None
+        return agree_on_forwards(self.mesh.world, takes_part, same_under=name)
 
     def begin_unit_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """Begin a unit's backward with the gradient of one of a call's outputs."""

@@ -36,8 +36,8 @@ def check_module(module: nn.Module, *, needs_values: bool) -> None:
     for name, param in module.named_parameters():
         is_bytes = param.dtype == torch.uint8 and not param.requires_grad
         if not (param.dtype.is_floating_point or is_bytes):
-            way = "expected a real floating-point dtype, or frozen uint8"
-            raise ModuleError(f"parameter {name} is {param.dtype}; {way}")
+            problem = "expected a real floating-point dtype, or frozen uint8"
+            raise ModuleError(f"parameter {name} is {param.dtype}; {problem}")
         if param.is_meta and needs_values:
             raise ModuleError(f"parameter {name} is on the meta device, without values")
     for name, each in module.named_modules():
@@ -113,12 +113,12 @@ def shard_from(
         options = {"shares_memory": world.shares_memory, "offloads_params": on_host}
         return row, lay_out(units, row, world.size, replica_size, sharding.owner_map, **options)
 
-    def described(model_layout: tuple[Strategy, ModelLayout]) -> Iterator[str]:
-        return _described(*model_layout, sharding, dict(module.named_buffers()))
+    def describe(model_layout: tuple[Strategy, ModelLayout]) -> Iterator[str]:
+        return _describe(*model_layout, sharding, dict(module.named_buffers()))
 
-    row, made = agree_on(world, make_layout, described)
-    mesh = mesh or make_mesh(world, source.device, made.ranks_per_replica)
-    plan = StepPlan(made, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host)
+    row, layout = agree_on(world, make_layout, describe)
+    mesh = mesh or make_mesh(world, source.device, layout.ranks_per_replica)
+    plan = StepPlan(layout, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
 
 
@@ -137,16 +137,16 @@ def get_requested_strategy(sharding: Sharding) -> Strategy:
 
 def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
     """Return the units of a module; UsageError if `sharding` has something other than classes."""
-    asked = sharding.units
-    if asked == "auto":
+    units = sharding.units
+    if units == "auto":
         return module_units(module, None)
-    classes = [*asked] if isinstance(asked, Collection) else []
+    classes = [*units] if isinstance(units, Collection) else []
     if not classes or not all(isinstance(each, type) for each in classes):
-        raise UsageError(f'units: expected "auto" or a list of module classes, got {asked!r:.60}')
+        raise UsageError(f'units: expected "auto" or a list of module classes, got {units!r:.60}')
     return module_units(module, [each.__name__ for each in classes])
 
 
-def _described(
+def _describe(
     row: Strategy, division: ModelLayout, sharding: Sharding, buffers: dict[str, Tensor]
 ) -> Iterator[str]:
     yield f"strategy {row.name}, with {division.ranks_per_replica} ranks per replica"

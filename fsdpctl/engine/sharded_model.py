@@ -36,7 +36,7 @@ class ShardedModel(nn.Module):
     def __init__(self, module: nn.Module, runtime: Runtime, strategy: Strategy) -> None:
         super().__init__()
         self.module = module
-        self.strategy = strategy  # as requested; a single rank runs no_shard
+        self.strategy = strategy  # the requested strategy; a single rank runs no_shard
         self._own_runtime = runtime
         self._has_ended = False
         self._presence = GradPresence(runtime)
@@ -265,7 +265,7 @@ class ShardedModel(nn.Module):
         raise impossible_after_sharding("pickling the model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return full masters and buffers on the CPU, under the module's names. Collective."""
+        """Return full masters and buffers on the CPU, by the module's names. Collective."""
         return full_state.full_state(self.module, self.flat_shards(), self.mesh)
 
     def name_ranges(self, *, is_on: bool) -> None:

@@ -33,7 +33,7 @@ class UnshardBuffer:
 
     def __init__(self, name: str, memory: Tensor, *, is_permanent: bool, sharers: int = 1) -> None:
         """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
-        self.name = name  # of the first unit that uses it
+        self.name = name  # the first unit that uses the buffer
         self.nbytes = memory.nbytes
         self.is_permanent = is_permanent  # the memory is never freed
         self._bytes, self._sharers = memory, sharers
@@ -44,7 +44,7 @@ class UnshardBuffer:
 
     @property
     def allocated_nbytes(self) -> int:
-        """The bytes that are allocated now; for shared memory, an equal share of them."""
+        """The bytes that are allocated now; for shared memory, this rank's equal share."""
         return -(-self._bytes.untyped_storage().nbytes() // self._sharers)
 
     @property
@@ -80,7 +80,7 @@ class HostParams:
     """
 
     def __init__(self, worker: HostWorker, shards: Iterable[tuple[int, Dtype]]) -> None:
-        """Allocate memory for `parts`: the number of elements and the dtype of each shard."""
+        """Allocate memory for `shards`: the number of elements and the dtype of each shard."""
         self.copier = Copier(worker.device)
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
@@ -92,7 +92,7 @@ class HostParams:
                 tensors += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
-    def send(self, target: Tensor, shard: Tensor) -> StreamEvent:
+    def copy_to_device(self, target: Tensor, shard: Tensor) -> StreamEvent:
         """Start to copy a shard to `target`, after the device's earlier work, which may read it."""
         return self.copier.to_device(target, shard)
 
@@ -117,7 +117,7 @@ class ShardedUnit:
         self._version = max((param._version for param in self._params), default=0)
 
     def gather(self, collectives: Collectives, host: HostParams | None) -> None:
-        """Start to gather the parameters into the unshard buffer, from `host` if they are there."""
+        """Start to gather the parameters into the unshard buffer, from `host` if stored there."""
         self.unshard_buffer.allocate()
         if self.buffers:
             inputs = [_gather_input(each, collectives.rank, host) for each in self.buffers]
@@ -157,7 +157,7 @@ def _gather_input(buffer: FlatBuffer, rank: int, host: HostParams | None) -> All
     if host is None or not buffer.is_on_host:
         return AllGatherInput(full, spans, buffer.param_shard)
     span = spans[rank]
-    ready = host.send(full[span.start : span.stop], buffer.param_shard)
+    ready = host.copy_to_device(full[span.start : span.stop], buffer.param_shard)
     return AllGatherInput(full, spans, ready=ready)
 
 

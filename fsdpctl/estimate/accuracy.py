@@ -31,7 +31,7 @@ class ErrorBand:
     low: float
     high: float
     count: int  # of published steps of this kind
-    unlike: str = ""  # the GPU of the run, if none of these published steps ran on that GPU
+    unlike: str = ""  # the GPU of the run, if no published step of this kind ran on the GPU
 
     def __str__(self) -> str:
         if self.count < _MIN_STEPS:

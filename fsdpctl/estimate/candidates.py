@@ -135,7 +135,7 @@ def is_distinct_on_cluster(config: Config, name: str) -> bool:
 def _strategies(config: Filled) -> tuple[str, ...]:
     """Return the strategies of the engine, one of each kind that is equivalent on these ranks."""
     strategies: dict[tuple[Strategy, int], str] = {}
-    # Of equivalent strategies, the effective one comes first and is kept.
+    # Among equivalent strategies, the effective strategy comes first and is selected.
     names = sorted(supported_strategies(config), key=lambda n: _effective(config, n)[0].name != n)
     for name in names:
         if is_distinct_on_cluster(config, name):
@@ -144,7 +144,7 @@ def _strategies(config: Filled) -> tuple[str, ...]:
 
 
 def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
-    """Return the strategy that a named one runs as on these ranks, and the ranks per replica."""
+    """Return the strategy that a strategy runs as on these ranks, and the ranks per replica."""
     under = config.with_strategy(name)
     size = fill_auto(under, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
@@ -187,8 +187,8 @@ class Ranking:
     ranked: tuple[Candidate, ...]  # the best, any two of which differ in more than prefetch
     count: int  # of combinations in the search space
     spec_source: str  # the source of the hardware specs
-    closest: RunEstimate | None = None  # if nothing fits, of the combination that lacks least
-    defaults: RunEstimate | None = None  # with the defaults, if the defaults do not fit
+    closest: RunEstimate | None = None  # if nothing fits, the combination that lacks least memory
+    defaults: RunEstimate | None = None  # the defaults, if they do not fit
 
     @property
     def estimate(self) -> RunEstimate:
@@ -199,7 +199,7 @@ class Ranking:
 
     @property
     def selection(self) -> Selection:
-        """The selected values, or those of the combination closest to fitting."""
+        """The selected values, or the values of the combination closest to fitting."""
         return self.ranked[0].selection if self.ranked else Selection.of(self.estimate.config)
 
     @property

@@ -133,7 +133,7 @@ def _cuda_rms_norm(default: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if weight is None or weight.dtype != x.dtype:
             return default(x, shape, weight, eps)
-        out: Tensor = _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     return rms_norm

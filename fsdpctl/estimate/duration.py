@@ -83,10 +83,10 @@ class RunTime:
     def texts(self, *names: str, band: ErrorBand | None = None) -> list[str]:
         """Return the totals in `names` that are known, each with its range by `band`."""
         totals = ((name, self.totals[name]) for name in names)
-        known = [(_TEXTS[name], amount) for name, amount in totals if amount is not None]
+        pairs = [(_TEXTS[name], amount) for name, amount in totals if amount is not None]
         if band is None:
-            return [text.format(three_digits(amount)) for text, amount in known]
-        ranges = ((text, map(three_digits, (x, x * band.low, x * band.high))) for text, x in known)
+            return [text.format(three_digits(amount)) for text, amount in pairs]
+        ranges = ((text, map(three_digits, (x, x * band.low, x * band.high))) for text, x in pairs)
         return [f"{text.format(x)} ({low} to {high})" for text, (x, low, high) in ranges]
 
     def lines(self) -> Iterator[str]:

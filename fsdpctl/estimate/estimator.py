@@ -52,8 +52,8 @@ class StepPrediction:
     simulated: SimulatedStep  # a step with at most three passes
     tokens: int  # per step, of all ranks
 
-    def extended(self, before: "StepPrediction", more: int) -> "StepPrediction":
-        """Add `more` passes; `before` is the prediction for a step with one pass less.
+    def extended(self, shorter: "StepPrediction", more: int) -> "StepPrediction":
+        """Add `more` passes; `shorter` is the prediction for a step with one pass less.
 
         Each additional pass takes the difference of the two predictions.
         """
@@ -63,8 +63,8 @@ class StepPrediction:
 
         return replace(
             self,
-            seconds=grown(self.seconds, before.seconds),
-            exposed_communication=grown(self.exposed_communication, before.exposed_communication),
+            seconds=grown(self.seconds, shorter.seconds),
+            exposed_communication=grown(self.exposed_communication, shorter.exposed_communication),
         )
 
 
@@ -78,9 +78,9 @@ class Estimator:
         self._estimates: dict[RunPlan, RunEstimate | UsageError] = {}
         self._data: dict[object, DataSet | UsageError] = {}
 
-    def prepare(self, composed: Composed, *, every: bool = False) -> Prepared:
+    def prepare(self, composed: Composed, *, all_strategies: bool = False) -> Prepared:
         """Prepare a configuration for its cluster, as `resolve.prepare`; data is opened once."""
-        prepared = prepare(composed, CLUSTER, open_data=self._read, all_strategies=every)
+        prepared = prepare(composed, CLUSTER, open_data=self._read, all_strategies=all_strategies)
         if prepared.data_or_error is not None:
             self._data[_data_key(prepared.config)] = prepared.data_or_error
         return prepared

@@ -200,7 +200,7 @@ def fuse_experts(module: nn.Module) -> None:
 
 
 def _fused_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    out: Tensor = _FusedExperts.apply(x, self.gate_up_proj, self.down_proj, weights)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _FusedExperts.apply(x, self.gate_up_proj, self.down_proj, weights)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

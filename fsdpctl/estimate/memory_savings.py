@@ -125,9 +125,9 @@ def _full_shard(plan: RunPlan) -> list[KeyValues]:
 
 
 def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[KeyValues]:
-    """Return the values for those `sizes` of micro-batches that are below that of a plan."""
-    passes, now = _resets_passes(plan), plan.batches.micro_batch_size
-    return [{"train.micro_batch_size": size, **passes} for size in sizes if size < now]
+    """Return the values for `sizes` of micro-batches that are below the size of a plan."""
+    passes, current = _resets_passes(plan), plan.batches.micro_batch_size
+    return [{"train.micro_batch_size": size, **passes} for size in sizes if size < current]
 
 
 def halves(plan: RunPlan) -> list[int]:
@@ -144,7 +144,7 @@ def _context_parallel(plan: RunPlan) -> Iterator[KeyValues]:
     for count in range(2 * train.context_parallel, on_node + 1):
         if on_node % count == 0 and config.model.num_heads % count == 0:
             values = {"train.context_parallel": count, **_resets_passes(plan)}
-            # Without a set size, a group would run its whole share, which is larger than a rank's.
+            # Without a set size, a group would run its full share, larger than a rank's share.
             if plan.requested.train.micro_batch_size is None:
                 values["train.micro_batch_size"] = plan.batches.micro_batch_size
             yield values
@@ -278,13 +278,13 @@ BF16_COMPUTE = MemorySaving(
     "computes in bfloat16",
 )
 ADAPTERS = MemorySaving("", _adapters, "trains adapters alone")
-# Settings that a suggestion may combine, those that cost least first.
+# Settings that a suggestion may combine, the cheapest first.
 SAVINGS_TOGETHER = (
     EXPANDABLE_SEGMENTS, CHUNKED_LOSS, REDUCE_EVERY_MICRO_BATCH, SHARD_OVER_REPLICAS, FULL_SHARD,
     SELECTIVE_RECOMPUTATION, FULL_RECOMPUTATION, MICRO_BATCH_OF_ONE, CONTEXT_PARALLEL,
     ACTIVATION_OFFLOAD, CHUNKED_MLP, FOUR_BIT_BASE, BF16_COMPUTE,
 )  # fmt: skip
-# Settings that may suffice alone, those that cost least first.
+# Settings that may suffice alone, the cheapest first.
 SAVINGS_ALONE = (
     EXPANDABLE_SEGMENTS, CHUNKED_LOSS, REDUCE_EVERY_MICRO_BATCH, SHARD_OVER_REPLICAS, INT8_STATES,
     FULL_SHARD, SMALLER_MICRO_BATCH, CONTEXT_PARALLEL, ACTIVATION_OFFLOAD, CHUNKED_MLP,

@@ -20,17 +20,17 @@ _SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "clu
 
 
 def estimates_of(
-    estimator: Estimator, composed: Composed, *, every: bool
+    estimator: Estimator, composed: Composed, *, all_strategies: bool
 ) -> list[tuple[RunEstimate, Ranking | None]]:
     """Estimate a configuration on its cluster, with the selection of `resolve_auto`.
 
-    With `every`, estimate each strategy that the engine and the other settings support, if it
-    differs from the others on this cluster. Keys that a strategy does not use are dropped. If
-    nothing fits, the estimate of a strategy is that of the defaults. UsageError if the
+    With `all_strategies`, estimate each strategy that the engine and the other settings support, if
+    it differs from the other strategies on this cluster. Keys that a strategy does not use are
+    dropped. If nothing fits, a strategy is estimated with the defaults. UsageError if the
     configuration is invalid.
     """
-    config = estimator.prepare(composed, every=every).config
-    if not every:
+    config = estimator.prepare(composed, all_strategies=all_strategies).config
+    if not all_strategies:
         return [resolve_auto(estimator, config)]
     estimates, errors = [], []
     names = supported_strategies(config)
@@ -52,24 +52,24 @@ def resolve_auto(estimator: Estimator, config: Filled) -> tuple[RunEstimate, Ran
     """Select the settings that are `auto`, and unset settings if their defaults do not fit.
 
     All commands select by this function. Returns the estimate with the selection, and the ranking
-    if settings were selected. If nothing fits, the estimate is that of the closest combination.
-    UsageError if no combination is valid.
+    if settings were selected. If nothing fits, the closest combination is estimated. UsageError if
+    no combination is valid.
     """
-    names = unset_names(config)
+    unset = unset_names(config)
     if auto_names(config):
         ranking = rank_candidates(estimator, config)
-        if ranking.ranked or not names:
+        if ranking.ranked or not unset:
             return ranking.estimate, ranking
         defaults = ranking.estimate
     else:
         ranking, defaults = None, estimator.estimate(make_run_plan(config))
-        if defaults.fits or not names:
+        if defaults.fits or not unset:
             return defaults, None
-    selected = rank_candidates(estimator, with_auto(config, names), complete=False)
-    selected = replace(selected, defaults=defaults)
-    if not selected.ranked and selected.estimate.margin <= defaults.margin:
+    unset_ranking = rank_candidates(estimator, with_auto(config, unset), complete=False)
+    unset_ranking = replace(unset_ranking, defaults=defaults)
+    if not unset_ranking.ranked and unset_ranking.estimate.margin <= defaults.margin:
         return defaults, ranking
-    return selected.estimate, selected
+    return unset_ranking.estimate, unset_ranking
 
 
 def resolve_auto_of_run(
@@ -79,18 +79,18 @@ def resolve_auto_of_run(
     location: object,
     note: Callable[[str], None],
 ) -> tuple[RunPlan, RunEstimate, tuple[str, ...]]:
-    """Select what is `auto` for the ranks of a run; a resumed run keeps its selection.
+    """Select the `auto` settings for the ranks of a run; a resumed run keeps its selection.
 
     `stored` is the configuration that a resumed run has stored in the file `location`. Returns the
     plan, its estimate, and lines that explain the selection.
     """
-    names: tuple[str, ...] = ()
+    reselected: tuple[str, ...] = ()
     if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
-        names = reselected_names(config, stored)
-    if stored is not None and names:
+        reselected = reselected_names(config, stored)
+    if stored is not None and reselected:
         selection = Selection.of(stored)
-        plan = make_run_plan(with_auto(config, names), selection)
-        line = f"{'auto':<8}{selection.text(names)}, as in {location}"
+        plan = make_run_plan(with_auto(config, reselected), selection)
+        line = f"{'auto':<8}{selection.text(reselected)}, as in {location}"
         return plan, estimator.estimate(plan), (line,)
     if auto_names(config):
         note("selecting the fastest configuration that fits")

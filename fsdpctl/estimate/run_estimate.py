@@ -59,7 +59,7 @@ class RunEstimate:
     step: StepEstimate
     host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
     assumed_packages: tuple[str, ...] = ()  # the estimate assumes their kernels
-    shared_bytes: int = 0  # that the ranks of a machine share; each rank counts its share
+    shared_bytes: int = 0  # memory that the ranks of a machine share; each rank counts its share
 
     @property
     def config(self) -> Resolved:
@@ -161,25 +161,25 @@ class RunEstimate:
         host = {"host memory": ("node", " (cluster.host_memory)")}
         return [
             f"{kind}: about {needed} needed per {owner}, {limit} available{key}"
-            for kind, needed, limit in self._lacking
+            for kind, needed, limit in self._shortages
             for owner, key in [host.get(kind, ("rank", ""))]
         ]
 
     @property
     def excess(self) -> str:
         """The needed and the available bytes of the memory that does not suffice."""
-        kind, needed, limit = self._lacking[0]
+        kind, needed, limit = self._shortages[0]
         return f"{needed} of {limit}{f' {kind}' if kind != 'memory' else ''}"
 
     @property
-    def _lacking(self) -> list[tuple[str, str, str]]:
-        lacking = []
+    def _shortages(self) -> list[tuple[str, str, str]]:
+        rows = []
         if self.step.verdict(self.available) != "fits":
             needed = self.peak_reserved + self.outside_allocator.high
-            lacking.append(("memory", needed, self.memory_bytes))
+            rows.append(("memory", needed, self.memory_bytes))
         if self.host_limit is not None and self.lacks_host_memory:
-            lacking.append(("host memory", self.node_bytes, self.host_limit))
-        return [(kind, format_bytes(needed), format_bytes(most)) for kind, needed, most in lacking]
+            rows.append(("host memory", self.node_bytes, self.host_limit))
+        return [(kind, format_bytes(needed), format_bytes(most)) for kind, needed, most in rows]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -223,7 +223,7 @@ class RunEstimate:
 
     @property
     def lacks_host_memory(self) -> bool:
-        """Whether the workers of a node may need more host memory than it has."""
+        """Whether the workers of a node may need more host memory than the node has."""
         return self.host_limit is not None and self.node_bytes > self.host_limit
 
     def to_dict(self) -> dict[str, Any]:

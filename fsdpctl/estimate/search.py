@@ -46,8 +46,8 @@ def rank_candidates(estimator: Estimator, config: Filled, *, complete: bool = Tr
     """Rank the candidates that fit, for the `auto` settings of a resolved configuration.
 
     Equal configurations give equal rankings. A ranking that is not `complete` has the same first
-    candidate; the others are only those that the search for it has found. UsageError if no
-    combination is valid, or the hardware specs are incomplete.
+    candidate, and other candidates only as far as the search for the first candidate found them.
+    UsageError if no combination is valid, or the hardware specs are incomplete.
     """
     config, spec_source = with_specs(config)
     with doing("comparing configurations"):
@@ -117,8 +117,8 @@ class _CandidateSearch:
         number, best = 0, 0.0
         while heap:
             seconds, point, is_exact = heapq.heappop(heap)
-            late = number > 0 and seconds > best * (1 + TIE)
-            if number >= MOST_RANKED and late:
+            is_slower = number > 0 and seconds > best * (1 + TIE)
+            if number >= MOST_RANKED and is_slower:
                 return
             if (fitting := self._fitting(point)) is None:
                 if (less := self.space.less_prefetch(point)) is not None:
@@ -127,7 +127,7 @@ class _CandidateSearch:
                 number, best = number + 1, best or seconds
                 yield point
             else:
-                least = fitting if late else self._least_recomputation(fitting)
+                least = fitting if is_slower else self._least_recomputation(fitting)
                 heapq.heappush(heap, (self._time(least), least, True))
 
     def _lower_bound(self, point: Point) -> tuple[float, Point, bool]:

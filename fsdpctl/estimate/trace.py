@@ -44,17 +44,18 @@ class _AllocationTracer(TorchDispatchMode):
     """Records the allocations, the frees and the work of a pass."""
 
     def __init__(self, device: str, kernel: str | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.position = PassPosition(PassPart.BEFORE)
         self.pass_number = 0
         self.counts_work = False
-        self.parts: dict[PassPosition, list[MemoryEvent]] = {}
+        self.events: dict[PassPosition, list[MemoryEvent]] = {}
         self.work: dict[PassPosition, list[Work]] = {}
-        self._allocs: dict[
-            tuple[int, PassPosition], list[Alloc]
-        ] = {}  # by number of the pass and position
-        self._is_cuda, self._kernel = device == "cuda", kernel
-        # By storage: number of the pass, position, ordinal of the allocation.
+        # By number of the pass and position.
+        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}
+        self._is_cuda, self._attention_kernel = device == "cuda", kernel
+        # By address of the StorageImpl: number of the pass, position, ordinal of the allocation. An
+        # address is reused after a free, so the entry is removed when its storage is freed. Weak
+        # references are to the storage, which views and detached tensors share.
         self._live: dict[int, tuple[int, PassPosition, int]] = {}
         self._storage_refs: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
@@ -67,12 +68,12 @@ class _AllocationTracer(TorchDispatchMode):
 
     def begin_pass(self) -> None:
         self.pass_number += 1
-        self.parts, self.work = {}, {}
+        self.events, self.work = {}, {}
         self.move_to(PassPosition(PassPart.BEFORE))
 
     def move_to(self, position: PassPosition) -> None:
         self.position = position
-        self.parts.setdefault(position, [])
+        self.events.setdefault(position, [])
 
     def ignore(self, tensor: Tensor) -> None:
         """Record no events of a tensor that exists before the passes, such as a parameter."""
@@ -84,10 +85,10 @@ class _AllocationTracer(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed_value(args[0])
         if func is DEQUANTIZE:
-            self._unpack(*args)
+            self._dequantize(*args)
             return None
         if (function := OPERATORS.get(func)) is not None:
-            with self:
+            with self:  # torch disables the mode in this method, but the function must be traced
                 return function(*args)
         result = self._routing.result_of(func, args, kwargs or {})
         if self.counts_work and (work := work_of(func, args, kwargs, result)) is not None:
@@ -100,24 +101,24 @@ class _AllocationTracer(TorchDispatchMode):
             for each in result if isinstance(result, tuple | list) else tree_leaves(result):
                 if isinstance(each, Tensor):
                     self._record(each, func, args)
-        if self._is_cuda and (nbytes := cuda_workspace(func, args, self._kernel)):
-            self.parts[self.position].append(Workspace(nbytes, str(func)))
+        if self._is_cuda and (nbytes := cuda_workspace(func, args, self._attention_kernel)):
+            self.events[self.position].append(Workspace(nbytes, str(func)))
         return result
 
-    def _unpack(self, target: Tensor, rows: Tensor, blocks: int, times: int, packing: str) -> None:
-        """Trace a dequantization in `times` equal parts, each of which frees its memory.
+    def _dequantize(self, target: Tensor, rows: Tensor, blocks: int, count: int, fmt: str) -> None:
+        """Trace a dequantization in `count` equal parts, each of which frees its memory.
 
-        One part is run, and its work counts `times`.
+        Only the first part is run. Its work counts `count` times.
         """
         work = self.work.setdefault(self.position, [])
-        before = len(work)
+        num_works = len(work)
         with self:
-            dequantize_parts(target.chunk(times)[0], rows.chunk(times)[0], blocks, 1, packing)
-        part = [each._replace(name=UNPACKING + packing) for each in work[before:]]
-        work[before:] = times * part
+            dequantize_parts(target.chunk(count)[0], rows.chunk(count)[0], blocks, 1, fmt)
+        part_work = [each._replace(name=UNPACKING + fmt) for each in work[num_works:]]
+        work[num_works:] = count * part_work
 
     def _assumed_value(self, tensor: Tensor) -> bool | int:
-        """Return the value that a module reads: `all` true, `any` false, the index of an expert 0.
+        """Return the value that a module reads: `all` true, `any` false, an expert's index 0.
 
         Libraries read such values to check whether a mask is empty, or a number is finite.
         """
@@ -131,7 +132,7 @@ class _AllocationTracer(TorchDispatchMode):
         if key in self._live or key in self._ignored or not storage.nbytes():
             return
         if self._is_cuda and tensor.device.type == "cpu":
-            return  # a tensor in host memory on CUDA too, such as the seed of a mask
+            return  # the tensor is in host memory in a run, too, such as the seed of a dropout mask
         allocs = self._allocs.setdefault((self.pass_number, self.position), [])
         dtype = dtype_name(tensor.dtype)
         shape = ",".join(map(str, tensor.shape))  # no spaces, at which lines would wrap
@@ -139,15 +140,15 @@ class _AllocationTracer(TorchDispatchMode):
         nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)
         alloc = Alloc(len(allocs), nbytes, description)
         allocs.append(alloc)
-        self.parts[self.position].append(alloc)
+        self.events[self.position].append(alloc)
         self._live[key] = (self.pass_number, self.position, alloc.ordinal)
         self._storage_refs[key] = weakref.ref(storage, partial(self._on_free, key))
 
     def _on_free(self, key: int, _: object) -> None:
         del self._storage_refs[key]
-        number, position, index = self._live.pop(key)
-        self.parts[self.position].append(
-            Free(position, index, is_previous=number != self.pass_number)
+        pass_number, position, index = self._live.pop(key)
+        self.events[self.position].append(
+            Free(position, index, is_previous=pass_number != self.pass_number)
         )
 
     def became_gradient(self, name: str, gradient: Tensor) -> None:
@@ -155,7 +156,7 @@ class _AllocationTracer(TorchDispatchMode):
         key = gradient.untyped_storage()._cdata
         if key in self._live:
             _, position, index = self._live[key]
-            self.parts[self.position].append(Gradient(position, index, name))
+            self.events[self.position].append(Gradient(position, index, name))
 
     def forget(self, gradient: Tensor) -> None:
         """Record no free of a gradient: the engine frees gradients."""
@@ -170,10 +171,11 @@ class _AllocationTracer(TorchDispatchMode):
         tensors are recorded as frees of the equal tensors of this pass, which outlive it.
         """
         alive = sorted(self._live.values())
+        # By position and description: the ordinals of tensors that outlive this pass.
         outliving: dict[tuple[PassPosition, str], list[int]] = {}
-        for number, position, index in alive:
-            if number == self.pass_number:
-                description = self._allocs[number, position][index].description
+        for pass_number, position, index in alive:
+            if pass_number == self.pass_number:
+                description = self._allocs[pass_number, position][index].description
                 outliving.setdefault((position, description), []).append(index)
 
         def renumbered(each: MemoryEvent) -> list[MemoryEvent]:
@@ -184,16 +186,16 @@ class _AllocationTracer(TorchDispatchMode):
             equal = outliving.get((each.position, entry.description))
             return [each._replace(ordinal=equal.pop(0))] if equal else []
 
-        parts = {
-            position: [each for event in events for each in renumbered(event)]
-            for position, events in self.parts.items()
+        events = {
+            position: [each for event in of_part for each in renumbered(event)]
+            for position, of_part in self.events.items()
         }
         cached = []
-        for number, position, index in alive:
-            if number != self.pass_number:
-                entry = self._allocs[number, position][index]
+        for pass_number, position, index in alive:
+            if pass_number != self.pass_number:
+                entry = self._allocs[pass_number, position][index]
                 cached.append(CachedTensor(position, entry.nbytes, entry.description))
-        return TracedPass(parts, tuple(cached), self.work)
+        return TracedPass(events, tuple(cached), self.work)
 
 
 class _PositionHooks:
@@ -212,7 +214,7 @@ class _PositionHooks:
         ]
         for name, param in self._params.items():
             if param.requires_grad:
-                hook = partial(self._arrived, name)
+                hook = partial(self._on_gradient, name)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -224,20 +226,20 @@ class _PositionHooks:
         self._tracer.begin_pass()
 
     def _hook(self, name: str, module: nn.Module) -> list[Any]:
-        def before(module: nn.Module, args: Any) -> None:
+        def pre_hook(module: nn.Module, args: Any) -> None:
             self._enter(PassPosition(PassPart.FORWARD, name))
 
-        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        def post_hook(module: nn.Module, args: Any, outputs: Any) -> None:
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(lambda gradient: self._begin_backward(name))
             self._enter(PassPosition(PassPart.BETWEEN, name))
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        return [module.register_forward_pre_hook(pre_hook), module.register_forward_hook(post_hook)]
 
     def _enter(self, position: PassPosition) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return
+            return  # a recomputation in backward, which belongs to the backward of its unit
         if position in self._seen:
             raise UsageError(
                 f"{position.unit or 'the module'} runs more than once in a forward: its memory "
@@ -251,6 +253,7 @@ class _PositionHooks:
         if position in self._seen:
             return
         if not any(each.part is PassPart.BACKWARD for each in self._seen):
+            # Autograd accepts callbacks only while a backward runs, and calls them at its end.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._seen.add(position)
         self._tracer.move_to(position)
@@ -260,7 +263,7 @@ class _PositionHooks:
         if self._tracer.position.part is not PassPart.END:
             self._end()
 
-    def _arrived(self, name: str, param: Tensor) -> None:
+    def _on_gradient(self, name: str, param: Tensor) -> None:
         assert param.grad is not None
         self._tracer.became_gradient(name, param.grad)
 
@@ -273,18 +276,19 @@ class _PositionHooks:
 
 
 @contextmanager
-def _without_compiler() -> Iterator[None]:
+def _without_dynamo() -> Iterator[None]:
     """Keep torch's meta kernels from importing torch._dynamo, which takes most of a second.
 
-    The kernels only call `torch._dynamo.disable`, which has no effect without a compiler.
+    The kernels only call `torch._dynamo.disable`, which has no effect unless torch.compile runs. So
+    a module with this function replaces torch._dynamo meanwhile.
     """
     if "torch._dynamo" in sys.modules:
         yield
         return
-    marked: list[Any] = []
+    disabled: list[Any] = []
 
     def disable(function: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
-        marked.append(function)
+        disabled.append(function)
         return function
 
     substitute = ModuleType("torch._dynamo")
@@ -296,7 +300,7 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch._dynamo"], torch.__dict__["_dynamo"]
-        for function in marked:
+        for function in disabled:
             function.__dict__.pop("__dynamo_disable", None)
 
 
@@ -305,22 +309,23 @@ def trace(
     units: Sequence[str],
     run: Callable[[], object],
     device: str,
-    kernel: str | None = None,
+    attention_kernel: str | None = None,
 ) -> TracedPass:
     """Trace the second pass through a module, cut at `units`, with the operators of `device`.
 
+    The first pass also allocates what is cached for all passes, such as rotary embeddings.
     `module` is on the meta device, with parameters in the compute dtype. `run` runs a forward and
     its backward. The result of `run` lives until the next call of `run` has returned.
     """
-    tracer = _AllocationTracer(device, kernel)
+    tracer = _AllocationTracer(device, attention_kernel)
     for tensor in (*module.parameters(), *module.buffers()):
         tracer.ignore(tensor)
     hooks = _PositionHooks(tracer, module, units)
     try:
         with (
             without_gc(),
-            _without_compiler(),
-            operators_of(device, kernel),
+            _without_dynamo(),
+            operators_of(device, attention_kernel),
             torch.device("meta"),
             tracer,
         ):
@@ -329,8 +334,8 @@ def trace(
                 hooks.begin_pass()
                 result = run()
                 hooks.end_pass()
-        passed = tracer.last_pass()
+        traced = tracer.last_pass()
         del result
     finally:
         hooks.remove()
-    return passed
+    return traced

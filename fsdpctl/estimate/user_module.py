@@ -151,8 +151,8 @@ def _check(assumed: Assumed, world_size: int) -> None:
     for name, choices in _ALLOWED.items():
         value = getattr(assumed, name)
         if value not in choices:
-            known = ", ".join(choices)
-            raise UsageError(f"{name}={value}: expected {known}{did_you_mean(str(value), choices)}")
+            names = ", ".join(choices)
+            raise UsageError(f"{name}={value}: expected {names}{did_you_mean(str(value), choices)}")
 
 
 @dataclass(frozen=True, slots=True)

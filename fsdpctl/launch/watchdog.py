@@ -201,7 +201,7 @@ class Watchdog:
         # Before its first heartbeat, a rank has no handler of the signal, which would kill it.
         asked = [local for local in ranks if self._statuses[local].count]
         for local in asked:
-            self._pages.ask(local)
+            self._pages.request(local)
             with contextlib.suppress(psutil.Error):
                 ranks[local].send_signal(signal.SIGUSR2)
         time.sleep(_STACK_SECONDS)

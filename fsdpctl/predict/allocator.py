@@ -136,9 +136,10 @@ class CachingAllocator:
                 for _, start, block in pool.free:
                     # A page is unmapped only if the block contains all of it.
                     first = -(-start // pool.page_size) * pool.page_size
-                    whole = max(0, (start + block.size) // pool.page_size * pool.page_size - first)
-                    self.reserved -= max(0, whole - block.unmapped)
-                    block.unmapped = max(block.unmapped, whole)
+                    stop = (start + block.size) // pool.page_size * pool.page_size
+                    page_bytes = max(0, stop - first)
+                    self.reserved -= max(0, page_bytes - block.unmapped)
+                    block.unmapped = max(block.unmapped, page_bytes)
                 continue
             remaining = []
             for entry in pool.free:
@@ -151,8 +152,9 @@ class CachingAllocator:
     def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
         if stream not in self._pools:
             # torch splits a large block of a fixed segment only if more than 1 MiB remains.
-            least = _MIN_BLOCK_SIZE if self._expandable else _SMALL_SIZE + 1
-            self._pools[stream] = _Pool(_SMALL_BUFFER, _MIN_BLOCK_SIZE), _Pool(_LARGE_BUFFER, least)
+            min_remainder = _MIN_BLOCK_SIZE if self._expandable else _SMALL_SIZE + 1
+            large = _Pool(_LARGE_BUFFER, min_remainder)
+            self._pools[stream] = _Pool(_SMALL_BUFFER, _MIN_BLOCK_SIZE), large
         return self._pools[stream]
 
     def _best_fit(self, pool: _Pool, index: int) -> _Block:

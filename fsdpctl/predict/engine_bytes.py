@@ -25,7 +25,7 @@ class EngineBytes(StepRecorder):
     """Adds up the bytes that the engine has allocated, by category."""
 
     def __init__(self) -> None:
-        self.held = dict.fromkeys(CATEGORIES, 0)
+        self.nbytes = dict.fromkeys(CATEGORIES, 0)
         self.history: list[dict[Category, int]] = []  # after each change
         self._sizes: list[tuple[Category, int]] = []  # by key
 
@@ -42,15 +42,15 @@ class EngineBytes(StepRecorder):
             self._change(category, -nbytes)
 
     def recategorize(self, key: int, category: Category, what: str) -> None:
-        before, nbytes = self._sizes[key]
+        old_category, nbytes = self._sizes[key]
         self._sizes[key] = category, nbytes
-        self.held[before] -= nbytes
+        self.nbytes[old_category] -= nbytes
         self._change(category, nbytes)
 
     def _change(self, category: Category, nbytes: int) -> None:
-        if category in self.held:
-            self.held[category] += nbytes
-            self.history.append(dict(self.held))
+        if category in self.nbytes:
+            self.nbytes[category] += nbytes
+            self.history.append(dict(self.nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EnginePeak:
     rank: int  # within its replica
     replica: int
     breakdown: dict[Category, int]  # at the peak
-    largest: dict[Category, int]  # each category at its own peak
+    largest: dict[Category, int]  # the peak of each category
 
     @property
     def peak_bytes(self) -> int:
@@ -85,20 +85,20 @@ def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
     steps = FsdpctlSteps(plan, recorder)
     steps.setup(draws=False)
     steps.step()
-    recorder.history = [dict(recorder.held)]
+    recorder.history = [dict(recorder.nbytes)]
     steps.step()
     return recorder.history
 
 
 def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
     """Return the plans of the ranks that may need the most memory."""
-    flats = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
-    if not all(layout.is_even for layout in flats):
-        return [plan.at(rank) for rank in range(len(flats[0].shard_spans))]
-    # Ranks differ only by optimizer states: those of some parameters have more bytes.
-    numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
+    layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
+    if not all(layout.is_even for layout in layouts):
+        return [plan.at(rank) for rank in range(len(layouts[0].shard_spans))]
+    # Ranks differ only by optimizer states, which have more bytes for some parameters.
+    numbers = {rank for layout in layouts for rank in _unlike_ranks(layout, plan.states)}
     candidates = [
-        plan.at(*divmod(rank, flats[0].shares_per_shard)) for rank in sorted({0, *numbers})
+        plan.at(*divmod(rank, layouts[0].shares_per_shard)) for rank in sorted({0, *numbers})
     ]
     if plan.states.dtype is None:
         return candidates  # one rank may have an additional step counter
@@ -121,8 +121,7 @@ def _kinds_of_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
 def _unlike_ranks(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
     """Yield the ranks whose shards of an even flat buffer may need more states than others.
 
-    Those are shards with parameters whose states are separate tensors, and shards of parameters
-    whose states are not compressed.
+    The states of some parameters are separate tensors, or not compressed.
     """
     size = layout.owned_spans[0].numel
     for before, after in pairwise(layout.param_spans):

@@ -32,7 +32,7 @@ class HostSchedule:
     """The gradients that a rank copies to its host, the steps of the host, and their results.
 
     The host steps units in the order of the next forward, each unit when its gradient has arrived.
-    Computation with a unit waits only for the result of this unit.
+    Computation with a unit waits only for the result of the unit.
     """
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
@@ -49,7 +49,7 @@ class HostSchedule:
         self._results: dict[str, int] = {}  # by unit: copies to the device, or steps
 
     def offload_gradients(self, unit: str) -> None:
-        """Copy the reduced gradients of a unit to the host, added to the gradients that it has."""
+        """Copy the reduced gradients of a unit to the host, added to gradients in host memory."""
         if Offload.GRADIENTS not in self._plan.step.offload or unit not in self._owned:
             return
         self.wait_for_copy()
@@ -155,7 +155,7 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
 def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
     """Update the matrices of a rank if the optimizer is Muon; return their number of elements.
 
-    The time is that of the rank with the most work. Matrices of one shape reuse the memory.
+    The time is the time of the rank with the most work. Matrices of one shape reuse the memory.
     """
     muon, itemsize = plan.states.muon, plan.dtypes.master.itemsize
     if muon is None:

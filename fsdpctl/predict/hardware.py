@@ -43,7 +43,7 @@ class RingNetwork:
 
     intra_bandwidth: float  # bytes/s that a rank sends and receives within its node
     inter_bandwidth: float  # bytes/s between nodes, over the network card of a rank
-    nvlink_efficiency: float = 0.8  # share of `intra` that collectives reach during computation
+    nvlink_efficiency: float = 0.8  # share of `intra_bandwidth` that collectives reach
     # Share of the computing speed lost during a collective: 18.9% on average in arXiv 2507.03114.
     slowdown_intra: float = 0.19
     slowdown_inter: float = 0.10
@@ -126,11 +126,11 @@ class DeviceDataSheet:
     bandwidth: float  # bytes/s of its memory
     matmul_efficiency: float  # share of the FLOP/s that large products reach within a step
     attention_efficiency: Mapping[str, float]  # the same for long sequences, by kernel
-    step_efficiency: float  # speed of an operator within a step, relative to its speed alone
+    step_efficiency: float  # speed of an operator within a step, relative to a single operator
     # Speed of grouped products with many rows per group, relative to single products.
     grouped_efficiency: float = 1.0
-    # Share of the bandwidth that reads and writes by index reach; a compiler never fuses them.
-    # None: they are like other operators.
+    # Share of the bandwidth that reads and writes by index reach; a compiler never fuses such
+    # operators. None: they have the speed of other operators.
     index_efficiency: float | None = None
     is_compiled: bool = False  # whether a compiler fuses elementwise operators
     fused_dequantization: bool = False  # whether one kernel dequantizes a weight

@@ -45,9 +45,7 @@ class MemoryRecorder(StepRecorder):
     def __init__(self, model_pass: ModelPass, last: str, *, last_is_head: bool) -> None:
         self.model_pass, self._last, self._last_is_head = model_pass, last, last_is_head
         self.operations: list[Operation] = []
-        self.phases: list[
-            tuple[int, StepPhase]
-        ] = []  # the index of the first operation, and the phase
+        self.phases: list[tuple[int, StepPhase]] = []  # each with the index of its first operation
         # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
         self._purposes: list[Purpose] = []  # of the engine's keys
         self.streams: dict[int, int] = {}  # by key, unless it is stream 0
@@ -56,7 +54,7 @@ class MemoryRecorder(StepRecorder):
         self._held: dict[int, int] = {}
         self._old: dict[int, int | None] = {}
         self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
-        self._new_keys: dict[int, int] = {}  # by such a key, the key in this pass
+        self._new_keys: dict[int, int] = {}  # by key of such a gradient: the key in this pass
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
 
     def begin(self) -> None:
@@ -96,7 +94,7 @@ class MemoryRecorder(StepRecorder):
             self.operations.append((-1, -nbytes))
 
     def compute(self, part: PassPart, unit: str = "") -> None:
-        operations = self.model_pass.parts.get(PassPosition(part, unit))
+        operations = self.model_pass.operations.get(PassPosition(part, unit))
         if part is PassPart.BEFORE:
             self._new_keys.clear()
         if operations:

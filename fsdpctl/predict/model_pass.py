@@ -46,7 +46,7 @@ class PassPart(StrEnum):
     FORWARD = "forward"
     BETWEEN = "between"  # from the end of a unit's forward to the next unit or the model's end
     LOSS = "loss"  # from the end of the model's forward to the first unit's backward
-    BACKWARD = "backward"  # of a unit, and of the operators between it and the unit before
+    BACKWARD = "backward"  # of a unit, and of the operators between the unit and the previous unit
     END = "end"  # after the backward
 
 
@@ -103,17 +103,16 @@ class CachedTensor(NamedTuple):
 class TracedPass:
     """A traced pass after the first pass, through a model with few blocks."""
 
-    parts: Mapping[PassPosition, Sequence[MemoryEvent]]
+    events: Mapping[PassPosition, Sequence[MemoryEvent]]
     cached: tuple[CachedTensor, ...] = ()
     work: Mapping[PassPosition, Sequence[Work]] = field(default_factory=dict)
-    offloaded: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by unit, the bytes of its input in host memory
+    # Bytes of a unit's input in host memory, by unit.
+    offloaded: Mapping[str, int] = field(default_factory=dict)
 
 
-# Of repeated units, those at both edges are traced, and two periods in the middle. The units at the
-# edges may differ, because they are the first or the last of their kind or next to such a unit. The
-# two periods in the middle must be equal, otherwise all units are traced.
+# Among repeated units, the units at both edges and two periods in the middle are traced. Units at
+# the edges may differ, because they are the first or the last of their kind or next to such a unit.
+# The two periods in the middle must be equal, otherwise all units are traced.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ class RepeatedUnits:
             [
                 [
                     _relative(each, index, number)
-                    for each in traced.parts.get(PassPosition(part, name), ())
+                    for each in traced.events.get(PassPosition(part, name), ())
                 ]
                 for part in (PassPart.FORWARD, PassPart.BETWEEN, PassPart.BACKWARD)
             ]
@@ -214,7 +213,7 @@ class ModelPass:
         for position in positions:
             self._number(position)
         self.held_over: set[int] = set()  # keys that are freed in the next pass
-        self.parts = {position: self._operations(position) for position in positions}
+        self.operations = {position: self._operations(position) for position in positions}
         self.work = {each: traced.work.get(self._traced(each), ()) for each in positions}
         sizes = {unit: traced.offloaded.get(self._representative(unit), 0) for unit in units}
         # In the order of the forward.
@@ -231,7 +230,7 @@ class ModelPass:
         return len(self.tensors)
 
     def _events(self, position: PassPosition) -> Sequence[MemoryEvent]:
-        return self._traced_pass.parts.get(self._traced(position), ())
+        return self._traced_pass.events.get(self._traced(position), ())
 
     def _traced(self, position: PassPosition) -> PassPosition:
         return PassPosition(position.part, self._representative(position.unit))

@@ -15,11 +15,11 @@ from fsdpctl.predict.model_pass import Operation
 from fsdpctl.predict.step_recorder import Category, Steps
 
 ALLOCATORS = ("expandable", "native")
-_MAX_REPLAYED_STEPS = 5  # the allocator may still grow after these
+_MAX_REPLAYED_STEPS = 5  # the allocator may still grow in later steps
 _STEADY_STEP = 2  # later steps have the same operations as this step
 _MOST_LISTED = 8  # kinds of tensors
 _ROUNDING = 512  # bytes, of CUDA's allocator
-# The workspaces of cuBLAS, one for each of the two threads that call it, and their bytes on Hopper.
+# cuBLAS has a workspace for each of the two threads that call it. Its bytes are those on Hopper.
 _CUBLAS_WORKSPACES, _CUBLAS_BYTES = 2, 32 << 20
 
 
@@ -131,7 +131,7 @@ def find_peak(trace: AllocationTrace, purpose: Callable[[int], Purpose], roundin
 
 def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
     """Replay steps until a step does not raise the peaks."""
-    before = (-1, -1)  # peaks
+    old_peaks = (-1, -1)  # peaks
     for number in range(_MAX_REPLAYED_STEPS + 1):
         for key, nbytes in trace.operations(number):
             if nbytes > 0:
@@ -140,10 +140,10 @@ def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
                 allocator.free(key)
             else:
                 allocator.allocate_temporary(key, -nbytes)
-        now = (allocator.peak_allocated, allocator.peak_reserved)
-        if number and now == before:
+        peaks = (allocator.peak_allocated, allocator.peak_reserved)
+        if number and peaks == old_peaks:
             return
-        before = now if number else before
+        old_peaks = peaks if number else old_peaks
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Wait:
     """The compute stream waits until a transfer ends."""
 
     key: int
-    phase: str | None = None  # that includes the wait; None: exposed communication
+    phase: str | None = None  # the phase that includes the wait; None: exposed communication
 
 
 Task = Compute | Start | Wait
@@ -62,13 +62,9 @@ class SimulatedStep:
     """The result of a simulation."""
 
     seconds: float = 0.0
-    seconds_by_phase: dict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # by phase
+    seconds_by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed_communication: float = 0.0  # seconds in which the compute stream waited for transfers
-    sent_bytes: dict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # bytes, by link
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by link
 
 
 @dataclass(slots=True)
@@ -81,7 +77,7 @@ class _QueuedTransfer:
 
 
 class StepSimulator:
-    """A simulated rank. Collectives in flight at the end of a `run` continue in the next."""
+    """A simulated rank. Collectives in flight at the end of a `run` continue in the next `run`."""
 
     def __init__(self) -> None:
         self._step = SimulatedStep()
@@ -107,9 +103,9 @@ class StepSimulator:
         self._queues[task.queue].append(_QueuedTransfer(task, transfer.latency, transfer.seconds))
 
     def _compute(self, task: Compute) -> None:
-        began, left = self._step.seconds, task.seconds
-        while left > _EPSILON:
-            left -= self._advance(left)
+        began, remaining = self._step.seconds, task.seconds
+        while remaining > _EPSILON:
+            remaining -= self._advance(remaining)
         self._step.seconds_by_phase[task.phase] += self._step.seconds - began
 
     def _wait(self, task: Wait) -> None:

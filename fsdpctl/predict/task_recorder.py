@@ -44,7 +44,7 @@ class TaskRecorder(StepRecorder):
         self._works, self._offloaded = model_pass.work, model_pass.offloaded
         self._previous = {following: unit for unit, following in pairwise(model_pass.units)}
         self._copies: dict[str, int] = {}  # keys of copies of inputs, by unit
-        # By the id of a sequence of operators, which equal units share.
+        # By the id of a sequence of operators; equal units share the sequence.
         self._device_seconds: dict[int, float] = {}
         self._next = 0
 

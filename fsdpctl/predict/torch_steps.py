@@ -11,8 +11,8 @@ from fsdpctl.predict.model_pass import PassPart
 from fsdpctl.predict.step_recorder import GATHERS, REPLICA_SUMS, Category, RankGroup, StepRecorder
 from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
-_GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
-_QUEUE = "collectives"  # FSDP2 runs those of a shard group one after another
+_GATHER_STREAM, _REDUCE_STREAM, _ALL_REDUCE_STREAM = 1, 2, 3  # streams
+_QUEUE = "collectives"  # FSDP2 runs the collectives of a shard group one after another
 
 
 class Fsdp2Steps:
@@ -21,7 +21,7 @@ class Fsdp2Steps:
     The description follows torch/distributed/fsdp: each parameter is sharded along its first
     dimension. A unit is all-gathered into one buffer on a side stream, and copied from the buffer
     into one tensor per parameter. The buffer is freed when the next unit has been copied. In
-    backward, the previous unit is gathered ahead. Gradients are copied into one buffer, which is
+    backward, the previous unit is prefetched. Gradients are copied into one buffer, which is
     freed after the next unit's backward. They are reduced into another buffer, of which sharded
     gradients are views.
 
@@ -51,38 +51,38 @@ class Fsdp2Steps:
         self._num_shards = position.size if plan.step.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # except for the last block and the root
         self._regathers = regathers and self._reshards and self._num_shards > 1
-        self._replicates = (
-            position.num_replicas > 1
-        )  # if so, gradients are all-reduced over replicas
-        self._backward_prefetch = max(1, prefetch.backward)  # blocks gathered ahead in backward
-        # Blocks gathered ahead in forward by request, and blocks whose transfer starts ahead.
+        # Whether gradients are all-reduced over replicas.
+        self._replicates = position.num_replicas > 1
+        # Numbers of blocks. FSDP2 prefetches one block in backward by default. In forward, its
+        # all-gather stream starts the next transfer early, but allocates only explicit prefetches.
+        self._backward_prefetch = max(1, prefetch.backward)
         self._forward_prefetch = prefetch.forward if prefetch.forward > 1 else 0
-        self._started_gathers = max(
+        self._num_started_ahead = max(
             self._forward_prefetch, int(position.transport is Transport.NCCL)
         )
-        # The parameters of the root, which is everything outside the blocks, and of each block.
+        # Parameters by unit. The root has all parameters outside the blocks.
         self._root = units[0].name
         blocks = {unit.name: unit.params for unit in units if unit.kind == "block"}
         rest = tuple(p for unit in units if unit.name not in blocks for p in unit.params)
-        self._groups = {self._root: rest, **blocks}
+        self._params = {self._root: rest, **blocks}
         self._blocks = list(blocks)
         self._units = [unit.name for unit in units[1:]]
-        self._gathers: dict[str, int] = {}  # by unit, until they are waited for
-        self._gathered: dict[
-            str, int | None
-        ] = {}  # by unit: the buffer of a gather; None: no buffer
+        # Keys by unit.
+        self._gather_handles: dict[str, int] = {}  # gathers in flight
+        self._gather_buffers: dict[str, int | None] = {}  # None: one rank needs no buffer
         self._unsharded: dict[str, list[int]] = {}
-        self._copied: int | None = None  # the buffer of the last gather in forward
-        self._reducing: int | None = None
-        self._all_reduced: list[int] = []  # freed after the backward
-        self._reductions: list[int] = []  # of this pass
-        self._grads: dict[str, int] = {}  # reduced
-        self._held: dict[str, list[int]] = {}  # not reduced yet
+        self._grads: dict[str, int] = {}  # reduced gradients
+        self._held_grads: dict[str, list[int]] = {}  # unreduced gradients
+        self._copied_buffer: int | None = None  # the buffer of the last gather in forward
+        self._reduce_buffer: int | None = None
+        self._all_reduce_buffers: list[int] = []  # freed after the backward
+        self._reduce_handles: list[int] = []  # reductions in flight
 
     def setup(self, *, draws: bool) -> None:
+        """Allocate the parameters; `draws` has no effect, as drawing is not modeled."""
         self._recorder.begin_phase("building the model")
-        for unit, params in self._groups.items():
-            for nbytes in self._shards(params):
+        for unit, params in self._params.items():
+            for nbytes in self._shard_nbytes(params):
                 self._recorder.allocate(Category.PARAMETERS, unit, "parameters", nbytes)
 
     def step(self) -> None:
@@ -93,77 +93,77 @@ class Fsdp2Steps:
             self._recorder.compute(PassPart.END)
         self._optimize()
 
-    def _numel(self, param: ParamSpec) -> int:
-        """Return the elements of a rank's shard, with padded rows."""
+    def _padded_numel(self, param: ParamSpec) -> int:
+        """Return the elements of a parameter in a rank's shard, with padded rows."""
         if not param.shape:
             return 1
         rows = -(-param.shape[0] // self._num_shards)
         return rows * param.numel // max(1, param.shape[0])
 
     def _shard_numel(self, params: Sequence[ParamSpec]) -> int:
-        return sum(map(self._numel, params))
+        return sum(map(self._padded_numel, params))
 
-    def _shards(self, params: Sequence[ParamSpec]) -> list[int]:
-        return [self._numel(param) * self._plan.dtypes.master.itemsize for param in params]
+    def _shard_nbytes(self, params: Sequence[ParamSpec]) -> list[int]:
+        return [self._padded_numel(param) * self._plan.dtypes.master.itemsize for param in params]
 
     def _start_gather(self, unit: str) -> None:
-        if unit not in self._gathers and unit not in self._unsharded:
-            self._gathers[unit] = self._gather(unit)
+        if unit not in self._gather_handles and unit not in self._unsharded:
+            self._gather_handles[unit] = self._all_gather(unit)
 
-    def _gather(self, unit: str) -> int:
+    def _all_gather(self, unit: str) -> int:
         recorder, dtypes = self._recorder, self._plan.dtypes
-        part = self._shard_numel(self._groups[unit])
-        recorder.copy(part * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
-        nbytes = part * self._num_shards * dtypes.compute.itemsize
+        shard_numel = self._shard_numel(self._params[unit])
+        recorder.copy(shard_numel * (dtypes.compute.itemsize + dtypes.master.itemsize), "copy in")
+        nbytes = shard_numel * self._num_shards * dtypes.compute.itemsize
         return recorder.start_collective(
             CollectiveKind.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
         )
 
     def _allocate_gather(self, unit: str) -> None:
-        if unit in self._gathered or unit in self._unsharded:
+        if unit in self._gather_buffers or unit in self._unsharded:
             return
         recorder, dtypes = self._recorder, self._plan.dtypes
         if self._num_shards == 1:
-            self._gathered[unit] = None
+            self._gather_buffers[unit] = None
             return
         recorder.begin_phase("gathering", unit)
-        part = self._shard_numel(self._groups[unit]) * dtypes.compute.itemsize
-        cast = None
+        shard_nbytes = self._shard_numel(self._params[unit]) * dtypes.compute.itemsize
+        category, cast = Category.GATHERED_UNITS, None
         if dtypes.compute.itemsize != dtypes.master.itemsize:
-            cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
-        nbytes = part * self._num_shards
-        self._gathered[unit] = self._buffer(Category.GATHERED_UNITS, unit, nbytes, _GATHERS)
+            cast = self._buffer(category, unit, shard_nbytes, _GATHER_STREAM)
+        nbytes = shard_nbytes * self._num_shards
+        self._gather_buffers[unit] = self._buffer(category, unit, nbytes, _GATHER_STREAM)
         recorder.free(cast)
 
     def _buffer(self, category: Category, unit: str, nbytes: int, stream: int = 0) -> int:
-        what = "gathered parameters" if stream == _GATHERS else "all gradients"
-        return self._recorder.allocate(category, unit, what, nbytes, stream=stream)
+        description = "gathered parameters" if stream == _GATHER_STREAM else "all gradients"
+        return self._recorder.allocate(category, unit, description, nbytes, stream=stream)
 
     def _copy_out(self, unit: str, *, forward: bool) -> None:
         """Gather a unit unless it is gathered, and copy its parameters out of the buffer."""
         if unit in self._unsharded:
             return
-        recorder, params = self._recorder, self._groups[unit]
+        recorder, params = self._recorder, self._params[unit]
         self._start_gather(unit)
         self._allocate_gather(unit)
         self._free_copied()
-        recorder.wait(self._gathers.pop(unit))
-        parts, itemsize = self._num_shards, self._plan.dtypes.compute.itemsize
-        sizes = [self._numel(param) * parts * itemsize for param in params]
+        recorder.wait(self._gather_handles.pop(unit))
+        num_shards, itemsize = self._num_shards, self._plan.dtypes.compute.itemsize
+        sizes = [self._padded_numel(param) * num_shards * itemsize for param in params]
         self._unsharded[unit] = [
             recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in sizes
         ]
-        if parts > 1:
+        if num_shards > 1:
             recorder.copy(2 * sum(sizes), f"copy out {unit}")
-        buffer = self._gathered.pop(unit)
+        buffer = self._gather_buffers.pop(unit)
         if forward:
-            self._copied = buffer
+            self._copied_buffer = buffer
         else:
             recorder.free(buffer)
 
     def _free_copied(self) -> None:
-        self._recorder.free(self._copied)
-        self._copied = None
+        self._recorder.free(self._copied_buffer)
+        self._copied_buffer = None
 
     def _reshard(self, unit: str) -> None:
         self._recorder.free(*self._unsharded.pop(unit, ()))
@@ -173,14 +173,14 @@ class Fsdp2Steps:
         self._copy_out(self._root, forward=True)
         recorder.compute(PassPart.START)
         for name in self._units:
-            is_block = name in self._groups
+            is_block = name in self._params
             if is_block:
                 self._copy_out(name, forward=True)
                 following = self._blocks[self._blocks.index(name) + 1 :]
-                for ahead in following[: self._started_gathers]:
-                    self._start_gather(ahead)
-                for ahead in following[: self._forward_prefetch]:
-                    self._allocate_gather(ahead)
+                for prefetched in following[: self._num_started_ahead]:
+                    self._start_gather(prefetched)
+                for prefetched in following[: self._forward_prefetch]:
+                    self._allocate_gather(prefetched)
             recorder.compute(PassPart.FORWARD, name)
             if is_block and self._reshards and name != self._blocks[-1]:
                 self._reshard(name)
@@ -192,32 +192,33 @@ class Fsdp2Steps:
         recorder, running = self._recorder, ""
         for name in reversed(self._units):
             if running:
-                self._after(running, reduces=reduces)
-            running = name if name in self._groups else ""
+                self._post_backward(running, reduces=reduces)
+            running = name if name in self._params else ""
             if running:
                 self._copy_out(name, forward=False)
                 index = self._blocks.index(name)
                 is_last = index == len(self._blocks) - 1
-                again = self._gather(name) if self._regathers and not is_last else None
-                for ahead in self._blocks[max(0, index - self._backward_prefetch) : index][::-1]:
-                    self._start_gather(ahead)
-                    self._allocate_gather(ahead)
+                regather = self._all_gather(name) if self._regathers and not is_last else None
+                start = max(0, index - self._backward_prefetch)
+                for prefetched in self._blocks[start:index][::-1]:
+                    self._start_gather(prefetched)
+                    self._allocate_gather(prefetched)
             recorder.compute(PassPart.BACKWARD, name)
             if running:
-                recorder.wait(again)
+                recorder.wait(regather)
         for name in filter(None, (running, self._root)):
-            self._after(name, reduces=reduces)
-        for key in self._reductions:
+            self._post_backward(name, reduces=reduces)
+        for key in self._reduce_handles:
             recorder.wait(key)
-        recorder.free(self._reducing, *self._all_reduced)
-        self._reducing = None
-        self._reductions.clear()
-        self._all_reduced.clear()
+        recorder.free(self._reduce_buffer, *self._all_reduce_buffers)
+        self._reduce_buffer = None
+        self._reduce_handles.clear()
+        self._all_reduce_buffers.clear()
 
     def _with_gradients(self, unit: str) -> list[ParamSpec]:
-        return [param for param in self._groups[unit] if self._recorder.has_gradient(param)]
+        return [param for param in self._params[unit] if self._recorder.has_gradient(param)]
 
-    def _after(self, unit: str, *, reduces: bool) -> None:
+    def _post_backward(self, unit: str, *, reduces: bool) -> None:
         """Free the unsharded parameters of a unit after its backward; hold or reduce gradients."""
         recorder, dtypes = self._recorder, self._plan.dtypes
         self._reshard(unit)
@@ -225,42 +226,44 @@ class Fsdp2Steps:
         if not params:
             return
         recorder.begin_phase("reducing", unit)
-        part = self._shard_numel(params)
-        nbytes = part * self._num_shards * dtypes.reduce.itemsize
+        shard_numel = self._shard_numel(params)
+        nbytes = shard_numel * self._num_shards * dtypes.reduce.itemsize
         keys = [recorder.gradient(param.name) for param in params]
-        if not reduces or unit in self._held:
+        if not reduces or unit in self._held_grads:
             self._hold(unit, params, keys)
             if not reduces:
                 recorder.copy(2 * nbytes, f"keep gradients of {unit}")
                 return
-            keys = [*self._held.pop(unit)]
-        recorder.free(self._reducing)
-        self._reducing = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
+            keys = [*self._held_grads.pop(unit)]
+        recorder.free(self._reduce_buffer)
+        self._reduce_buffer = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
         recorder.free(*keys)
         self._reduce(unit, nbytes)
         # FSDP2 keeps the input of an all-reduce until the end of backward.
-        release = self._all_reduced.append if self._replicates else recorder.free
-        grads = self._buffer(Category.GRADIENTS, unit, part * dtypes.reduce.itemsize, _REDUCES)
+        release = self._all_reduce_buffers.append if self._replicates else recorder.free
+        category, nbytes = Category.GRADIENTS, shard_numel * dtypes.reduce.itemsize
+        grads = self._buffer(category, unit, nbytes, _REDUCE_STREAM)
         if dtypes.reduce.itemsize != dtypes.master.itemsize:
-            stream = _ALL_REDUCES if self._replicates else _REDUCES
-            wide = self._buffer(Category.GRADIENTS, unit, part * dtypes.master.itemsize, stream)
+            stream = _ALL_REDUCE_STREAM if self._replicates else _REDUCE_STREAM
+            nbytes = shard_numel * dtypes.master.itemsize
+            master_grads = self._buffer(category, unit, nbytes, stream)
             release(grads)
-            grads = wide
+            grads = master_grads
         if unit in self._grads:
             release(grads)
         else:
             self._grads[unit] = grads
 
     def _reduce(self, unit: str, nbytes: int) -> None:
-        recorder, parts = self._recorder, self._num_shards
+        recorder, num_shards = self._recorder, self._num_shards
         shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
-        if parts > 1:
+        if num_shards > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         key = recorder.start_collective(
             CollectiveKind.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE
         )
         if self._replicates:
-            label, shard_bytes = f"sum over replicas of {unit}", nbytes / parts
+            label, shard_bytes = f"sum over replicas of {unit}", nbytes / num_shards
             key = recorder.start_collective(
                 CollectiveKind.ALL_REDUCE,
                 shard_bytes,
@@ -269,33 +272,33 @@ class Fsdp2Steps:
                 queue=REPLICA_SUMS,
                 after=(key,),
             )
-        self._reductions.append(key)
+        self._reduce_handles.append(key)
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
         """Hold unsharded gradients in the dtype of the reduction."""
         recorder, dtypes = self._recorder, self._plan.dtypes
-        if unit in self._held:
+        if unit in self._held_grads:
             recorder.free(*keys)
         elif dtypes.compute.itemsize == dtypes.reduce.itemsize:
-            self._held[unit] = [key for key in keys if key is not None]
-            for gradient in self._held[unit]:
+            self._held_grads[unit] = [key for key in keys if key is not None]
+            for gradient in self._held_grads[unit]:
                 recorder.keep_gradient(gradient)
         else:
-            held = self._held[unit] = []
+            grad_keys = self._held_grads[unit] = []
             for param, key in zip(params, keys, strict=True):
                 category, nbytes = Category.GRADIENTS, param.numel * dtypes.reduce.itemsize
-                held.append(recorder.allocate(category, unit, "held gradients", nbytes))
+                grad_keys.append(recorder.allocate(category, unit, "held gradients", nbytes))
                 recorder.free(key)
 
     def _optimize(self) -> None:
-        trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
+        trained = {unit: self._shard_nbytes(self._with_gradients(unit)) for unit in self._params}
         shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
         self._optimizer.step(shards)
         self._recorder.free(*self._grads.values())
         self._grads.clear()
 
 
-_BUCKET_BYTES = 25 << 20  # bytes
+_BUCKET_BYTES = 25 << 20  # the default `bucket_cap_mb` of DistributedDataParallel
 
 
 class DdpSteps:
@@ -317,18 +320,19 @@ class DdpSteps:
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
         self._cast_keys: dict[str, list[int]] = {}
-        self._filled = 0  # bytes in the current bucket
-        self._sent: list[int] = []
-        self._params = {unit.name: unit.params for unit in units}
+        self._bucket_nbytes = 0  # in the current bucket
+        self._bucket_handles: list[int] = []  # reductions in flight
+        self._params = {unit.name: unit.params for unit in units}  # by unit
 
     def setup(self, *, draws: bool) -> None:
+        """Allocate parameters and buckets; `draws` has no effect, as drawing is not modeled."""
         recorder, itemsize = self._recorder, self._plan.dtypes.master.itemsize
         recorder.begin_phase("building the model")
         for unit, params in self._params.items():
             for param in params:
                 recorder.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
         for unit in self._params:
-            recorder.allocate(Category.GRADIENTS, unit, "buckets", sum(self._trained(unit)))
+            recorder.allocate(Category.GRADIENTS, unit, "buckets", sum(self._trained_nbytes(unit)))
 
     def step(self) -> None:
         recorder = self._recorder
@@ -345,15 +349,16 @@ class DdpSteps:
             for name in (*reversed(units), root):
                 if name != root:
                     recorder.compute(PassPart.BACKWARD, name)
-                self._collect(name, reduces=reduces)
-            self._send(self._filled, reduces=reduces)
-            for key in self._sent:
+                self._fill_buckets(name, reduces=reduces)
+            self._reduce_bucket(self._bucket_nbytes, reduces=reduces)
+            for key in self._bucket_handles:
                 recorder.wait(key)
-            self._sent.clear()
+            self._bucket_handles.clear()
             recorder.compute(PassPart.END)
-        self._optimizer.step([(name, n) for name in self._params for n in self._trained(name)])
+        sizes = [(name, n) for name in self._params for n in self._trained_nbytes(name)]
+        self._optimizer.step(sizes)
 
-    def _trained(self, unit: str) -> list[int]:
+    def _trained_nbytes(self, unit: str) -> list[int]:
         """Return the bytes of each trained parameter of a unit."""
         itemsize = self._plan.dtypes.master.itemsize
         return [param.numel * itemsize for param in self._params[unit] if param.trainable]
@@ -370,21 +375,22 @@ class DdpSteps:
         ]
         self._recorder.copy(sum(sizes) * (compute + master), f"cast {unit}")
 
-    def _collect(self, unit: str, *, reduces: bool) -> None:
+    def _fill_buckets(self, unit: str, *, reduces: bool) -> None:
         recorder = self._recorder
         recorder.free(*(recorder.gradient(param.name) for param in self._params[unit]))
         recorder.free(*self._cast_keys.pop(unit, ()))
-        nbytes = sum(self._trained(unit))
+        nbytes = sum(self._trained_nbytes(unit))
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
-        self._filled += nbytes
-        while self._filled >= _BUCKET_BYTES:
-            self._send(_BUCKET_BYTES, reduces=reduces)
+        self._bucket_nbytes += nbytes
+        while self._bucket_nbytes >= _BUCKET_BYTES:
+            self._reduce_bucket(_BUCKET_BYTES, reduces=reduces)
 
-    def _send(self, nbytes: int, *, reduces: bool) -> None:
-        self._filled -= nbytes
+    def _reduce_bucket(self, nbytes: int, *, reduces: bool) -> None:
+        self._bucket_nbytes -= nbytes
         if reduces and nbytes:
+            # DDP has no shards: the group SHARD has all ranks, and one queue for its collectives.
             kind, group = CollectiveKind.ALL_REDUCE, RankGroup.SHARD
             key = self._recorder.start_collective(
                 kind, nbytes, group, "reduce a bucket", queue=GATHERS
             )
-            self._sent.append(key)
+            self._bucket_handles.append(key)

@@ -158,7 +158,7 @@ class _TimedCollective:
             nonlocal result
             result = self._collective(output_tensor, input_tensor, **kwargs)
 
-        self._waits.around(run)
+        self._waits.measure(run)
         return result
 
 

@@ -200,15 +200,15 @@ def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, par
 
 @instead(OffloadedInput, "__exit__", INPUTS)
 def an_input_is_freed_before_it_has_left(right: Any, self: OffloadedInput, *about: Any) -> None:
-    self._copied = None
+    self._copy_end = None
     right(self, *about)
 
 
 @instead(OffloadedInput, "_take", INPUTS)
 def a_block_is_recomputed_before_its_input_has_arrived(right: Any, self: OffloadedInput) -> Any:
     self.fetch()
-    assert self._fetched is not None
-    self._fetched = self._fetched[0], None
+    assert self._fetch_state is not None
+    self._fetch_state = self._fetch_state[0], None
     return right(self)
 
 

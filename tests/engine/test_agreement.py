@@ -104,4 +104,4 @@ def test_few_process_groups_are_made(rank, world_size, strategy, size, groups):
     models = [shard_model(make_net(tied=True), strategy, dp_shard_size=size) for _ in range(2)]
     assert len(dist.distributed_c10d._world.pg_map) == groups
     mesh = models[0].mesh
-    assert mesh.shard.reduce_group is not mesh.shard.gather_group  # type: ignore[attr-defined]
+    assert mesh.shard.reduce_group is not mesh.shard.group  # type: ignore[attr-defined]

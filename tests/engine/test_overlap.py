@@ -156,7 +156,7 @@ def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) 
     (0, 0.0, 0.0),
 ])  # fmt: skip
 def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, share):
-    clock, right = Clock(), HostParams.send
+    clock, right = Clock(), HostParams.copy_to_device
     clock.delays["gather"] = gathering
 
     def sent(self: HostParams, *given: Any) -> Any:

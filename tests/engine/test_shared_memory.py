@@ -174,14 +174,14 @@ def test_a_lack_of_memory_is_an_answer_on_every_rank(rank: int, world_size: int)
 def test_a_rank_that_waits_in_vain_says_for_what(rank: int, world_size: int) -> None:
     ranks = SharedCollectives()
     ended = subprocess.Popen(["true"])
-    with mock.patch.object(shared_memory, "_CHECKED_EVERY", 0.01):
+    with mock.patch.object(shared_memory, "_CHECK_SECONDS", 0.01):
         memory = SharedMemory(ranks.all_gather_values, rank, 0.05)
         if rank == 0:
             memory.raise_counter(0)
             with pytest.raises(EngineError, match="0 s: waiting for bread of rank 1"):
                 memory.wait(0, 1, "bread")
         gone = SharedMemory(ranks.all_gather_values, rank, 60.0)
-        gone._watched.register(watched := os.pidfd_open(ended.pid))
+        gone._process_poll.register(watched := os.pidfd_open(ended.pid))
         with pytest.raises(EngineError, match="rank has ended"):
             gone.wait(0, 1, "bread")
     ended.wait()

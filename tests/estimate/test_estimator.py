@@ -47,7 +47,7 @@ def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
 
 
 def test_parts_add_up_and_peaks_are_in_order():
-    for found, _ in estimates_of(Estimator(), compose_config(H100), every=True):
+    for found, _ in estimates_of(Estimator(), compose_config(H100), all_strategies=True):
         assert sum(found.step.breakdown.values()) == found.allocated
         assert found.step.breakdown["rounding"] < 0.01 * found.allocated
         assert all(nbytes >= 0 for nbytes in found.step.breakdown.values())
@@ -82,8 +82,8 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     assert len(short._traced_index) < 36
     monkeypatch.setattr(MetaModule, "repeated_units", lambda *_: [])
     whole = TracedModel(config).model_pass(2, 512, 0, config.activation_checkpointing)
-    assert list(short.parts) == list(whole.parts)
-    for place in short.parts:
+    assert list(short.operations) == list(whole.operations)
+    for place in short.operations:
         assert sized(short, place) == sized(whole, place), place
     assert short.gradients.keys() == whole.gradients.keys()
 
@@ -92,7 +92,7 @@ def sized(program: ModelPass, place: PassPosition) -> list[tuple[int, str]]:
     """Return the operations of a part with the operator of each tensor; keys may differ."""
     return [
         (nbytes, program.tensors[key].description if key >= 0 else "")
-        for key, nbytes in program.parts[place]
+        for key, nbytes in program.operations[place]
     ]
 
 
@@ -104,9 +104,9 @@ def test_blocks_that_differ_are_all_traced():
     slow, fast = (
         [
             nbytes
-            for _, nbytes in found.model_pass(1, 256, 0, ActivationCheckpointingConfig()).parts[
-                PassPosition(PassPart.FORWARD, name)
-            ]
+            for _, nbytes in found.model_pass(
+                1, 256, 0, ActivationCheckpointingConfig()
+            ).operations[PassPosition(PassPart.FORWARD, name)]
         ]
         for name in ("model.layers.3", "model.layers.4")
     )

@@ -69,7 +69,7 @@ def test_operators_do_not_grow_with_the_length_and_memory_does(family):
     counts = [Counter(work.name for work in of_one) for of_one in works]
     assert counts[0] == counts[1]
     sizes = [
-        sum(each.nbytes for part in one.parts.values() for each in part if isinstance(each, Alloc))
+        sum(each.nbytes for part in one.events.values() for each in part if isinstance(each, Alloc))
         for one in (short, long)
     ]
     assert 4 < sizes[1] / sizes[0] < 66  # at most with the square

@@ -121,9 +121,9 @@ def _uses(tensor: Tensor) -> int:
 
 def host_inputs(module: nn.Module) -> HostInputs | None:
     """Return the host memory to which blocks offload their inputs, if they do."""
-    sends: list[Any] = [each._send for each in module.modules() if hasattr(each, "_send")]
-    found: HostInputs | None = sends[0].func.__self__ if sends else None
-    return found
+    block: Any = next((x for x in module.modules() if hasattr(x, "_offload_input")), None)
+    inputs: HostInputs | None = None if block is None else block._offload_input.func.__self__
+    return inputs
 
 
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:

@@ -30,7 +30,7 @@ def test_waiting_does_not_count_as_computation(monkeypatch: pytest.MonkeyPatch) 
     clock = StepClock(torch.device("cpu"), waits.take)
     clock.lap("data")
     clock.lap("compute")
-    waits.around(lambda: None)  # from 5 to 6
+    waits.measure(lambda: None)  # from 5 to 6
     clock.lap("compute")
     clock.lap("optimizer")
     times = clock.times()
