@@ -47,6 +47,7 @@ class AttentionMask:
     """
 
     window: int | None
+    # int32: the begin of each sequence in the concatenated rows, and the end of the last sequence.
     offsets: Tensor | None = None
     max_length: int = 0  # tokens of the longest sequence, or more
     bias: Tensor | None = None  # added to scores: 0, or minus infinity for masked tokens
@@ -83,16 +84,16 @@ def _row_mask(
 ) -> AttentionMask | None:
     dtype, (batch, length, head_dim) = compute_dtype(x), sizes
     device = device_type(x) if documents is None else documents.device_type
-    as_sequences = scores.has_kernel and has_varlen_kernel(device, dtype, head_dim)
+    uses_varlen = scores.has_kernel and has_varlen_kernel(device, dtype, head_dim)
     if documents is None:
         is_full = window is None or length <= window
-        if is_full and (scores.sinks is None or not as_sequences):
+        if is_full and (scores.sinks is None or not uses_varlen):
             return None
-        if as_sequences:
+        if uses_varlen:
             ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=x.device)
             return AttentionMask(window, offsets=ends, max_length=length)
         return AttentionMask(window, bias=_as_bias(_window_mask(length, window, x.device), dtype))
-    if as_sequences:
+    if uses_varlen:
         return AttentionMask(window, offsets=documents.offsets, max_length=documents.max_length)
     if device == "cuda" and scores.has_kernel:
         return AttentionMask(window, bias=_as_bias(documents.mask(window), dtype))
@@ -100,8 +101,8 @@ def _row_mask(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,7 +123,7 @@ def attend(
     (grouped-query attention).
     """
     if mask is None:
-        return _attention(q, k, v, scores=scores)
+        return _sdpa(q, k, v, scores=scores)
     if mask.context is None:
         return _attend(q, k, v, mask, scores)
     if scores.sinks is not None:
@@ -137,15 +138,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: ScoreO
     if mask.offsets is not None:
         return _attend_varlen(q, k, v, mask, scores)
     if mask.bias is not None:
-        return _attention(q, k, v, mask=mask.bias, scores=scores)
+        return _sdpa(q, k, v, mask=mask.bias, scores=scores)
     if mask.documents is None:
-        return _attention(q, k, v, scores=scores)
+        return _sdpa(q, k, v, scores=scores)
     if torch.compiler.is_compiling():
-        return _attention(q, k, v, mask=mask.documents.mask(mask.window), scores=scores)
+        return _sdpa(q, k, v, mask=mask.documents.mask(mask.window), scores=scores)
     return _attend_per_document(q, k, v, mask.window, mask.documents, scores)
 
 
-def _attention(
+def _sdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -155,12 +156,12 @@ def _attention(
 ) -> Tensor:
     if scores.sinks is not None or scores.softcap is not None:
         return _attend_with_matmuls(q, k, v, mask, scores)
-    shares = q.shape[1] != k.shape[1]
-    if shares and must_repeat_kv(q, masked=mask is not None):
-        k, v, shares = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
+    is_gqa = q.shape[1] != k.shape[1]
+    if is_gqa and must_repeat_kv(q, masked=mask is not None):
+        k, v, is_gqa = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=scores.dropout, is_causal=mask is None,
-        scale=scores.scale, enable_gqa=shares,
+        scale=scores.scale, enable_gqa=is_gqa,
     )  # fmt: skip
 
 
@@ -200,18 +201,18 @@ def _attend_per_document(
 ) -> Tensor:
     """Attend within each document separately. On the CPU, a mask would take twice the time."""
 
-    def parts(x: Tensor) -> list[Tensor]:
+    def split(x: Tensor) -> list[Tensor]:
         # Not slices: autograd would allocate a gradient of the full size for each slice.
         rows = zip(x.split(1), documents.lengths, strict=True)
-        return [part for row, lengths in rows for part in row.split(lengths, dim=2)]
+        return [document for row, lengths in rows for document in row.split(lengths, dim=2)]
 
     def attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         if window is None or length <= window:
-            return _attention(q, k, v, scores=scores)
-        return _attention(q, k, v, mask=_window_mask(length, window, q.device), scores=scores)
+            return _sdpa(q, k, v, scores=scores)
+        return _sdpa(q, k, v, mask=_window_mask(length, window, q.device), scores=scores)
 
-    outputs = iter([attend_one(*each) for each in zip(parts(q), parts(k), parts(v), strict=True)])
+    outputs = iter([attend_one(*each) for each in zip(*map(split, (q, k, v)), strict=True)])
     return torch.cat([torch.cat([next(outputs) for _ in each], 2) for each in documents.lengths])
 
 
@@ -221,15 +222,15 @@ def _attend_varlen(
     """Attend in the concatenated rows with the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
-    batch, heads, length, width = q.shape
+    batch, heads, length, head_dim = q.shape
     dtype, offsets = compute_dtype(q), mask.offsets
     assert offsets is not None
-    shares = k.shape[1] != heads
-    if shares and not _varlen_has_gqa():
-        k, v, shares = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
+    is_gqa = k.shape[1] != heads
+    if is_gqa and not _varlen_has_gqa():
+        k, v, is_gqa = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
 
     def flat(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)
+        return x.transpose(1, 2).reshape(batch * length, -1, head_dim).to(dtype)
 
     window = -1 if mask.window is None else mask.window - 1
     if scores.sinks is not None:
@@ -240,11 +241,11 @@ def _attend_varlen(
     else:
         call = partial(varlen_attn, max_q=mask.max_length, max_k=mask.max_length)
         scale_option: dict[str, Any] = {} if scores.scale is None else {"scale": scores.scale}
-        output = (partial(call, enable_gqa=True) if shares else call)(
+        output = (partial(call, enable_gqa=True) if is_gqa else call)(
             flat(q), flat(k), flat(v), offsets, offsets, window_size=(window, 0), **scale_option
         )
     assert isinstance(output, Tensor)
-    return output.view(batch, length, heads, width).transpose(1, 2)
+    return output.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def import_kernels(device_type: str) -> None:

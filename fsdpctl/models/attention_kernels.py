@@ -31,7 +31,7 @@ _FALLBACKS = {CUDNN: (FLASH, EFFICIENT, MATH), EFFICIENT: (MATH,), MATH: ()}
 class _KernelState:
     """The settings of the kernel. Dynamo guards on each of these values."""
 
-    assumed: str = ""  # device type assumed for meta tensors
+    device_type: str = ""  # device type assumed for meta tensors
     takes_masks: bool = False  # the kernel does not support packed sequences and needs a mask
     repeats: bool = False  # the kernel does not support grouped-query attention
 
@@ -58,14 +58,14 @@ def _prefer(kernel: str, fallbacks: tuple[str, ...], stack: ExitStack) -> None:
 
     if kernel in _IMPLEMENTATIONS:
         stack.callback(_activate(kernel))
-    of: Any = SDPBackend
-    backends = {CUDNN: of.CUDNN_ATTENTION, EFFICIENT: of.EFFICIENT_ATTENTION, MATH: of.MATH}
-    order = [backends.get(name, SDPBackend.FLASH_ATTENTION) for name in (kernel, *fallbacks)]
+    sdp: Any = SDPBackend
+    backends = {CUDNN: sdp.CUDNN_ATTENTION, EFFICIENT: sdp.EFFICIENT_ATTENTION, MATH: sdp.MATH}
+    order = [backends.get(name, sdp.FLASH_ATTENTION) for name in (kernel, *fallbacks)]
     stack.enter_context(sdpa_kernel(order, set_priority=True))
 
 
 def _activate(kernel: str) -> Callable[[], object]:
-    """Make torch run `kernel` in place of FlashAttention 2; return a function that undoes this."""
+    """Make torch run `kernel` in place of FlashAttention 2; return a function that restores it."""
     from torch.nn import attention
 
     try:
@@ -77,13 +77,13 @@ def _activate(kernel: str) -> Callable[[], object]:
 
 @contextmanager
 def _with_state(**values: Any) -> Iterator[None]:
-    before = {name: getattr(_state, name) for name in values}
+    previous = {name: getattr(_state, name) for name in values}
     for name, value in values.items():
         setattr(_state, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             setattr(_state, name, value)
 
 
@@ -91,7 +91,7 @@ def _with_state(**values: Any) -> Iterator[None]:
 def assume_device(device: str, kernel: str | None) -> Iterator[None]:
     """Inside the block, treat meta tensors as if they were on `device`, with `kernel`."""
     takes_masks = kernel in (EFFICIENT, MATH)
-    with _with_state(assumed=device, takes_masks=takes_masks, repeats=kernel == EFFICIENT):
+    with _with_state(device_type=device, takes_masks=takes_masks, repeats=kernel == EFFICIENT):
         yield
 
 
@@ -99,7 +99,7 @@ def assume_device(device: str, kernel: str | None) -> Iterator[None]:
 def tf32_matmuls(*, to_tf32: bool) -> Iterator[None]:
     """If `to_tf32`, round the operands of float32 products on CUDA to TF32 inside the block."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    previous = matmul.fp32_precision
     # torch raises an error if a process uses both this setting and the older allow_tf32.
     if to_tf32:
         matmul.fp32_precision = TF32
@@ -107,7 +107,7 @@ def tf32_matmuls(*, to_tf32: bool) -> Iterator[None]:
         yield
     finally:
         if to_tf32:
-            matmul.fp32_precision = before
+            matmul.fp32_precision = previous
 
 
 @contextmanager
@@ -116,30 +116,30 @@ def without_cudnn_attention() -> Iterator[None]:
 
     cuDNN builds a plan for each new length, and generation adds a token per call.
     """
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_on)
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def device_type(x: Tensor) -> str:
-    return x.device.type if x.device.type != "meta" else _state.assumed
+    return x.device.type if x.device.type != "meta" else _state.device_type
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which attention computes with `x`, under autocast too."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def has_varlen_kernel(device: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a kernel for packed sequences supports the dtype and head dimension."""
-    in_two_bytes = dtype in _HALF_DTYPES and head_dim <= _MAX_HEAD_DIM
-    return device == "cuda" and in_two_bytes and not _state.takes_masks
+    is_supported = dtype in _HALF_DTYPES and head_dim <= _MAX_HEAD_DIM
+    return device == "cuda" and is_supported and not _state.takes_masks
 
 
 def must_repeat_kv(query: Tensor, *, masked: bool) -> bool:
@@ -149,5 +149,5 @@ def must_repeat_kv(query: Tensor, *, masked: bool) -> bool:
     """
     if device_type(query) != "cuda":
         return False
-    is_wide = query.shape[-1] > _MAX_HEAD_DIM or compute_dtype(query) not in _HALF_DTYPES
-    return masked or is_wide or _state.repeats
+    needs_math = query.shape[-1] > _MAX_HEAD_DIM or compute_dtype(query) not in _HALF_DTYPES
+    return masked or needs_math or _state.repeats

@@ -21,7 +21,7 @@ of scores."""
 
 
 class _CpuAttention(torch.autograd.Function):
-    """Attention in rows of shape (batch, heads, length, width); causal without `bias`."""
+    """Attention in rows of shape (batch, heads, length, head_dim); causal without `bias`."""
 
     @staticmethod
     def forward(
@@ -47,7 +47,7 @@ class _CpuAttention(torch.autograd.Function):
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Attention on CUDA within sequences of different lengths, in (tokens, heads, width)."""
+    """Attention on CUDA within sequences of different lengths, in (tokens, heads, head_dim)."""
 
     @staticmethod
     def forward(
@@ -60,22 +60,22 @@ class _VarlenAttention(torch.autograd.Function):
         options: VarlenOptions,
     ) -> Tensor:
         max_length, window, scale = options
-        out, lse, state = _varlen("_varlen_attn")(
+        out, lse, rng_state = _varlen("_varlen_attn")(
             q, k, v, offsets, offsets, max_length, max_length, window < 0, scale, [window, 0],
             q.shape[1] != k.shape[1],
         )  # fmt: skip
         out, total_lse = _add_sinks(out, lse.t(), sinks)
-        ctx.about = options
-        ctx.save_for_backward(q, k, v, sinks, offsets, state, out, total_lse.t().contiguous())
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, sinks, offsets, rng_state, out, total_lse.t().contiguous())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, offsets, state, out, total_lse = ctx.saved_tensors
-        max_length, window, scale = ctx.about
+        *inputs, sinks, offsets, rng_state, out, total_lse = ctx.saved_tensors
+        max_length, window, scale = ctx.options
         gradients = _varlen("_varlen_attn_backward")(
             gradient.contiguous(), *inputs, out, total_lse, offsets, offsets, max_length,
-            max_length, window < 0, state, scale, [window, 0],
+            max_length, window < 0, rng_state, scale, [window, 0],
         )  # fmt: skip
         sink_gradient = _sink_gradient(gradient, out, total_lse.t(), sinks)
         return *gradients, sink_gradient.sum(0).to(sinks.dtype), None, None

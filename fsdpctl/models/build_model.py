@@ -20,8 +20,8 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 MIN_DRAWN_ON_DEVICE = 1 << 24  # elements: a GPU initializes matrices of this size or larger
 _ELEMENTS_AT_ONCE = 1 << 24
 
-# Families whose matrices are all initialized with the standard deviation `initializer_range`.
-_PLAIN_INIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+# Model types whose matrices all have the initial standard deviation `initializer_range`.
+_PLAIN_INIT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
@@ -56,7 +56,7 @@ def build_base_model(
 
 
 def count_active_parameters(module: Any) -> int:
-    """Count the parameters that a token uses; of experts, only those that it is sent to."""
+    """Count the parameters that a token uses, which omits experts that routers do not select."""
     return sum(count_weights(module).values()) - idle_parameters(module.transformers_model)
 
 
@@ -70,8 +70,8 @@ def initialize_parameter(name: str, tensor: Tensor, *, seed: int, config: ModelC
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     param_seed = int.from_bytes(digest[:8], "little") >> 1
-    family = "" if is_adapter_name(name) else model_type_of(config)
-    if family and family not in _PLAIN_INIT_FAMILIES:
+    model_type = "" if is_adapter_name(name) else model_type_of(config)
+    if model_type and model_type not in _PLAIN_INIT_TYPES:
         init_as_transformers(name, tensor, param_seed, config)
         return
     if tensor.ndim <= 1:
@@ -82,14 +82,14 @@ def initialize_parameter(name: str, tensor: Tensor, *, seed: int, config: ModelC
         init_adapter(name, tensor, generator)
         return
     std = float(config_value(config, "initializer_range"))
-    if family == "gpt2" and name.endswith("c_proj.weight"):
+    if model_type == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)  # projections into the residual stream
     if tensor.is_cuda and tensor.numel() >= MIN_DRAWN_ON_DEVICE:
         generator = torch.Generator(tensor.device).manual_seed(param_seed)
-        for part in tensor.view(-1).split(_ELEMENTS_AT_ONCE):
-            values = torch.empty(len(part), dtype=torch.float32, device=tensor.device)
-            part.copy_(values.normal_(0.0, std, generator=generator))
+        for chunk in tensor.view(-1).split(_ELEMENTS_AT_ONCE):
+            values = torch.empty(len(chunk), dtype=torch.float32, device=tensor.device)
+            chunk.copy_(values.normal_(0.0, std, generator=generator))
         return
-    # Drawn on the CPU in float32, so that device and precision do not change the draw.
+    # The CPU draws in float32, so that device and dtype do not change the values.
     values = torch.empty(tensor.shape, dtype=torch.float32)
     tensor.copy_(values.normal_(0.0, std, generator=generator))

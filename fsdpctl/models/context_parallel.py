@@ -1,7 +1,7 @@
 """The all-to-all around attention when several ranks share each row (context parallelism).
 
 Each rank has adjacent tokens of all heads. Before attention, an all-to-all gives each rank all
-tokens of adjacent heads, and after attention another one restores the tokens (Jacobs et al.,
+tokens of adjacent heads, and another all-to-all restores the tokens after attention (Jacobs et al.,
 DeepSpeed Ulysses, 2023). So attention gets full rows and works with any kernel and mask.
 """
 
@@ -15,20 +15,23 @@ from fsdpctl.models.custom_ops import operator
 from fsdpctl.plan.batch_plan import ContextParallel, heads_per_rank
 
 Exchange = Callable[[Tensor], Tensor]
-"""All-to-all of a contiguous tensor (ranks, ...): sends row i to rank i, returns received rows."""
+"""An all-to-all of a contiguous tensor (ranks, ...), which sends row i to rank i."""
 
+# A registry of the process, since custom operators take no functions. The all-to-all also runs in
+# backward and in recomputation. So all ranks that share rows must call attention in the same order;
+# otherwise, they exchange tensors of different layers, or wait for one another forever.
 _exchanges: dict[int, Exchange] = {}
 
 
-def use_exchange(exchange: Exchange, number: int = 0) -> None:
-    _exchanges[number] = exchange
+def use_exchange(exchange: Exchange, exchange_index: int = 0) -> None:
+    _exchanges[exchange_index] = exchange
 
 
-def _all_to_all(x: Tensor, number: int) -> Tensor:
-    return _exchanges[number](x)
+def _all_to_all(x: Tensor, exchange_index: int) -> Tensor:
+    return _exchanges[exchange_index](x)
 
 
-def _all_to_all_shape(x: Tensor, number: int) -> Tensor:
+def _all_to_all_shape(x: Tensor, exchange_index: int) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -38,41 +41,41 @@ ALL_TO_ALL = operator("all_to_all", _all_to_all, _all_to_all_shape, is_product=F
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        return ALL_TO_ALL(x, number)  # type: ignore[no-any-return]  # torch's
+    def forward(ctx: Any, x: Tensor, exchange_index: int) -> Tensor:
+        ctx.exchange_index = exchange_index
+        return ALL_TO_ALL(x, exchange_index)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ALL_TO_ALL(gradient.contiguous(), ctx.number), None
+        return ALL_TO_ALL(gradient.contiguous(), ctx.exchange_index), None
 
 
 def _exchange(x: Tensor, context: ContextParallel) -> Tensor:
-    return _AllToAll.apply(x.contiguous(), context.exchange)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+    return _AllToAll.apply(x.contiguous(), context.exchange)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here
 
 
 def tokens_to_heads(
     q: Tensor, k: Tensor, v: Tensor, context: ContextParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens of this rank's heads, (batch, heads / ranks, length, width).
+    """Return all tokens of this rank's heads, (batch, heads / ranks, length, head_dim).
 
-    `q`, `k` and `v` have this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
-    and values are repeated if there are fewer heads than ranks.
+    `q`, `k` and `v` have this rank's tokens, (batch, heads, length / ranks, head_dim). Heads of
+    keys and values are repeated if there are fewer heads than ranks.
     """
-    _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
-    heads = [q, *(repeat_heads(each, count * context.size) for each in (k, v))]
-    sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
-    rows = _exchange(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
-    outputs = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
-    pairs = zip(outputs, sent, strict=True)
+    _, kv_heads = heads_per_rank(q.shape[1], k.shape[1], context.size)
+    heads = [q, *(repeat_heads(each, kv_heads * context.size) for each in (k, v))]
+    by_rank = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
+    rows = _exchange(torch.cat([each.flatten(3) for each in by_rank], -1), context).flatten(0, 1)
+    outputs = rows.split([each.shape[3] * each.shape[4] for each in by_rank], -1)
+    pairs = zip(outputs, by_rank, strict=True)
     q, k, v = (x.unflatten(-1, y.shape[3:]).permute(1, 2, 0, 3) for x, y in pairs)
     return q, k, v
 
 
 def heads_to_tokens(output: Tensor, context: ContextParallel) -> Tensor:
     """Return all heads of this rank's tokens, the inverse of `tokens_to_heads`."""
-    sent = output.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
-    rows = _exchange(sent, context)  # (ranks, length / ranks, batch, heads / ranks, width)
+    by_rank = output.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
+    rows = _exchange(by_rank, context)  # (ranks, length / ranks, batch, heads / ranks, head_dim)
     return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 

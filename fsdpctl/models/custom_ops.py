@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("fsdpctl", "DEF")
+_LIBRARY = torch.library.Library("fsdpctl", "DEF")  # its operators exist as long as it does
 OPERATORS: dict[Any, Callable[..., Any]] = {}
-"""The functions of operators that compute matrix products or what these need, by operator."""
+"""The functions of operators that compute matrix products or their operands, by operator."""
 # Without these options, Triton contracts a product and a sum, and divides with an error of 2 ulp.
-_AS_EAGER: Any = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
-_device_type: str | None = None
+_EAGER_ROUNDING: Any = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+_device_type: str | None = None  # device type whose kernels are fused
 
 
 def operator(
@@ -37,10 +37,10 @@ def operator(
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"fsdpctl::{name}", fake, lib=_LIBRARY)
-    registered = getattr(torch.ops.fsdpctl, name).default
+    op = getattr(torch.ops.fsdpctl, name).default
     if is_product:
-        OPERATORS[registered] = function
-    return registered
+        OPERATORS[op] = function
+    return op
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def fusing(device_type: str | None) -> Iterator[None]:
     Outside the block, operators run one by one, and each reads and writes all elements.
     """
     global _device_type
-    before, _device_type = _device_type, device_type
+    previous, _device_type = _device_type, device_type
     try:
         yield
     finally:
-        _device_type = before
+        _device_type = previous
 
 
 def fuses(device: torch.device) -> bool:
@@ -69,4 +69,4 @@ def run_fused(function: Callable[..., None], *args: Any) -> None:
 
 @cache
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(function, dynamic=True, options=_AS_EAGER)
+    return torch.compile(function, dynamic=True, options=_EAGER_ROUNDING)

@@ -1,4 +1,4 @@
-"""Properties of a decoder of transformers, found by running a small copy of the model.
+"""Properties of a decoder of transformers, which a small copy of the model shows.
 
 The copy's sliding windows and position ranges are shorter than the sequences that it processes, so
 that both have an effect. If ranks share rows, layers that mix tokens in another way than attention
@@ -59,30 +59,30 @@ def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
 
     UsageError if the model is not causal, or documents would be mixed.
     """
-    traits, family = check_decoder(config.model), model_type_of(config.model)
+    traits, model_type = check_decoder(config.model), model_type_of(config.model)
     config = config.changed({"model.attention": attention_for(config.model)})
     notes = list[str]()
     if traits.problem:
-        notes.append(f"model.attention={TRANSFORMERS} (auto): {family}: {traits.problem}")
+        notes.append(f"model.attention={TRANSFORMERS} (auto): {model_type}: {traits.problem}")
     if config.data.holds_documents:
         if not traits.ignores_padding:
-            problem = f"{family}: not supported; padding of a sequence changes its documents"
+            problem = f"{model_type}: not supported; padding of a sequence changes its documents"
             raise UsageError(f"data={config.data.name}: {problem}")
         if config.data.packing and not traits.isolates:
-            problem = f"{family} mixes the documents of a sequence; set data.packing=false"
+            problem = f"{model_type} mixes the documents of a sequence; set data.packing=false"
             raise UsageError(f"data.packing=true: {problem}")
         if config.data.packing is None and not traits.isolates:
             notes.append(
-                f"data.packing=false (auto): {family} would mix the documents of a sequence"
+                f"data.packing=false (auto): {model_type} would mix the documents of a sequence"
             )
             config = config.changed({"data.packing": False})
     return config, tuple(notes)
 
 
 def attention_for(model: ModelConfig) -> str | None:
-    """Return `model.attention`, or transformers' attention if the model does not support ours.
+    """Return `model.attention`, or transformers' attention if the model does not support fsdpctl's.
 
-    UsageError if the setting selects one of our kernels and the model does not support it.
+    UsageError if the setting selects a kernel of fsdpctl and the model does not support it.
     """
     problem = check_decoder(model).problem
     if problem and model.attention not in (None, TRANSFORMERS):
@@ -92,9 +92,8 @@ def attention_for(model: ModelConfig) -> str | None:
 
 def check_decoder(model: ModelConfig) -> DecoderTraits:
     """Return the behavior of a small copy of the model; UsageError if it is not supported."""
-    attention = (
-        TRANSFORMERS if model.attention == TRANSFORMERS else None
-    )  # all of our kernels compute the same
+    # All of fsdpctl's kernels compute the same.
+    attention = TRANSFORMERS if model.attention == TRANSFORMERS else None
     return _cached_traits(replace(model, name="", attention=attention))
 
 
@@ -107,22 +106,23 @@ def check_shared_rows(config: Config) -> None:
     problem = next((f"{n}={content[n]}: expected 0" for n in _DROPOUT_KEYS if content.get(n)), "")
     if not problem and model.router_aux_loss == "model" and content.get("output_router_logits"):
         problem = "its auxiliary loss needs full rows; set model.router_aux_loss to global or none"
-    factor = next(each for each in range(2, num_ranks + 1) if num_ranks % each == 0)
-    if problem := problem or _shared_rows_problem(model, factor):
-        family = content["model_type"]
-        raise UsageError(f"train.context_parallel={num_ranks}: model: {family}: {problem}")
+    # The smallest divisor shows the same problem with the fewest threads.
+    ranks = next(divisor for divisor in range(2, num_ranks + 1) if num_ranks % divisor == 0)
+    if problem := problem or _shared_rows_problem(model, ranks):
+        model_type = content["model_type"]
+        raise UsageError(f"train.context_parallel={num_ranks}: model: {model_type}: {problem}")
 
 
 @lru_cache(maxsize=8)
 def _cached_traits(model: ModelConfig) -> DecoderTraits:
     failure = Exception()
-    for each in (_with_short_ranges(model), model):  # shorter ranges may be invalid
+    for candidate in (_with_short_ranges(model), model):  # shorter ranges may be invalid
         try:
             with seeded_no_grad():
-                return _traits(each)
+                return _traits(candidate)
         except UsageError:
             raise
-        except Exception as error:  # the code of a family raises what it likes
+        except Exception as error:  # models may raise any exception
             failure = error
     line = str(failure).partition("\n")[0]
     problem = f"{model_type_of(model)}: not supported; a small copy fails: {line}"
@@ -135,45 +135,45 @@ def _traits(model: ModelConfig) -> DecoderTraits:
     for name, each in initialized.named_modules():
         if each._parameters:
             initializer(initialized, name)(each)  # raises if transformers cannot initialize them
-    module.attention.use(ours=False)
+    module.attention.use(fsdpctl=False)
     tokens = _tokens(module, len(_LENGTHS), sum(_LENGTHS[0]))
     versions = [param._version for param in module.parameters()]
     logits = module(tokens)
-    changed = tokens.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % module.get_output_embeddings().out_features
+    new_tokens = tokens.clone()
+    new_tokens[:, -1] = (new_tokens[:, -1] + 1) % module.get_output_embeddings().out_features
     if versions != [param._version for param in module.parameters()]:
         rejection = "not supported; it writes to its parameters in forward"
-    elif _differ(logits[:, :-1], module(changed)[:, :-1]):
+    elif _differ(logits[:, :-1], module(new_tokens)[:, :-1]):
         rejection = "not causal; tokens see later ones"
     elif _differ(logits, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
         ranges = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in token_ranges(lengths))
-        alone = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
+        expected = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
         problem = (
             "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, logits)
         )
         packed = module(tokens, documents=pack_documents(_LENGTHS, _CPU)).flatten(0, 1)
-        pairs = zip(packed.split([*chain(*_LENGTHS)]), alone, strict=True)
-        is_same = [not _differ(one, other[0]) for one, other in pairs]
+        pairs = zip(packed.split([*chain(*_LENGTHS)]), expected, strict=True)
+        is_same = [not _differ(row, single[0]) for row, single in pairs]
         return DecoderTraits(problem, all(is_same), all(is_same[:: len(_LENGTHS[0])]))
     name = type(module.transformers_model).__name__
     raise UsageError(f"model: {name}: {rejection}")
 
 
 def _attention_problem(module: TransformersDecoder, tokens: Tensor, logits: Tensor) -> str:
-    module.attention.use(ours=True)
+    module.attention.use(fsdpctl=True)
     problem = "fsdpctl's attention computes other results"
     try:
-        if not module.attention.is_ours:
-            problem = "its attention is not that of transformers' interface"
+        if not module.attention.is_fsdpctl:
+            problem = "its attention does not use transformers' interface"
         elif not _differ(module(tokens), logits):
             return ""
     except UsageError as error:
         problem = f"not supported: {error}"
-    except Exception:  # the code of a family raises what it likes
+    except Exception:  # models may raise any exception
         problem = "it reads the masks of transformers"
-    module.attention.use(ours=False)
+    module.attention.use(fsdpctl=False)
     return problem
 
 
@@ -181,36 +181,36 @@ def _attention_problem(module: TransformersDecoder, tokens: Tensor, logits: Tens
 def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
     def run(context: ContextParallel) -> Tensor:
         documents = pack_documents(((tokens.shape[1],),), _CPU, context=context, one_per_row=True)
-        part = tokens.chunk(ranks, 1)[context.index]
+        local_tokens = tokens.chunk(ranks, 1)[context.index]
         with torch.no_grad():  # the grad mode belongs to a thread
-            logits: Tensor = modules[context.index](part, documents=documents)
+            logits: Tensor = modules[context.index](local_tokens, documents=documents)
         return logits
 
     try:
         with seeded_no_grad():
             module = small_copy(_with_short_ranges(model))
             tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
-            whole = module(tokens)
-            modules = [copy.deepcopy(module) for _ in range(ranks)]  # forwards may write
-            differs = _differ(whole, torch.cat(run_as_ranks(ranks, run), 1))
+            expected = module(tokens)
+            modules = [copy.deepcopy(module) for _ in range(ranks)]  # forwards may modify modules
+            differs = _differ(expected, torch.cat(run_as_ranks(ranks, run), 1))
     except UsageError as error:
         return f"not supported: {error}"
-    except Exception:  # the code of a family raises what it likes
-        return "not supported; its attention is not that of transformers' interface"
+    except Exception:  # models may raise any exception
+        return "not supported; its attention does not use transformers' interface"
     return "not supported; its layers do more than attend along a row" if differs else ""
 
 
 def run_as_ranks(num_ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
     """Run a function as each of several ranks, in threads; return the results in rank order."""
     barrier = threading.Barrier(num_ranks, timeout=_TIMEOUT_SECONDS)
-    sent: dict[int, Tensor] = {}
+    inputs: dict[int, Tensor] = {}
     errors: list[BaseException] = []
 
     def exchange(index: int, x: Tensor) -> Tensor:
-        sent[index] = x
+        inputs[index] = x
         barrier.wait()
-        received = torch.stack([sent[each][index] for each in range(num_ranks)])
-        barrier.wait()  # otherwise a fast rank would overwrite what others still read
+        received = torch.stack([inputs[each][index] for each in range(num_ranks)])
+        barrier.wait()  # otherwise a fast rank would overwrite an input that others read
         return received
 
     def as_rank(index: int) -> T:
@@ -232,28 +232,28 @@ def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
 
 
 def _with_short_ranges(model: ModelConfig) -> ModelConfig:
-    def sized(name: str, size: int) -> int:
+    def resize(name: str, size: int) -> int:
         if name in _WINDOW_KEYS:
             return min(size, _WINDOW)
-        if name in _RANGE_KEYS and switches:
+        if name in _RANGE_KEYS and switches_rope:
             return min(size, _RANGE)
         return max(size, _MAX_TOKENS) if name in _POSITION_KEYS else size
 
-    def short(content: Mapping[str, Any]) -> dict[str, Any]:
+    def shorten(content: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: short(each) if isinstance(each, dict) else
-            sized(name, each) if type(each) is int else each
+            name: shorten(each) if isinstance(each, dict) else
+            resize(name, each) if type(each) is int else each
             for name, each in content.items()
         }  # fmt: skip
 
     content = config_dict(model)
-    switches = any(kind in str(content) for kind in _SWITCHING_ROPE_TYPES)
-    return with_config(model, short(content))
+    switches_rope = any(rope_type in str(content) for rope_type in _SWITCHING_ROPE_TYPES)
+    return with_config(model, shorten(content))
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
+def _differ(actual: Tensor, expected: Tensor) -> bool:
     """Return whether logits differ by more than rounding, or have a NaN."""
-    return not bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+    return not bool((actual - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
 @contextmanager

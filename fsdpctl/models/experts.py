@@ -15,18 +15,18 @@ from fsdpctl.models.quantized import quantized_shapes
 from fsdpctl.models.stacked_experts import stacked_experts
 
 # Attributes of a PreTrainedModel that hold the factor of its auxiliary loss.
-_AUX_LOSS_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
-_OTHER_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
+_AUX_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
+_UNSUPPORTED_LOSSES = ("z_loss_coefficient", "z_loss_coef", "router_z_loss_coef")
 
-ReduceCounts = Callable[[Tensor], Tensor]
+ReduceCounts = Callable[[Tensor], Tensor]  # sums a tensor over all ranks
 
 
 def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
     """Count the parameters of experts that the router does not select for a token."""
     config = model.config
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-    num_used = next((value for name in names if (value := getattr(config, name, None))), None)
-    if num_used is None:
+    top_k = next((value for name in names if (value := getattr(config, name, None))), None)
+    if top_k is None:
         return 0
     quantized, stacks = quantized_shapes(model), dict(stacked_experts(model))
     idle = 0
@@ -35,11 +35,11 @@ def idle_parameters(model: Any, *, only_frozen: bool = False) -> int:
             continue
         shape = quantized.get(name, tuple(param.shape))
         owner, is_adapter, _ = name.partition(EXPERT_ADAPTERS)
-        count = shape[0] if len(shape) == 3 and "expert" in name else 0
+        num_experts = shape[0] if len(shape) == 3 and "expert" in name else 0
         if is_adapter and owner in stacks:
-            count = stacks[owner].num_experts
-        if count > num_used:
-            idle += prod(shape) * (count - num_used) // count
+            num_experts = stacks[owner].num_experts
+        if num_experts > top_k:
+            idle += prod(shape) * (num_experts - top_k) // num_experts
     return idle
 
 
@@ -48,24 +48,22 @@ def aux_loss_factor(model: Any) -> float:
 
     UsageError if the model has another loss of routers.
     """
-    for name in _OTHER_LOSSES:
+    for name in _UNSUPPORTED_LOSSES:
         if factor := getattr(model, name, None):
-            way = "set it to 0, or model.router_aux_loss=none to train without it"
-            raise UsageError(f"{CONFIG_LOCATION}: {name}={factor}: not supported; {way}")
-    factor = next(
-        (value for name in _AUX_LOSS_FACTORS if (value := getattr(model, name, None))), 0.0
-    )
+            hint = "set it to 0, or model.router_aux_loss=none to train without it"
+            raise UsageError(f"{CONFIG_LOCATION}: {name}={factor}: not supported; {hint}")
+    factor = next((value for name in _AUX_FACTORS if (value := getattr(model, name, None))), 0.0)
     routers: list[Any] = []
-    for part in model.modules():  # some backbones have their own list of outputs
-        recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", [])
-        each = recorded if isinstance(recorded, list | tuple) else [recorded]
-        routers += [getattr(one, "target_class", one) for one in each]
-    kinds = tuple(set(routers))
-    return float(factor) if any(isinstance(part, kinds) for part in model.modules()) else 0.0
+    for each in model.modules():  # a backbone may list other outputs than the model
+        outputs = (getattr(type(each), "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders = outputs if isinstance(outputs, list | tuple) else [outputs]
+        routers += [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    classes = tuple(set(routers))
+    return float(factor) if any(isinstance(each, classes) for each in model.modules()) else 0.0
 
 
 def global_aux_loss(
-    routers: Any, data: Tensor, model: Any, reduce_counts: ReduceCounts | None
+    routers: Any, mask: Tensor, model: Any, reduce_counts: ReduceCounts | None
 ) -> Tensor:
     """Return the load-balancing loss, with each expert's share of tokens over all ranks.
 
@@ -74,26 +72,26 @@ def global_aux_loss(
 
     Args:
         routers: The router logits of each layer, (tokens, experts).
-        data: Whether a token counts, (batch, length).
+        mask: Whether a token counts, (batch, length).
         model: The PreTrainedModel.
         reduce_counts: Sums a tensor over all ranks.
 
     Raises:
         UsageError: If the routers do not have a logit for each expert.
     """
-    count = model.num_experts
-    if any(each.shape[-1] != count for each in routers):
+    num_experts = model.num_experts
+    if any(each.shape[-1] != num_experts for each in routers):
         raise UsageError(
             f"model.router_aux_loss=global: not supported by {model.config.model_type}, whose "
             "routers have no logit for each expert; expected model or none"
         )
     probabilities = torch.softmax(torch.cat([each.flatten(0, -2) for each in routers]), dim=-1)
-    chosen = torch.topk(probabilities, model.num_experts_per_tok, dim=-1).indices
-    weights = data.flatten().to(torch.float32).repeat(len(routers)).unsqueeze(-1)
-    counts = torch.zeros(count + 1, dtype=torch.float32, device=probabilities.device)
-    counts[:-1] = (F.one_hot(chosen, count).sum(dim=1) * weights).sum(dim=0)
+    expert_indices = torch.topk(probabilities, model.num_experts_per_tok, dim=-1).indices
+    weights = mask.flatten().to(torch.float32).repeat(len(routers)).unsqueeze(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.float32, device=probabilities.device)
+    counts[:-1] = (F.one_hot(expert_indices, num_experts).sum(dim=1) * weights).sum(dim=0)
     counts[-1] = num_tokens = weights.sum()
     if reduce_counts is not None:
         counts = reduce_counts(counts)
-    mean = (probabilities * weights).sum(dim=0) / num_tokens.clamp(min=1)
-    return torch.sum(counts[:-1] / counts[-1] * mean) * int(count)
+    mean_probabilities = (probabilities * weights).sum(dim=0) / num_tokens.clamp(min=1)
+    return torch.sum(counts[:-1] / counts[-1] * mean_probabilities) * int(num_experts)

@@ -19,11 +19,7 @@ Shape = tuple[int, ...]
 _CONCATENATED = (("Concatenate", 0),)
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))
-_CONSTANTS = (
-    ".rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-)  # buffers that earlier versions saved
+_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers in old files
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +29,10 @@ class StoredParts:
     shape: Shape  # (): the model has no such tensor
     is_buffer: bool
     parts: tuple[str, ...]
-    copies: tuple[str, ...] = ()  # tensors that the model ties to `parts`, and so are equal
+    copies: tuple[str, ...] = ()  # stored tensors that the model ties to `parts`
 
 
-def map_stored_tensors(
-    module: TransformersDecoder, stored: Sequence[str]
-) -> dict[str, StoredParts]:
+def map_stored_tensors(module: TransformersDecoder, names: Sequence[str]) -> dict[str, StoredParts]:
     """Return the parts of each tensor of the model by name, given the names of stored tensors.
 
     The result omits tensors without parts, and stored tensors that transformers ignores.
@@ -48,7 +42,7 @@ def map_stored_tensors(
 
     renames = _Renaming(module)
     by_target: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
-    for name in sorted(stored, key=dot_natural_key):
+    for name in sorted(names, key=dot_natural_key):
         target, pattern = renames.target(name)
         by_target.setdefault(target, {}).setdefault(pattern, []).append(name)
     shapes, buffers = renames.shapes, renames.buffers
@@ -57,8 +51,8 @@ def map_stored_tensors(
         order = tuple(_order_parts(name, by_pattern, renames))
         copies = order[1:] if set(by_pattern) == {""} else ()
         if name in shapes or not renames.ignores(name):
-            own_parts = order[: len(order) - len(copies)]
-            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, own_parts, copies)
+            first_names = order[: len(order) - len(copies)]
+            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, first_names, copies)
     return parts
 
 
@@ -89,12 +83,12 @@ class _Renaming:
         self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self.by_pattern = {name: each for each in self._converters for name in each.source_patterns}
         params = dict(module.named_parameters())
-        others = {name: each for name, each in module.state_dict().items() if name not in params}
+        extra = {name: each for name, each in module.state_dict().items() if name not in params}
         aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - {*params}
-        self.buffers = {*others} - aliases
+        self.buffers = {*extra} - aliases
         self.shapes: dict[str, Shape] = {
             **{name: tuple(each.shape) for name, each in params.items()},
-            **{name: tuple(others[name].shape) for name in self.buffers},
+            **{name: tuple(extra[name].shape) for name in self.buffers},
         }
         self._tied_names = tied_names(module)
         self._model_names = dict.fromkeys(module.state_dict(), True)
@@ -103,10 +97,10 @@ class _Renaming:
         """Return the name in memory of a stored tensor, and the pattern of its conversion."""
         from transformers.core_model_loading import rename_source_key
 
-        prefix, known = self.model.base_model_prefix, self._model_names
-        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], prefix, known)
+        prefix, names = self.model.base_model_prefix, self._model_names
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, names)
+        if target not in names and name in names:
+            target, pattern = rename_source_key(name, [], [], prefix, names)
         return self._tied_names.get(target, target), pattern or ""
 
     def ignores(self, name: str) -> bool:
@@ -117,8 +111,8 @@ class _Renaming:
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return the first name of each tied parameter by its other names."""
     first = {id(param): name for name, param in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
+    params = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in params if first[id(param)] != name}
 
 
 def _order_parts(name: str, by_pattern: Mapping[str, list[str]], renames: _Renaming) -> list[str]:
@@ -128,15 +122,15 @@ def _order_parts(name: str, by_pattern: Mapping[str, list[str]], renames: _Renam
     steps = tuple((type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations)
     lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
     if steps in (_STACKED, _STACKED_PAIRS):
-        for of_pattern in lists:
-            _check_numbers(name, of_pattern)
+        for names in lists:
+            _check_numbers(name, names)
     if steps == _CONCATENATED or (steps == _STACKED and len(lists) == 1):
-        return [each for of_pattern in lists for each in of_pattern]
+        return [each for names in lists for each in names]
     if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
-        return [each for of_expert in zip(*lists, strict=True) for each in of_expert]
+        return [each for matrices in zip(*lists, strict=True) for each in matrices]
     raise UsageError(
         f"model: {name}: weights that are converted by "
-        f"{' and '.join(kind for kind, _ in steps)} are not supported"
+        f"{' and '.join(operation for operation, _ in steps)} are not supported"
     )
 
 

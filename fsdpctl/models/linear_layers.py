@@ -1,4 +1,4 @@
-"""Linear layers of any class: which modules they are, and how their weights are stored and read."""
+"""Linear layers of any class: how to recognize them, and how their weights are stored and read."""
 
 import copy
 import inspect
@@ -15,7 +15,7 @@ from fsdpctl.models.quantized import FrozenLinear
 from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
 
 _OUT, _IN = 3, 2  # features of the layers that `_is_plain_linear` runs
-# A name, since importing transformers takes seconds.
+# The name of a class that is not imported, since importing transformers takes seconds.
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 _READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 
@@ -30,20 +30,20 @@ def is_transposed(layer: nn.Module) -> bool | None:
         return layer.is_transposed
     if type(layer) is nn.Linear:
         return False
-    kind: Any = type(layer)
-    if f"{kind.__module__}.{kind.__name__}" == _TRANSPOSED:
+    cls: Any = type(layer)
+    if f"{cls.__module__}.{cls.__name__}" == _TRANSPOSED:
         return True
     if not isinstance(layer, nn.Linear) or set(layer._parameters) != {"weight", "bias"}:
         return None
-    return False if _is_plain_linear(kind, layer.bias is not None) else None
+    return False if _is_plain_linear(cls, layer.bias is not None) else None
 
 
 @cache
-def _is_plain_linear(kind: Any, has_bias: bool) -> bool:
+def _is_plain_linear(cls: Any, has_bias: bool) -> bool:
     """Return whether a subclass of nn.Linear computes the same as nn.Linear."""
     plain = nn.Linear(_IN, _OUT, bias=has_bias, device="cpu")
     layer = copy.copy(plain)
-    layer.__class__ = kind
+    layer.__class__ = cls
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for param in plain.parameters():
@@ -64,10 +64,10 @@ def _is_plain_linear(kind: Any, has_bias: bool) -> bool:
 def transposed_layers(module: nn.Module) -> frozenset[str]:
     """Return the names of linear layers and of adapters of experts whose weights are (in, out)."""
     stacked = (
-        f"{name}{EXPERT_ADAPTERS}{word}"
+        f"{name}{EXPERT_ADAPTERS}{matrix}"
         for name, experts in stacked_experts(module)
         if experts.is_transposed
-        for word in expert_matrices(experts)
+        for matrix in expert_matrices(experts)
     )
     linear = (name for name, each in module.named_modules() if is_transposed(each))
     return frozenset((*linear, *stacked))
@@ -81,20 +81,20 @@ def layers_read_directly(module: nn.Module) -> set[str]:
     """
     names = set()
     for name, owner in module.named_modules():
-        if getattr(owner, "slow_but_exact", None) is False:  # Bloom's modules then call the layer
+        if getattr(owner, "slow_but_exact", None) is False:  # Bloom then calls the layer
             continue
-        kind: Any = type(owner)
+        cls: Any = type(owner)
         for child_name, layer in owner.named_children():
-            if is_transposed(layer) is not None and child_name in _names_read(kind):
+            if is_transposed(layer) is not None and child_name in _names_read(cls):
                 names.add(f"{name}.{child_name}" if name else child_name)
     return names
 
 
 @cache
-def _names_read(kind: Any) -> frozenset[str]:
-    if not kind.__module__.startswith(("transformers.", "torch.nn.")):
+def _names_read(cls: Any) -> frozenset[str]:
+    if not cls.__module__.startswith(("transformers.", "torch.nn.")):
         return frozenset()
-    methods = filter(inspect.isfunction, vars(kind).values())
+    methods = filter(inspect.isfunction, vars(cls).values())
     return frozenset(
-        word for each in methods for word in _READS_WEIGHT.findall(inspect.getsource(each))
+        name for each in methods for name in _READS_WEIGHT.findall(inspect.getsource(each))
     )

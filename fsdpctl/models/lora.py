@@ -36,15 +36,15 @@ class LoraLinear(FrozenLinear):
         assert config.rank is not None
         self.scale = config.scale
         rows, columns = self.rows, self.columns
-        width, out = (rows, columns) if self.is_transposed else (columns, rows)
+        in_features, out_features = (rows, columns) if self.is_transposed else (columns, rows)
         self.dropout = config.dropout
-        self.lora_A: nn.Linear = UninitializedLinear(width, config.rank, bias=False, device="meta")
-        self.lora_B: nn.Linear = UninitializedLinear(config.rank, out, bias=False, device="meta")
+        self.lora_A = UninitializedLinear(in_features, config.rank, bias=False, device="meta")
+        self.lora_B = UninitializedLinear(config.rank, out_features, bias=False, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         drops = self.training and self.dropout > 0
-        down = dropout_linear(x, self.lora_A.weight, self.dropout) if drops else self.lora_A(x)
-        return torch.add(super().forward(x), self.lora_B(down), alpha=self.scale)
+        low_rank = dropout_linear(x, self.lora_A.weight, self.dropout) if drops else self.lora_A(x)
+        return torch.add(super().forward(x), self.lora_B(low_rank), alpha=self.scale)
 
 
 def init_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -67,7 +67,7 @@ def set_trainable(module: nn.Module, config: ModelConfig) -> None:
     params = [param for name in trained for param in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
         _quantize_linear_layers(
-            module, QUANT_FORMATS[config.base_dtype], trained, experts=config.quantize_experts
+            module, QUANT_FORMATS[config.base_dtype], trained, with_experts=config.quantize_experts
         )
     targets, stacked = _targets(module, config.lora, trained)
     if trained and not targets and not stacked:
@@ -83,7 +83,7 @@ def set_trainable(module: nn.Module, config: ModelConfig) -> None:
 
 
 def _quantize_linear_layers(
-    module: nn.Module, quant_format: QuantFormat, excluded: Collection[str], *, experts: bool
+    module: nn.Module, quant_format: QuantFormat, excluded: Collection[str], *, with_experts: bool
 ) -> None:
     read_directly = layers_read_directly(module)
     for name, base in list(_linear_layers(module)):
@@ -91,7 +91,7 @@ def _quantize_linear_layers(
             frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
             frozen.quantize(quant_format)
             _replace(module, name, frozen)
-    for name, each in stacked_experts.stacked_experts(module) if experts else ():
+    for name, each in stacked_experts.stacked_experts(module) if with_experts else ():
         if name not in excluded:
             stacked_experts.quantize_experts(name, each, quant_format)
 
@@ -102,24 +102,24 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _train_only(module: nn.Module, text: str) -> None:
-    selected = NameFilter.parse(TRAINABLE, text)
+    pattern = NameFilter.parse(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
-    name_parts = {word for name in names for word in name.split(".")}
-    selected.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", name_parts)
+    name_parts = {part for name in names for part in name.split(".")}
+    pattern.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", name_parts)
     for name, param in module.named_parameters():
-        param.requires_grad_(selected.matches(name))
+        param.requires_grad_(pattern.matches(name))
 
 
 def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
     """Return the names of the modules that `model.lora.also` selects, and of their submodules."""
     if text is None:
         return set()
-    selected = NameFilter.parse(FULLY_TRAINED, text, at_end=True)
+    pattern = NameFilter.parse(FULLY_TRAINED, text, at_end=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
     leaf_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
     leaves = [each for each in leaf_names if not each.isdigit()]
-    selected.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
-    prefixes = tuple(f"{name}." for name in names if selected.matches(name))
+    pattern.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
+    prefixes = tuple(f"{name}." for name in names if pattern.matches(name))
     return {name for name in names if f"{name}.".startswith(prefixes)}
 
 
@@ -132,38 +132,32 @@ def _targets(
     of layers. As in PEFT, modules that are trained fully get no adapter.
     """
     layers, read_directly = dict(_linear_layers(module)), layers_read_directly(module)
-    selected, has_all_linear = NameFilter.parse(
-        TARGETS, config.targets, at_end=True
-    ).without_all_linear()
-    if selected is None:
+    pattern, all_linear = NameFilter.parse(TARGETS, config.targets, at_end=True).split_all_linear()
+    if pattern is None:
         return {
             x: each for x, each in layers.items() if x not in read_directly and x not in trained
         }, {}
     stacked = {
         name: [
-            word
-            for word in stacked_experts.expert_matrices(each)
-            if any(selected.matches_because_of(_EXPERTS, each) for each in (name, f"{name}.{word}"))
+            matrix
+            for matrix in stacked_experts.expert_matrices(each)
+            if any(pattern.matches_because_of(_EXPERTS, x) for x in (name, f"{name}.{matrix}"))
         ]
         for name, each in stacked_experts.stacked_experts(module)
     }
-    stacked = {name: words for name, words in stacked.items() if words and name not in trained}
+    stacked = {name: each for name, each in stacked.items() if each and name not in trained}
     names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    known = f"linear layers except the output head are {', '.join(leaves)}"
-    selected.check(names, "linear layer", known, [*leaves, ALL_LINEAR])
-    matching = (
-        x for x in layers if selected.matches(x) or (has_all_linear and x not in read_directly)
-    )
-    chosen = {name: layers[name] for name in matching}
-    if without_effect := sorted(
-        {name.rpartition(".")[2] for name in chosen if name in read_directly}
-    ):
+    valid = f"linear layers except the output head are {', '.join(leaves)}"
+    pattern.check(names, "linear layer", valid, [*leaves, ALL_LINEAR])
+    matching = (x for x in layers if pattern.matches(x) or (all_linear and x not in read_directly))
+    targets = {name: layers[name] for name in matching}
+    if no_effect := sorted({name.rpartition(".")[2] for name in targets if name in read_directly}):
         raise UsageError(
-            f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
+            f"{TARGETS}={config.targets}: {', '.join(no_effect)}: not supported, because the "
             "model reads the weights without calling the layer; select other layers"
         )
-    return {name: layer for name, layer in chosen.items() if name not in trained}, stacked
+    return {name: layer for name, layer in targets.items() if name not in trained}, stacked
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -205,12 +199,12 @@ class NameFilter:
         except (re.error, OverflowError, RecursionError) as error:
             raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
 
-    def without_all_linear(self) -> tuple["NameFilter | None", bool]:
+    def split_all_linear(self) -> tuple["NameFilter | None", bool]:
         """Return the filter without all_linear (None if empty), and whether it had all_linear."""
         spelled = {each: each.lower().replace("-", "_") for each in self.patterns}
         rest = {x: each for x, each in self.patterns.items() if spelled[x] != ALL_LINEAR}
-        left = NameFilter(self.key, self.text, rest) if rest else None
-        return left, len(rest) < len(spelled)
+        remaining = NameFilter(self.key, self.text, rest) if rest else None
+        return remaining, len(rest) < len(spelled)
 
     def matches(self, name: str) -> bool:
         return any(each.search(name) for each in self.patterns.values())
@@ -227,19 +221,19 @@ class NameFilter:
 
         UsageError if a pattern has no match, with the nearest of `suggestions` and `valid`.
         """
-        for part, pattern in self.patterns.items():
+        for name, pattern in self.patterns.items():
             if not any(map(pattern.search, names)):
-                shown = f"{part} " if part != self.text else ""
-                hint = did_you_mean(part, suggestions)
-                raise UsageError(f"{self.key}={self.text}: {shown}matches no {kind}{hint}; {valid}")
+                text = f"{name} " if name != self.text else ""
+                hint = did_you_mean(name, suggestions)
+                raise UsageError(f"{self.key}={self.text}: {text}matches no {kind}{hint}; {valid}")
 
 
 def _parse_names(key: str, text: str) -> list[str]:
     names = [each.strip(" \t'\"") for each in text.strip().strip("[]").split(",")]
     if names := list(dict.fromkeys(filter(None, names))):
-        if (other := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
+        if (invalid := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
             return names
-        problem = f"{other} in a list"
+        problem = f"{invalid} in a list"
     expected = (
         "expected names such as q_proj,v_proj, or one regular expression such as q_proj|v_proj"
     )
@@ -249,5 +243,5 @@ def _parse_names(key: str, text: str) -> list[str]:
 def _pattern_for(name: str, at_end: bool) -> str:
     if at_end:
         return rf"(?:^|\.){re.escape(name)}$"
-    whole = r"(?<!\d)" * name[0].isdigit() + re.escape(name)
-    return whole + r"(?!\d)" * name[-1].isdigit()  # layers.1 does not match layers.10
+    pattern = r"(?<!\d)" * name[0].isdigit() + re.escape(name)
+    return pattern + r"(?!\d)" * name[-1].isdigit()  # layers.1 does not match layers.10

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from fsdpctl.models.custom_ops import operator
 
 # Without custom operators, torch.compile would find that forward and backward draw the same mask,
-# and would save the dropped inputs in between.
+# and would save the dropped inputs until backward.
 
 
-def _mask(like: Tensor, seed: Tensor, dropout: float) -> Tensor:
-    mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+def _mask(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     if mask.is_meta:
         return mask.bernoulli_(1 - dropout)
     generator = torch.Generator(mask.device).manual_seed(int(seed))
@@ -57,7 +57,7 @@ class _DropoutLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, seed: Tensor, dropout: float) -> Tensor:
         ctx.save_for_backward(x, weight, seed)
         ctx.dropout = dropout
-        return _FORWARD(x, weight, seed, dropout)  # type: ignore[no-any-return]  # torch's
+        return _FORWARD(x, weight, seed, dropout)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -69,4 +69,4 @@ class _DropoutLinear(torch.autograd.Function):
 def dropout_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:
     """Apply dropout to `x`, (..., in), and multiply by `weight`; return shape (..., out)."""
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
-    return _DropoutLinear.apply(x, weight, seed, dropout)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+    return _DropoutLinear.apply(x, weight, seed, dropout)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here

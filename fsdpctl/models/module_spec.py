@@ -122,12 +122,12 @@ def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
 
 
 def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -> Role:
-    above, _, key = name.rpartition(".")
+    parent, _, key = name.rpartition(".")
     if param.ndim <= 1 or _is_vector(owner, key, param):
         return "vector"
     if isinstance(owner, (nn.Embedding, *_CONVOLUTIONS)) or param.ndim > 3:
         return "other"
-    if _is_router(module, above, owner):
+    if _is_router(module, parent, owner):
         return "other"
     if not type(owner).__module__.startswith(_TRANSFORMERS) and not isinstance(owner, nn.Linear):
         return "matrix"  # in a module of the user

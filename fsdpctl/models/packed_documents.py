@@ -26,9 +26,8 @@ class PackedDocuments:
     device_type: str  # kernels of this device type are used
     context: ContextParallel | None = None  # this rank's part of the rows; None: full rows
     one_per_row: bool = False  # every row has one document and padding
-    padding_starts: Tensor | None = (
-        None  # (batch, 1): where padding begins in each row; None: there is none
-    )
+    # (batch, 1): the position at which padding begins in each row; None: no padding
+    padding_starts: Tensor | None = None
 
     @property
     def local_positions(self) -> Tensor:
@@ -40,12 +39,12 @@ class PackedDocuments:
         ends = self.positions.shape[1] if self.padding_starts is None else self.padding_starts
         return self.local_part((self._row_positions < ends).expand_as(self.positions))
 
-    def local_part(self, of_rows: Tensor) -> Tensor:
+    def local_part(self, rows: Tensor) -> Tensor:
         """Return this rank's part of a tensor of full rows, (batch, length)."""
         if self.context is None:
-            return of_rows
-        length = of_rows.shape[1] // self.context.size
-        return of_rows.narrow(1, self.context.index * length, length)
+            return rows
+        length = rows.shape[1] // self.context.size
+        return rows.narrow(1, self.context.index * length, length)
 
     @property
     def first_keys(self) -> Tensor:
@@ -61,11 +60,11 @@ class PackedDocuments:
 
         A token attends to at most `window` tokens of its document, including itself.
         """
-        places = self._row_positions
-        sees = (places <= places.unsqueeze(-1)) & (places >= self.first_keys)
+        positions = self._row_positions
+        visible = (positions <= positions.unsqueeze(-1)) & (positions >= self.first_keys)
         if window is not None:
-            sees = sees & (places > places.unsqueeze(-1) - window)
-        return sees.unsqueeze(1)
+            visible = visible & (positions > positions.unsqueeze(-1) - window)
+        return visible.unsqueeze(1)
 
 
 def pack_documents(
@@ -88,21 +87,21 @@ def pack_documents(
     offsets = torch.full((_power_of_two(len(flat)) + 1,), rows * size, dtype=torch.int32)
     offsets[: len(flat) + 1] = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
     max_length = min(size, _power_of_two(max(flat)))
-    sent = copy_to_device(positions, device), copy_to_device(offsets, device)
+    tensors = copy_to_device(positions, device), copy_to_device(offsets, device)
     starts = (
         copy_to_device(torch.tensor(padding_starts).view(-1, 1), device) if padding_starts else None
     )
     return PackedDocuments(
-        lengths, *sent, max_length, kernel_device or device.type, context, one_per_row, starts
+        lengths, *tensors, max_length, kernel_device or device.type, context, one_per_row, starts
     )
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    return 1 << (minimum - 1).bit_length()
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy `values` to the device from pinned memory, without waiting for the device."""
+    """Copy `values` without waiting for the device. torch keeps pinned memory until the end."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -117,11 +116,11 @@ def assumed_documents(
     one_per_row: bool = False,
 ) -> PackedDocuments:
     """Return assumed documents for an estimate: their tensors have shapes but no values."""
-    count = 1 if one_per_row else max(2, length // ASSUMED_TOKENS)
-    halves = (length - length // 2, length // 2) if length > 1 and not one_per_row else (length,)
-    lengths = (halves,) * rows
+    per_row = 1 if one_per_row else max(2, length // ASSUMED_TOKENS)
+    row = (length - length // 2, length // 2) if length > 1 and not one_per_row else (length,)
+    lengths = (row,) * rows
     positions = torch.empty(rows, length, dtype=torch.int64)
-    offsets = torch.empty(_power_of_two(rows * count) + 1, dtype=torch.int32)
+    offsets = torch.empty(_power_of_two(rows * per_row) + 1, dtype=torch.int32)
     padding_starts = torch.empty(rows, 1, dtype=torch.int64)
     return PackedDocuments(
         lengths, positions, offsets, length, device_type, context, one_per_row, padding_starts

@@ -70,9 +70,9 @@ class QuantFormat(ABC):
         packed = torch.empty(self.num_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
         step = _GROUPS_AT_ONCE_ELSEWHERE * GROUP
         for start in range(0, len(flat), step):
-            part = flat[start : start + step].float()
+            chunk = flat[start : start + step].float()
             end = start // GROUP * self.group_bytes
-            for values in part.split((len(part) // GROUP * GROUP, len(part) % GROUP)):
+            for values in chunk.split((len(chunk) // GROUP * GROUP, len(chunk) % GROUP)):
                 if len(values):
                     padded = F.pad(values, (0, -len(values) % BLOCK))
                     blocks = min(len(padded) // BLOCK, _BLOCKS_PER_GROUP)
@@ -89,12 +89,12 @@ class QuantFormat(ABC):
             numel // GROUP,
             _GROUPS_AT_ONCE.get(device_type(packed), _GROUPS_AT_ONCE_ELSEWHERE),
         )
-        whole = groups // step * step
-        for start, stop, times in ((0, whole, groups // step), (whole, groups, 1)):
+        chunked = groups // step * step
+        for start, stop, parts in ((0, chunked, groups // step), (chunked, groups, 1)):
             if start < stop:
                 rows = packed[start * size : stop * size].view(stop - start, size)
                 DEQUANTIZE(
-                    weights[start * GROUP : stop * GROUP], rows, _BLOCKS_PER_GROUP, times, self.name
+                    weights[start * GROUP : stop * GROUP], rows, _BLOCKS_PER_GROUP, parts, self.name
                 )
         if rest := numel % GROUP:
             last = packed[groups * size :].view(1, -1)
@@ -122,17 +122,17 @@ class _Nf4(QuantFormat):
 
     def _quantized(self, weights: Tensor) -> Tensor:
         values = torch.tensor(NF4_VALUES, dtype=torch.float64)
-        between = ((values[1:] + values[:-1]) / 2).float()
-        largest = weights.abs().amax(-1)
-        scaled = weights / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
+        midpoints = ((values[1:] + values[:-1]) / 2).float()
+        max_abs = weights.abs().amax(-1)
+        scaled = weights / torch.where(max_abs > 0, max_abs, 1.0).unsqueeze(-1)
         codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=weights.device)
-        for limit in between.tolist():
+        for limit in midpoints.tolist():
             codes += scaled > limit
         packed = codes[..., 0::2] << 4 | codes[..., 1::2]
         # The level of a block of zeros has no effect: each of its codes stands for 0.
-        roots = largest.sqrt().sqrt()
+        roots = max_abs.sqrt().sqrt()
         high = roots.amax(-1, keepdim=True)
-        low = torch.where(largest > 0, roots, torch.inf).amin(-1, keepdim=True).minimum(high)
+        low = torch.where(max_abs > 0, roots, torch.inf).amin(-1, keepdim=True).minimum(high)
         step = (high - low) / 255
         levels = ((roots - low) / torch.where(step > 0, step, 1.0)).round().clamp(0, 255)
         constants = torch.cat((low, step), -1).view(torch.uint8)
@@ -152,16 +152,16 @@ class _Int8(QuantFormat):
 
     def _quantized(self, weights: Tensor) -> Tensor:
         scales = (weights.abs().amax(-1) / 127).bfloat16()
-        known = scales.float().unsqueeze(-1)
-        codes = (weights / torch.where(known > 0, known, 1.0)).round().clamp(-127, 127)
-        codes = torch.where(known > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
+        divisors = scales.float().unsqueeze(-1)
+        codes = (weights / torch.where(divisors > 0, divisors, 1.0)).round().clamp(-127, 127)
+        codes = torch.where(divisors > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
         return torch.cat((codes.flatten(1), scales.view(torch.uint8)), -1)
 
     def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        codes, scales = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
+        codes, scale_bytes = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
         weights = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
-        known = scales.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
-        target.view(weights.shape).copy_(weights.mul_(known))
+        scales = scale_bytes.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
+        target.view(weights.shape).copy_(weights.mul_(scales))
 
 
 class _Float32(QuantFormat):
@@ -187,7 +187,7 @@ def code_pairs(device: torch.device) -> Tensor:
 def dequantize_parts(
     target: Tensor, rows: Tensor, blocks: int, num_parts: int, format_name: str
 ) -> None:
-    """Write the weights of rows of bytes, of `blocks` each, in `times` equal parts.
+    """Write the weights of rows of bytes, of `blocks` each, in `num_parts` equal parts.
 
     A fused kernel needs no memory for parts.
     """
@@ -201,31 +201,31 @@ def dequantize_parts(
 
 # ---- operators ---------------------------------------------------------------------------
 # Without custom operators, torch.compile would find that forward and backward dequantize the
-# same weights, and would save the weights in between.
+# same weights, and would save them until backward.
 
 
 def _linear(
-    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
+    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[packing].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(packed, shape, x.dtype)
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _linear_backward(
-    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
+    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[packing].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(packed, shape, gradient.dtype)
     return gradient.matmul(weight.t() if transposed else weight)
 
 
 def _linear_shape(
-    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
+    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[transposed])
 
 
 def _backward_shape(
-    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
+    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], shape[not transposed])
 
@@ -239,15 +239,15 @@ class _QuantizedLinear(torch.autograd.Function):
     """A linear layer that saves its quantized bytes for backward, not the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *about: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.about = about
-        return _FORWARD(x, packed, bias, *about)  # type: ignore[no-any-return]  # torch's
+        ctx.args = args
+        return _FORWARD(x, packed, bias, *args)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (packed,) = ctx.saved_tensors
-        return (_BACKWARD(gradient, packed, *ctx.about), *[None] * (2 + len(ctx.about)))
+        return (_BACKWARD(gradient, packed, *ctx.args), *[None] * (2 + len(ctx.args)))
 
 
 class QuantizedModule(nn.Module):
@@ -261,16 +261,16 @@ class QuantizedModule(nn.Module):
 
 
 class FrozenLinear(QuantizedModule):
-    """A linear layer with the bias and the weight of another one; the weight may be quantized."""
+    """A linear layer with the bias and weight of another layer; the weight may be quantized."""
 
     def __init__(self, base: Any, *, is_transposed: bool) -> None:
         """Take over the parameters of `base`, whose weight is (in, out) if `is_transposed`."""
         super().__init__()
         self.is_transposed = is_transposed
         self.weight, self.bias = base.weight, base.bias
-        is_known = isinstance(base, FrozenLinear)
-        self.rows, self.columns = (base.rows, base.columns) if is_known else base.weight.shape
-        self.quant_format = base.quant_format if is_known else None
+        is_frozen = isinstance(base, FrozenLinear)
+        self.rows, self.columns = (base.rows, base.columns) if is_frozen else base.weight.shape
+        self.quant_format = base.quant_format if is_frozen else None
 
     def quantize(self, quant_format: QuantFormat) -> None:
         """Replace the weight by an uninitialized quantized one."""
@@ -284,7 +284,7 @@ class FrozenLinear(QuantizedModule):
         if self.quant_format is None:
             return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
         options = ([self.rows, self.columns], self.is_transposed, self.quant_format.name)
-        return _QuantizedLinear.apply(x, self.weight, self.bias, *options)  # type: ignore[no-any-return,no-untyped-call]  # torch's
+        return _QuantizedLinear.apply(x, self.weight, self.bias, *options)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here
 
 
 class UninitializedLinear(nn.Linear):
@@ -310,6 +310,6 @@ def quant_format_of(module: nn.Module) -> QuantFormat | None:
 
 
 def count_weights(module: nn.Module) -> dict[str, int]:
-    """Return the number of weights of each parameter; for quantized ones, not of bytes."""
+    """Return the number of weights of each parameter, not of bytes if it is quantized."""
     shapes = quantized_shapes(module)
     return {name: prod(shapes.get(name, param.shape)) for name, param in module.named_parameters()}

@@ -39,12 +39,10 @@ _MAX_SIZES = {
     "max_position_embeddings": 1 << 16, "encoder_hash_byte_group_vocab": VOCABULARY,
 }  # fmt: skip
 _MAX_PARAMETERS = 1 << 27  # in the copy; a check has three instances of it
-_COUNTS, _WIDTHS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
-_DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_COUNTS, _WIDTHS)]
-_LAYERS = (
-    "num_hidden_layers",
-    "num_blocks",
-)  # of other parts of the model, such as an image encoder
+_HEAD_COUNTS, _HEAD_DIMS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
+_DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_HEAD_COUNTS, _HEAD_DIMS)]
+# Layer counts of nested configurations, such as an image encoder's.
+_LAYERS = ("num_hidden_layers", "num_blocks")
 _TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 _Copy = tuple[ModelConfig, TransformersDecoder]
 
@@ -68,10 +66,10 @@ def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     keys = read_configuration(content, CONFIG_LOCATION).to_dict()  # with defaults
     tokens = {name: token for name, token in _TOKENS.items() if keys.get(name) is not None}
     content = {**content, **_shrink(keys), **tokens}
-    heads = {name: keys[name] for name in keys if name.endswith("head_dim")}
+    head_dims = {name: keys[name] for name in keys if name.endswith("head_dim")}
     shrunk, module = (
         _first_small(content, model)
-        or _first_small({**content, **heads}, model)
+        or _first_small({**content, **head_dims}, model)
         or _full_width(model)
     )
     _check_buffers(module, shrunk)
@@ -80,13 +78,13 @@ def _cached_meta_copy(model: ModelConfig) -> nn.Module:
 
 def _first_small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
     """Return the first copy with reduced widths that is small enough and runs, or None."""
-    for make in (_narrow, None, *(partial(_divide, by=each) for each in _DIVISIONS)):
+    for reduce in (_narrow, None, *(partial(_divide, by=each) for each in _DIVISIONS)):
         try:
-            shrunk = with_config(model, make(content) if make else content)
+            shrunk = with_config(model, reduce(content) if reduce else content)
             module = _build_few_blocks(shrunk, "meta")
             if _count(module) > _MAX_PARAMETERS:
                 continue
-            if make:
+            if reduce:
                 _check_forward(module)
             return shrunk, module
         except Exception:  # invalid sizes for the family, whose code may raise any exception
@@ -116,20 +114,18 @@ def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce the width of heads, if that reduces the width of the residual stream."""
     config = read_configuration(content, CONFIG_LOCATION)
-    head = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
-    width = min(config.num_attention_heads * head, config.hidden_size)
-    narrow = resize(content, {"hidden_size": width}, CONFIG_LOCATION)
-    return resize(narrow, {"head_dim": head}, CONFIG_LOCATION)  # if the width does not imply it
+    head_dim = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
+    hidden_size = min(config.num_attention_heads * head_dim, config.hidden_size)
+    narrow = resize(content, {"hidden_size": hidden_size}, CONFIG_LOCATION)
+    return resize(narrow, {"head_dim": head_dim}, CONFIG_LOCATION)  # if not implied
 
 
 def _shrink(keys: Mapping[str, Any]) -> dict[str, Any]:
     shrunk: dict[str, Any] = {}
     for name, value in keys.items():
         if isinstance(value, dict) and (inner := _shrink(value)):
-            layer_counts = {
-                each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int
-            }
-            shrunk[name] = {**value, **inner, **layer_counts}
+            counts = {each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int}
+            shrunk[name] = {**value, **inner, **counts}
         elif name in _MAX_SIZES and type(value) is int:
             shrunk[name] = min(value, _MAX_SIZES[name])
     return shrunk
@@ -139,7 +135,7 @@ def _shrink(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _check_forward(module: TransformersDecoder) -> None:
     copied = copy.deepcopy(module).train(False)
     allocate(copied)
-    copied.attention.use(ours=False)  # only sizes are checked
+    copied.attention.use(fsdpctl=False)  # only sizes are checked
     copied(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
 
 
@@ -171,43 +167,44 @@ def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
         return module
     values = vars(config).items()
     lists = {key: x for key, x in values if isinstance(x, list) and len(x) == count}
-    kinds: dict[object, int] = {}
-    for number, block in enumerate(blocks):
+    first_of_kind: dict[object, int] = {}
+    for index, block in enumerate(blocks):
         shapes = tuple((name, tuple(each.shape)) for name, each in block.named_parameters())
-        kind = (type(block), shapes, tuple(str(each[number]) for each in lists.values()))
-        kinds.setdefault(kind, number)
-    indices = sorted({*[*kinds.values()][:_MAX_KINDS], *range(min(2, count))})
+        kind = (type(block), shapes, tuple(str(each[index]) for each in lists.values()))
+        first_of_kind.setdefault(kind, index)
+    indices = sorted({*[*first_of_kind.values()][:_MAX_KINDS], *range(min(2, count))})
     for key, value in lists.items():
-        setattr(config, key, [value[number] for number in indices])
+        setattr(config, key, [value[index] for index in indices])
     config.num_hidden_layers = len(indices)
-    remaining = [blocks[number] for number in indices]
+    remaining = [blocks[index] for index in indices]
     del blocks[:]
     blocks.extend(remaining)
     return module
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    built = _reference_buffers(model)
-    read = module.state_dict().keys() if model.is_pretrained else ()
+    expected = _reference_buffers(model)
+    stored = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():
-        is_unknown = bool(buffer.isnan().any())
-        if not torch.equal(buffer, built[name]) and not (is_unknown and name in read):
-            problem = f"not supported; transformers does not say how {name} is computed"
+        is_nan = bool(buffer.isnan().any())
+        if not torch.equal(buffer, expected[name]) and not (is_nan and name in stored):
+            problem = f"not supported; transformers' initialization does not compute {name}"
             raise UsageError(f"model: {type(module.transformers_model).__name__}: {problem}")
-        buffer.copy_(built[name])
+        buffer.copy_(expected[name])
 
 
 def _reference_buffers(model: ModelConfig) -> dict[str, Tensor]:
+    """Return the buffers of the copy as built on the CPU, without memory for its parameters."""
     register = nn.Module.register_parameter
 
-    def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None and not param.is_meta:
             meta = nn.Parameter(param.to("meta"), param.requires_grad)
-            meta._is_hf_initialized = True  # type: ignore[attr-defined]  # not to be drawn
+            meta._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then skips it
             module._parameters[name] = meta
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         return dict(_build_few_blocks(model, "cpu").named_buffers())
     finally:

@@ -36,36 +36,36 @@ Shape = tuple[int, ...]
 
 
 def _forward(
-    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
     count, *matrix = shape
-    # While text is generated, there are fewer rows than experts: dequantize only those in use.
+    # While text is generated, there are fewer rows than experts: dequantize only the used experts.
     if len(x) < count and prod(matrix) % GROUP == 0:
-        used = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        packed = packed.view(count, -1)[used].view(-1)
-        weight = QUANT_FORMATS[packing].dequantize(packed, (len(x), *matrix), x.dtype)
+        expert_ids = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        packed = packed.view(count, -1)[expert_ids].view(-1)
+        weight = QUANT_FORMATS[quant].dequantize(packed, (len(x), *matrix), x.dtype)
         right = weight if transposed else weight.transpose(-2, -1)
         return torch.bmm(x.unsqueeze(1), right).squeeze(1)
-    weight = QUANT_FORMATS[packing].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(packed, shape, x.dtype)
     return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
 
 
 def _backward(
-    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[packing].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(packed, shape, gradient.dtype)
     right = weight.transpose(-2, -1) if transposed else weight
     return F.grouped_mm(gradient.contiguous(), right, offs=ends)
 
 
 def _forward_shape(
-    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
     return x.new_empty(len(x), shape[1 + transposed])
 
 
 def _backward_shape(
-    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, packing: str
+    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
     return gradient.new_empty(len(gradient), shape[2 - transposed])
 
@@ -78,14 +78,14 @@ class _QuantizedGroupedMm(torch.autograd.Function):
     """A grouped product that saves the quantized bytes for backward, not the matrices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *about: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *args: Any) -> Tensor:
         ctx.save_for_backward(packed, ends)
-        ctx.about = about
-        return _FORWARD(x, packed, ends, *about)  # type: ignore[no-any-return]  # torch's
+        ctx.args = args
+        return _FORWARD(x, packed, ends, *args)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (_BACKWARD(gradient, *ctx.saved_tensors, *ctx.about), *[None] * (2 + len(ctx.about)))
+        return (_BACKWARD(gradient, *ctx.saved_tensors, *ctx.args), *[None] * (2 + len(ctx.args)))
 
 
 # ---- modules -----------------------------------------------------------------------------
@@ -97,21 +97,21 @@ class ExpertAdapter(nn.Module):
     Rows of A are sorted by expert; in a row of B, the ranks come before the experts.
     """
 
-    def __init__(self, width: int, out: int, ranks: int) -> None:
+    def __init__(self, in_features: int, out_features: int, total_rank: int) -> None:
         super().__init__()
-        self.lora_A = UninitializedLinear(width, ranks, bias=False, device="meta")
-        self.lora_B = UninitializedLinear(ranks, out, bias=False, device="meta")
+        self.lora_A = UninitializedLinear(in_features, total_rank, bias=False, device="meta")
+        self.lora_B = UninitializedLinear(total_rank, out_features, bias=False, device="meta")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Project rows that are sorted by expert, from (rows, in) to (rows, out)."""
-        down, up, count = self.lora_A.weight, self.lora_B.weight, len(ends)
-        into = down.view(count, -1, down.shape[1]).transpose(-2, -1)
-        back = up.view(len(up), -1, count).permute(2, 1, 0).contiguous()
-        return F.grouped_mm(F.grouped_mm(x, into, offs=ends), back, offs=ends)
+        lora_a, lora_b, count = self.lora_A.weight, self.lora_B.weight, len(ends)
+        a_matrices = lora_a.view(count, -1, lora_a.shape[1]).transpose(-2, -1)
+        b_matrices = lora_b.view(len(lora_b), -1, count).permute(2, 1, 0).contiguous()
+        return F.grouped_mm(F.grouped_mm(x, a_matrices, offs=ends), b_matrices, offs=ends)
 
 
 class StackedExperts(QuantizedModule):
-    """The class that `use_our_forward` mixes into a class of experts of transformers."""
+    """The class that `use_stacked_forward` mixes into a class of experts of transformers."""
 
     shapes: Mapping[str, Shape]  # (experts, …) of each matrix, by name
     expert_adapters: nn.ModuleDict
@@ -124,23 +124,23 @@ class StackedExperts(QuantizedModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, (tokens, width)."""
         this: Any = self
-        tokens, top = top_k_index.shape
-        numbers, order = torch.sort(top_k_index.reshape(-1))
-        counted = numbers.float() if numbers.device.type == "cpu" else numbers.int()
-        counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        tokens, top_k = top_k_index.shape
+        expert_ids, order = torch.sort(top_k_index.reshape(-1))
+        indices = expert_ids.float() if expert_ids.device.type == "cpu" else expert_ids.int()
+        counts = torch.histc(indices, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
         name = "gate_up_proj" if this.has_gate else "up_proj"
-        rows = self._multiply(name, hidden_states[order // top], numbers, ends)
+        rows = self._multiply(name, hidden_states[order // top_k], expert_ids, ends)
         rows = this._apply_gate(rows) if this.has_gate else this.act_fn(rows)
-        rows = self._multiply("down_proj", rows, numbers, ends)
+        rows = self._multiply("down_proj", rows, expert_ids, ends)
         if this.has_post_expert_norm:
             rows = this.post_expert_norm(rows)
         rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        return rows[inverse].view(tokens, top, -1).sum(dim=1).to(hidden_states.dtype)
+        return rows[inverse].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _multiply(self, matrix: str, x: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    def _multiply(self, matrix: str, x: Tensor, expert_ids: Tensor, ends: Tensor) -> Tensor:
         this: Any = self
         weight: Tensor = getattr(self, matrix)
         out: Tensor
@@ -150,16 +150,16 @@ class StackedExperts(QuantizedModule):
             out = F.grouped_mm(x, right, offs=ends)
         else:
             options = [*self.shapes[matrix]], this.is_transposed, self.quant_format.name
-            out = _QuantizedGroupedMm.apply(x, weight, ends, *options)  # type: ignore[no-untyped-call]  # torch's
+            out = _QuantizedGroupedMm.apply(x, weight, ends, *options)  # type: ignore[no-untyped-call]  # torch is untyped here
         if this.has_bias:
-            out = out + getattr(self, f"{matrix}_bias")[numbers]
+            out = out + getattr(self, f"{matrix}_bias")[expert_ids]
         if matrix in self.expert_adapters:
             out = torch.add(out, self.expert_adapters[matrix](x, ends), alpha=self.scale)
         return out
 
 
 def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that compute all experts of a layer by transformers' interface, by name."""
+    """Yield the name and module of all experts of each layer that uses transformers' interface."""
     for name, each in module.named_modules():
         if hasattr(each, "_is_expert_parallel") and expert_matrices(each):
             yield name, each
@@ -173,16 +173,16 @@ def expert_matrices(experts: nn.Module) -> list[str]:
 
 
 @cache
-def _with_our_forward(kind: type) -> type:
-    return type(kind.__name__, (StackedExperts, kind), {"__module__": kind.__module__})
+def _stacked_class(cls: type) -> type:
+    return type(cls.__name__, (StackedExperts, cls), {"__module__": cls.__module__})
 
 
-def use_our_forward(experts: Any) -> StackedExperts:
+def use_stacked_forward(experts: Any) -> StackedExperts:
     """Change the class of `experts` in place, so that it uses `StackedExperts.forward`."""
     if not isinstance(experts, StackedExperts):
-        shapes = {word: tuple(getattr(experts, word).shape) for word in expert_matrices(experts)}
-        kind: type = type(experts)
-        experts.__class__ = _with_our_forward(kind)
+        shapes = {name: tuple(getattr(experts, name).shape) for name in expert_matrices(experts)}
+        cls: type = type(experts)
+        experts.__class__ = _stacked_class(cls)
         experts.shapes, experts.quant_format, experts.scale = shapes, None, 1.0
         experts.expert_adapters = nn.ModuleDict()
     return experts  # type: ignore[no-any-return]  # its class was replaced
@@ -190,16 +190,16 @@ def use_our_forward(experts: Any) -> StackedExperts:
 
 def quantize_experts(name: str, experts: Any, quant_format: QuantFormat) -> None:
     """Replace the matrices by uninitialized quantized ones; UsageError if experts share blocks."""
-    adopted = use_our_forward(experts)
-    for matrix, (count, rows, columns) in adopted.shapes.items():
+    stacked = use_stacked_forward(experts)
+    for matrix, (count, rows, columns) in stacked.shapes.items():
         if rows * columns % BLOCK:
             raise UsageError(
                 f"model.base_dtype={quant_format.name}: {name}.{matrix} has {rows} x {columns} "
                 f"weights per expert, not a multiple of {BLOCK}; set model.quantize_experts=false"
             )
-        device = getattr(adopted, matrix).device
-        setattr(adopted, matrix, quant_format.empty(count * rows * columns, device))
-    adopted.quant_format = quant_format
+        device = getattr(stacked, matrix).device
+        setattr(stacked, matrix, quant_format.empty(count * rows * columns, device))
+    stacked.quant_format = quant_format
 
 
 def add_adapters(experts: Any, matrices: list[str], config: LoraConfig) -> None:
@@ -211,9 +211,10 @@ def add_adapters(experts: Any, matrices: list[str], config: LoraConfig) -> None:
     if config.dropout:
         problem = "not supported with adapters of experts"
         raise UsageError(f"model.lora.dropout={config.dropout:g}: {problem}")
-    adopted: Any = use_our_forward(experts)
-    adopted.scale = config.scale
-    for matrix in (each for each in adopted.shapes if each in matrices):
-        count, rows, columns = adopted.shapes[matrix]
-        width, out = (rows, columns) if adopted.is_transposed else (columns, rows)
-        adopted.expert_adapters[matrix] = ExpertAdapter(width, out, config.rank * count)
+    stacked: Any = use_stacked_forward(experts)
+    stacked.scale = config.scale
+    for matrix in (each for each in stacked.shapes if each in matrices):
+        count, rows, columns = stacked.shapes[matrix]
+        in_features, out_features = (rows, columns) if stacked.is_transposed else (columns, rows)
+        total_rank = config.rank * count
+        stacked.expert_adapters[matrix] = ExpertAdapter(in_features, out_features, total_rank)

@@ -39,7 +39,7 @@ _MASK_KINDS = {
 
 
 class _CurrentForward(threading.local):
-    """The documents of the forward that runs in this thread."""
+    """The documents of this thread's forward. Backward on CUDA runs in another thread."""
 
     documents: PackedDocuments | None = None
 
@@ -73,26 +73,26 @@ class _LayerMask:
 
 
 class TransformersAttention:
-    """The attention of a model: fsdpctl's if its code uses transformers' interface, or its own."""
+    """The attention of a model: fsdpctl's if the model uses transformers' interface, or its own."""
 
     def __init__(self, model: Any) -> None:
         _register()
         modules = list(model.modules())
-        files = {sys.modules[type(each).__module__] for each in modules}
-        self.supports_ours = any(hasattr(each, _INTERFACE) for each in files)
+        sources = {sys.modules[type(each).__module__] for each in modules}
+        self.supports_fsdpctl = any(hasattr(each, _INTERFACE) for each in sources)
         candidates: list[Any] = [getattr(each, "config", None) for each in modules]
         configs = {id(each): each for each in candidates if hasattr(each, "_attn_implementation")}
         self._defaults = [(each, each._attn_implementation) for each in configs.values()]
-        self.use(ours=True)
+        self.use(fsdpctl=True)
         for each in modules:
             if any(kind in str(getattr(each, "rope_type", "")) for kind in ("dynamic", "longrope")):
                 each.forward = partial(_rotary_per_document, each.forward)
 
-    def use(self, *, ours: bool) -> None:
+    def use(self, *, fsdpctl: bool) -> None:
         """Select fsdpctl's attention, if the model supports it, or the model's own."""
-        self.is_ours = ours and self.supports_ours
-        for config, usual in self._defaults:
-            config._attn_implementation_internal = _NAME if self.is_ours else usual
+        self.is_fsdpctl = fsdpctl and self.supports_fsdpctl
+        for config, default in self._defaults:
+            config._attn_implementation_internal = _NAME if self.is_fsdpctl else default
 
     @contextmanager
     def within(self, documents: PackedDocuments | None) -> Iterator[None]:
@@ -150,21 +150,21 @@ def _mask_function_names(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _split_into_chunks(
-    documents: PackedDocuments | None, size: int, rows: int, length: int, about: Any
+    documents: PackedDocuments | None, size: int, rows: int, length: int, options: Any
 ) -> PackedDocuments | None:
     lengths = ((length,),) * rows if documents is None else documents.lengths
     if max(map(max, lengths)) <= size:
         return documents
-    split = tuple(
-        tuple(min(size, x - at) for x in row for at in range(0, x, size)) for row in lengths
+    chunks = tuple(
+        tuple(min(size, x - start) for x in row for start in range(0, x, size)) for row in lengths
     )
-    device = torch.device(about["device"])
+    device = torch.device(options["device"])
     if documents is None:
         return pack_documents(
-            split, device, kernel_device=device_type(torch.empty(0, device=device))
+            chunks, device, kernel_device=device_type(torch.empty(0, device=device))
         )
-    like, context = documents.device_type, documents.context
-    return pack_documents(split, device, kernel_device=like, context=context)
+    kernel_device, context = documents.device_type, documents.context
+    return pack_documents(chunks, device, kernel_device=kernel_device, context=context)
 
 
 def _within_documents(
@@ -178,10 +178,10 @@ def _within_documents(
         raise UsageError("attention that needs a mask of all pairs of tokens")
     from transformers.masking_utils import and_masks
 
-    first = documents.first_keys.squeeze(-1)
+    first_keys = documents.first_keys.squeeze(-1)
 
     def is_same_document(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return key >= first[row, query]
+        return key >= first_keys[row, query]
 
     options["allow_is_causal_skip"] = False
     return make_mask(*args, mask_function=and_masks(mask_function, is_same_document), **options)
@@ -198,25 +198,25 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     softcap, s_aux = options.pop("softcap", None), options.pop("s_aux", None)
-    unknown = [
+    unsupported = [
         name
-        for name, given in options.items()
-        if name not in _IGNORED_ARGUMENTS and given is not None
+        for name, option in options.items()
+        if name not in _IGNORED_ARGUMENTS and option is not None
     ]
     if not isinstance(attention_mask, _LayerMask) or any(
-        options[name] is not False for name in unknown
+        options[name] is not False for name in unsupported
     ):
-        raise UsageError(f"attention with {', '.join(unknown) or 'another mask'}")
-    width, value_width = query.shape[-1], value.shape[-1]
-    scores = ScoreOptions(width**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
+        raise UsageError(f"attention with {', '.join(unsupported) or 'another mask'}")
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    scores = ScoreOptions(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
     # In latent attention (MLA), values are narrower; kernels for packed rows require equal widths.
-    if value_width != width:
+    if value_dim != head_dim:
         query, key, value = (
-            F.pad(each, (0, max(width, value_width) - each.shape[-1]))
+            F.pad(each, (0, max(head_dim, value_dim) - each.shape[-1]))
             for each in (query, key, value)
         )
     output = attend(query, key, value, attention_mask.mask(query, scores), scores)
-    return output[..., :value_width].transpose(1, 2).contiguous(), None
+    return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
 
 def _rotary_per_document(
@@ -229,7 +229,7 @@ def _rotary_per_document(
     """
     module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
     for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
-        setattr(module, name, 0)  # an earlier forward may have grown it
+        setattr(module, name, 0)  # an earlier forward may have increased it
     documents = _current.documents
     if documents is None:
         return forward(x, position_ids, *args, **options)
@@ -242,19 +242,19 @@ def _rotary_per_document(
     ends = documents.local_part(copy_to_device(torch.tensor(keys), position_ids.device))
     outputs: tuple[Tensor, ...] = ()
     for end in sorted(set(chain(*lengths))):
-        is_own = ends == end
-        last = position_ids.new_full((len(is_own), 1), max(end - 1, 0))
-        positions = torch.cat([torch.where(is_own, position_ids, 0), last], 1)
+        in_group = ends == end
+        last_position = position_ids.new_full((len(in_group), 1), max(end - 1, 0))
+        positions = torch.cat([torch.where(in_group, position_ids, 0), last_position], 1)
         rotated = forward(x, positions, *args, **options)
         parts = [each[:, :-1] for each in (rotated if isinstance(rotated, tuple) else (rotated,))]
         pairs = zip(parts, outputs or parts, strict=True)
-        outputs = tuple(torch.where(is_own.unsqueeze(-1), new, old) for new, old in pairs)
+        outputs = tuple(torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs)
     return outputs if isinstance(rotated, tuple) else outputs[0]
 
 
 def _short_context(module: Any) -> int:
     """Return the length up to which rotary embeddings do not depend on a document's length."""
     rope = module.config.rope_parameters
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    lengths = [each.get("original_max_position_embeddings") for each in kinds]
+    parameters = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    lengths = [each.get("original_max_position_embeddings") for each in parameters]
     return min(int(each) for each in (*lengths, module.config.max_position_embeddings) if each)

@@ -29,25 +29,26 @@ def build_transformers(
     if not transformers_norms:
         fuse_norms(model)
     decoder = TransformersDecoder(model, config.router_aux_loss)
-    decoder.attention.use(ours=config.attention != TRANSFORMERS)
+    decoder.attention.use(fsdpctl=config.attention != TRANSFORMERS)
     return decoder
 
 
 def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    filled = read_configuration(config_dict(config), CONFIG_LOCATION)
+    hf_config = read_configuration(config_dict(config), CONFIG_LOCATION)
     try:
-        make: Any = transformers.AutoModelForCausalLM
-        return make.from_config(filled, dtype=dtype)
-    except Exception as error:  # code of a family may raise any exception
+        auto_class: Any = transformers.AutoModelForCausalLM
+        return auto_class.from_config(hf_config, dtype=dtype)
+    except Exception as error:  # models may raise any exception
         reason = str(error).strip().replace("\n", " ")
         location = (
             CONFIG_LOCATION if config.path is None else f"model.path={config.path}: config.json"
         )
         if isinstance(error, KeyError):  # such as an unknown activation
-            known = did_you_mean(str(error.args[0]), [*transformers.activations.ACT2FN])
-            key = re.search(rf'(\w+)": "{re.escape(str(error.args[0]))}"', filled.to_json_string())
+            value = str(error.args[0])
+            known = did_you_mean(value, [*transformers.activations.ACT2FN])
+            key = re.search(rf'(\w+)": "{re.escape(value)}"', hf_config.to_json_string())
             reason = f"{key[1] if key else 'unknown value'} {reason}: not known{known}"
         raise UsageError(f"{location}: transformers cannot build the model: {reason}") from None
 
@@ -78,11 +79,11 @@ def initializer(module: TransformersDecoder, name: str) -> Callable[[nn.Module],
     """Return the function that initializes a submodule, of the innermost PreTrainedModel."""
     innermost: Any = module.transformers_model
     owner: nn.Module = module
-    for word in filter(None, name.split(".")):
-        owner = owner.get_submodule(word)
+    for key in filter(None, name.split(".")):
+        owner = owner.get_submodule(key)
         if hasattr(owner, "_init_weights"):
             innermost = owner
-    return innermost._init_weights  # type: ignore[no-any-return]  # transformers'
+    return innermost._init_weights  # type: ignore[no-any-return]  # transformers is untyped
 
 
 @lru_cache(maxsize=1)
@@ -95,8 +96,8 @@ def _meta_module(config: ModelConfig) -> TransformersDecoder:
 def init_as_transformers(name: str, tensor: Tensor, seed: int, config: ModelConfig) -> None:
     """Initialize a parameter in place as transformers does, with a seed.
 
-    The other parameters of its module stay on the meta device, so that they draw nothing from the
-    generator.
+    The other parameters of its module stay on the meta device, so that their initialization draws
+    nothing from the generator.
     """
     module = _meta_module(config)
     parent, _, leaf = name.rpartition(".")
@@ -133,13 +134,13 @@ class _FusedRmsNormPlusOne(nn.Module):
 def fuse_norms(model: nn.Module) -> None:
     """Change the classes of norms in place to use torch's fused operator if the result is equal."""
     for each in model.modules():
-        kind = type(each)
-        if kind.__name__.endswith("RMSNorm"):
+        cls = type(each)
+        if cls.__name__.endswith("RMSNorm"):
             flags = (value for value in vars(each).values() if isinstance(value, bool))
-            like = (kind, *flags, *each._parameters)  # norms of one class may lack weights
-            if like not in _fused_classes:
-                _fused_classes[like] = _fused_class(each)
-            each.__class__ = _fused_classes[like] or kind
+            key = (cls, *flags, *each._parameters)  # norms of one class may lack weights
+            if key not in _fused_classes:
+                _fused_classes[key] = _fused_class(each)
+            each.__class__ = _fused_classes[key] or cls
 
 
 def _epsilon_of(norm: Any) -> Any:
@@ -150,19 +151,19 @@ def _fused_class(norm: nn.Module) -> type | None:
     """Return a class for `norm` whose forward is the fused operator; None if results differ."""
     if not {*norm._parameters} <= {"weight"} or not isinstance(_epsilon_of(norm), float):
         return None
-    kind = type(norm)
+    cls = type(norm)
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         weight, x = (torch.randn(*n, _TRIED_WIDTH, generator=generator) for n in ((), (2, 3)))
-        copied = copy.copy(norm)
-        copied.__dict__["_parameters"] = {name: nn.Parameter(weight) for name in norm._parameters}
+        norm_copy = copy.copy(norm)
+        norm_copy.__dict__["_parameters"] = {key: nn.Parameter(weight) for key in norm._parameters}
         try:
-            expected = copied(x)
+            expected = norm_copy(x)
         except Exception:  # its forward requires other arguments
             return None
         for base in (_FusedRmsNorm, _FusedRmsNormPlusOne)[: 1 + len(norm._parameters)]:
-            fused = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-            copied.__class__ = fused
-            if isinstance(expected, Tensor) and torch.allclose(copied(x), expected, atol=1e-6):
+            fused = type(cls.__name__, (base, cls), {"__module__": cls.__module__})
+            norm_copy.__class__ = fused
+            if isinstance(expected, Tensor) and torch.allclose(norm_copy(x), expected, atol=1e-6):
                 return fused
     return None

@@ -17,7 +17,7 @@ from fsdpctl.models.experts import ReduceCounts, aux_loss_factor, global_aux_los
 from fsdpctl.models.packed_documents import PackedDocuments
 from fsdpctl.models.transformers_attention import TransformersAttention
 
-_BACKBONES = ("model", "transformer", "backbone")  # if base_model_prefix is not an attribute
+_BACKBONE_NAMES = ("model", "transformer", "backbone")  # if base_model_prefix is not an attribute
 
 
 class KeyValueCache:
@@ -40,7 +40,7 @@ class KeyValueCache:
 
 
 class Decoder(Protocol):
-    """A module that takes tokens, or a wrapper of one."""
+    """A module that takes tokens, or a wrapper of such a module."""
 
     training: bool
 
@@ -66,7 +66,7 @@ def eval_mode(module: Decoder) -> Iterator[None]:
             each.training = mode
 
 
-def _has_dropout(config: dict[str, Any]) -> bool:
+def _has_dropout_or_jitter(config: dict[str, Any]) -> bool:
     """Return whether a dropout rate is not zero, or any key sets jitter.
 
     Routers with jitter may draw random numbers even if jitter is zero, as in Phi-3.5-MoE.
@@ -74,32 +74,32 @@ def _has_dropout(config: dict[str, Any]) -> bool:
     nested = (each for each in config.values() if isinstance(each, dict))
     named = ((str(key), each) for key, each in config.items())
     has_rate = any("jitter" in key or ("drop" in key and each) for key, each in named)
-    return has_rate or any(map(_has_dropout, nested))
+    return has_rate or any(map(_has_dropout_or_jitter, nested))
 
 
 class OutputHead(nn.Linear):
     """The projection to the vocabulary and the loss, computed in chunks of tokens.
 
     Some models scale logits or limit them after the projection. So the model's own forward computes
-    the logits of a chunk; a module that returns the chunk's hidden states replaces its backbone.
+    the logits of a chunk, in a copy whose backbone returns the chunk's hidden states.
 
     While `token_losses` is a list, each forward of a chunk appends the losses of its tokens, of
-    shape (tokens,). The recomputation of a chunk in backward appends these losses again.
+    shape (tokens,). Backward recomputes the chunk and appends the same losses again.
     """
 
     token_losses: list[Tensor] | None = None
 
     def __init__(self, model: Any, backbone: str, head: str) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate another weight
         linear = getattr(model, head)
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features, self.in_features = linear.weight.shape
-        shell = copy.copy(model)
-        shell.__dict__["_modules"] = dict(model._modules)
+        model_copy = copy.copy(model)
+        model_copy.__dict__["_modules"] = dict(model._modules)
         self._precomputed = _PrecomputedBackbone(getattr(model, backbone))
-        shell._modules[backbone] = self._precomputed
-        shell._modules[head] = _HeadProjection(self)
-        self._shell = (shell,)  # in a tuple, so that it is not registered as a submodule
+        model_copy._modules[backbone] = self._precomputed
+        model_copy._modules[head] = _HeadProjection(self)
+        self._model_copy = (model_copy,)  # in a tuple: not a submodule
 
     def forward(
         self,
@@ -110,17 +110,17 @@ class OutputHead(nn.Linear):
     ) -> Tensor:
         """Return logits, or the cross entropy in nats, in float32, summed over targets.
 
-        `hidden` has the last hidden states, (batch, length, width), and `outputs` the other results
-        of the backbone. For `targets` and `chunk_tokens`, see `TransformersDecoder.forward`.
+        `hidden` has the last hidden states, (batch, length, hidden_size), and `outputs` the other
+        results of the backbone. `TransformersDecoder.forward` describes the other arguments.
         """
         if targets is None:
             return self._logits(hidden, outputs)
-        x, targets, loss_of = hidden.flatten(0, -2), targets.flatten(), partial(self._loss, outputs)
+        x, targets, loss_fn = hidden.flatten(0, -2), targets.flatten(), partial(self._loss, outputs)
         if chunk_tokens is None or len(targets) <= chunk_tokens:
-            return loss_of(x, targets)
+            return loss_fn(x, targets)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for chunk, target in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(loss_of, chunk, target, use_reentrant=False)
+            loss = loss + checkpoint(loss_fn, chunk, target, use_reentrant=False)
         return loss
 
     def _loss(self, outputs: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -132,23 +132,23 @@ class OutputHead(nn.Linear):
         return losses.sum()
 
     def _logits(self, hidden: Tensor, outputs: Any) -> Tensor:
-        return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
+        return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers is untyped
 
-    def run(self, hidden: Tensor, outputs: Any, **settings: Any) -> Any:
+    def run(self, hidden: Tensor, outputs: Any, **kwargs: Any) -> Any:
         self._precomputed.outputs = copy.copy(outputs)
         self._precomputed.outputs["last_hidden_state"] = hidden
         try:
-            return self._shell[0].forward(inputs_embeds=hidden, use_cache=False, **settings)
+            return self._model_copy[0].forward(inputs_embeds=hidden, use_cache=False, **kwargs)
         finally:
             self._precomputed.outputs = None
 
 
 class _PrecomputedBackbone(nn.Module):
-    """A backbone that returns outputs that exist already."""
+    """A stand-in for a backbone, which returns outputs that exist already."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
-        self._backbone = (backbone,)
+        self._backbone = (backbone,)  # in a tuple: not a submodule
         self.outputs: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -168,11 +168,11 @@ class _PrecomputedBackbone(nn.Module):
 
 
 class _HeadProjection(nn.Module):
-    """Multiplies by the weight of a head, without running the head's hooks."""
+    """The matrix product of a head. Calling the head itself would recurse into the model."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        self._head = (head,)
+        self._head = (head,)  # in a tuple: not a submodule
 
     @property
     def weight(self) -> Tensor:
@@ -193,7 +193,7 @@ class TransformersDecoder(nn.Module):
     def __init__(self, model: Any, router_aux_loss: str = "model") -> None:
         """Take over the modules of `model`, a PreTrainedModel with a backbone and a head."""
         super().__init__()
-        names = (model.base_model_prefix, *_BACKBONES)
+        names = (model.base_model_prefix, *_BACKBONE_NAMES)
         self._backbone = next((name for name in names if name in model._modules), "")
         projection = model.get_output_embeddings()
         head = next((name for name, each in model.named_children() if each is projection), "")
@@ -204,11 +204,11 @@ class TransformersDecoder(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._head = head
-        self._model = (model,)  # in a tuple: its submodules are already registered here
-        self._aux_loss = router_aux_loss
+        self._model = (model,)  # in a tuple: this module already has its submodules
+        self._aux_mode = router_aux_loss
         self.reduce_counts: ReduceCounts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
-        self._caches = _supports_cache(model.config)
+        self._supports_cache = _supports_cache(model.config)
         self.attention = TransformersAttention(model)
         parameters = inspect.signature(forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -224,15 +224,15 @@ class TransformersDecoder(nn.Module):
     @cached_property  # finding routers visits all modules
     def adds_aux_loss(self) -> bool:
         """Whether the routers' auxiliary loss is added to the loss."""
-        if self._aux_loss == "none" or not aux_loss_factor(self.transformers_model):
+        if self._aux_mode == "none" or not aux_loss_factor(self.transformers_model):
             return False
         config = self.transformers_model.config
-        return self._aux_loss == "global" or bool(getattr(config, "output_router_logits", False))
+        return self._aux_mode == "global" or bool(getattr(config, "output_router_logits", False))
 
     @property
     def draws_random_numbers(self) -> bool:
         """Whether a forward in training draws random numbers, according to config.json."""
-        return _has_dropout(self.transformers_model.config.to_dict())
+        return _has_dropout_or_jitter(self.transformers_model.config.to_dict())
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
         super().train(mode)
@@ -250,7 +250,7 @@ class TransformersDecoder(nn.Module):
         model = copy.copy(self.transformers_model)
         head = _HeadProjection(self.get_output_embeddings())
         model.__dict__["_modules"] = {**model._modules, self._head: head}
-        return model.forward(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
+        return model.forward(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]  # transformers is untyped
 
     def forward(
         self,
@@ -273,23 +273,23 @@ class TransformersDecoder(nn.Module):
             cache: The cache of earlier tokens, which `tokens` follow.
             documents: The documents that are packed into rows without seeing one another.
         """
-        settings: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
-            settings["position_ids"] = documents.local_positions
-        if self._takes_mask and self.attention.is_ours and cache is None:
+            kwargs["position_ids"] = documents.local_positions
+        if self._takes_mask and self.attention.is_fsdpctl and cache is None:
             # Without a mask, transformers looks for documents in position_ids, which synchronizes.
-            settings["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
+            kwargs["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
         adds_aux_loss = targets is not None and self.training and self.adds_aux_loss
         if adds_aux_loss:
-            settings["output_router_logits"] = True
+            kwargs["output_router_logits"] = True
         if cache is not None and cache.past_key_values is not None:
-            settings[self._cache_name] = cache.past_key_values
+            kwargs[self._cache_name] = cache.past_key_values
         with self.attention.within(documents):
             outputs = getattr(self, self._backbone)(
                 input_ids=tokens,
-                use_cache=cache is not None and self._caches,
+                use_cache=cache is not None and self._supports_cache,
                 return_dict=True,
-                **settings,
+                **kwargs,
             )
         if cache is not None:
             cache.update(getattr(outputs, self._cache_name, None), tokens.shape[1])
@@ -297,25 +297,26 @@ class TransformersDecoder(nn.Module):
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds_aux_loss:
             return loss
-        # Whether tokens are data, not padding: (batch, length) or (batch, 1).
-        data = (
+        # True for tokens of data, not padding: (batch, length) or (batch, 1).
+        mask = (
             (targets != -100).any(-1, keepdim=True)
             if documents is None
             else documents.local_data_mask
         )
-        factor = self._balance(hidden, outputs, data.expand_as(targets))
-        return loss + (targets != -100).sum() * factor
+        aux_loss = self._router_aux_loss(hidden, outputs, mask.expand_as(targets))
+        return loss + (targets != -100).sum() * aux_loss
 
-    def _balance(self, hidden: Tensor, outputs: Any, data: Tensor) -> Tensor:
-        """Return the auxiliary loss of the routers with its factor, over the tokens in `data`."""
+    def _router_aux_loss(self, hidden: Tensor, outputs: Any, mask: Tensor) -> Tensor:
+        """Return the auxiliary loss of the routers, times its factor, over the tokens in `mask`."""
         model = self.transformers_model
         factor = aux_loss_factor(model)
-        if self._aux_loss == "global":
-            return factor * global_aux_loss(outputs.router_logits, data, model, self.reduce_counts)
-        mask = (data | ~data.any()).long()  # the mean over no tokens would be NaN
+        if self._aux_mode == "global":
+            return factor * global_aux_loss(outputs.router_logits, mask, model, self.reduce_counts)
+        attention_mask = (mask | ~mask.any()).long()  # the mean over no tokens would be NaN
         head = self.get_output_embeddings()
-        settings = {"output_router_logits": True, "attention_mask": mask}
-        return factor * head.run(hidden[:, -1:], outputs, **settings).aux_loss  # type: ignore[no-any-return]  # transformers'
+        kwargs = {"output_router_logits": True, "attention_mask": attention_mask}
+        # The loss depends on the router logits in `outputs`. One position gives the fewest logits.
+        return factor * head.run(hidden[:, -1:], outputs, **kwargs).aux_loss  # type: ignore[no-any-return]  # transformers is untyped
 
 
 def _supports_cache(config: Any) -> bool:

@@ -83,14 +83,14 @@ class DdpEngine:
 
 
 def _local_param(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> LocalParam:
-    """Return the full parameter, of which each rank counts in norms and saves one share."""
+    """Return the full parameter, of which a rank counts in norms and saves its share."""
     full = Span(0, param.numel())
     share = aligned_chunk(full, rank, num_ranks)
     return LocalParam(name, tuple(param.shape), param, full, share, share, 1)
 
 
 class AllReduceWaits:
-    """Measures the time from the last gradient of a backward until all gradients are reduced."""
+    """A timer from the last gradient of a backward until all gradients are reduced."""
 
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
         self.is_on = True
@@ -109,8 +109,8 @@ class AllReduceWaits:
             self._mark = mark(on_cuda=self._on_cuda)
 
     def take(self) -> WaitTime:
-        """Return the time for the backward that has just ended, or 0 if there was none."""
-        before, self._mark = self._mark, None
-        if before is None:
+        """Return the time for the backward that has just ended, or 0 without a backward."""
+        start, self._mark = self._mark, None
+        if start is None:
             return lambda: 0.0
-        return partial(seconds_between, before, mark(on_cuda=self._on_cuda))
+        return partial(seconds_between, start, mark(on_cuda=self._on_cuda))

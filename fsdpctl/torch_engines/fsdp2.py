@@ -45,7 +45,7 @@ class Fsdp2Engine:
             shard(block, reshard_after_forward=reshard)
         initializer.initialize(module)
         shard(module, reshard_after_forward=False)
-        _set_prefetch(list(_sharded(self._blocks)), settings)
+        _set_prefetch(list(_fsdp_modules(self._blocks)), settings)
         num_replicas = self.num_replicas = world.size // settings.ranks_per_replica
         self.shard_rank = world.rank % settings.ranks_per_replica
         replica = world.rank // settings.ranks_per_replica
@@ -68,7 +68,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        (root,) = _sharded([self._root])
+        (root,) = _fsdp_modules([self._root])
         root.set_requires_gradient_sync(False)
         try:
             yield
@@ -81,10 +81,10 @@ class Fsdp2Engine:
             unit.reshard()
 
     def _units(self) -> Iterator[FSDPModule]:
-        return _sharded([self._root, *self._blocks])
+        return _fsdp_modules([self._root, *self._blocks])
 
 
-def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+def _fsdp_modules(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
     for module in modules:
         assert isinstance(module, FSDPModule)
         yield module
@@ -114,8 +114,8 @@ def _set_prefetch(blocks: Sequence[FSDPModule], settings: TorchEngineSettings) -
         if forward > 1:
             block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + forward]))
         if backward > 1:
-            before = blocks[max(0, index - backward) : index]
-            block.set_modules_to_backward_prefetch(list(reversed(before)))
+            earlier = blocks[max(0, index - backward) : index]
+            block.set_modules_to_backward_prefetch(list(reversed(earlier)))
 
 
 def _local_param(
@@ -124,21 +124,21 @@ def _local_param(
     shard_position: tuple[int, int],
     replica_position: tuple[int, int],
 ) -> LocalParam:
-    """Return this rank's part of a parameter, as `fully_shard` splits dimension 0.
+    """Return this rank's shard of a parameter, as `fully_shard` splits dimension 0.
 
-    Each rank has ceil(rows / ranks) rows, and the last ranks may have fewer or none. A `position`
-    is an index and a count: of ranks that share a replica, and of replicas.
+    Each rank has ceil(rows / ranks) rows, and the last ranks may have fewer or none. The positions
+    are (index, count), among the ranks of a replica and among replicas.
     """
     assert isinstance(param, DTensor)
     index, count = shard_position
     rows = param.shape[0]
-    numel, size = param.numel(), -(-rows // count)
-    start, stop = (min(rows, size * x) * (numel // max(1, rows)) for x in (index, index + 1))
-    held = Span(start, stop)
-    assert param.to_local().numel() == held.numel
+    max_rows, row_numel = -(-rows // count), param.numel() // max(1, rows)
+    start, stop = (min(rows, max_rows * x) * row_numel for x in (index, index + 1))
+    span = Span(start, stop)
+    assert param.to_local().numel() == span.numel
     replica, num_replicas = replica_position
-    written = aligned_chunk(held, replica, num_replicas)
-    return LocalParam(name, tuple(param.shape), param, held, held, written, num_replicas)
+    saved_span = aligned_chunk(span, replica, num_replicas)
+    return LocalParam(name, tuple(param.shape), param, span, span, saved_span, num_replicas)
 
 
 class _TimedCollective:

@@ -29,8 +29,8 @@ from fsdpctl.torch_engines.settings import (
 class TorchEngineModel(nn.Module):
     """A module that `fully_shard` or DistributedDataParallel trains.
 
-    Each parameter's local part is a shard that is a view of the engine's memory. So optimizers and
-    checkpoints work as with fsdpctl's engine.
+    The shard of each parameter is a view of the engine's memory. So optimizers and checkpoints work
+    as with fsdpctl's engine.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TorchEngineModel(nn.Module):
             shard.grad = None if grad is None else _local_tensor(grad).view(-1)
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Return the names of trainable parameters without a gradient; all ranks have the same."""
+        """Return the names of trainable parameters without a gradient. All ranks agree."""
         trained = (local for local in self._engine.local_params if local.param.requires_grad)
         return frozenset(local.name for local in trained if local.param.grad is None)
 
@@ -159,6 +159,6 @@ def _flat_shard(local: LocalParam, role: Role) -> FlatShard:
     dtype = dtype_name(tensor.dtype)
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
-    layout = FlatLayout((ParamSpan(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
-    spans = {"span": local.held, "owned_span": local.owned, "saved_span": local.written}
+    layout = FlatLayout((ParamSpan(spec, Span(0, spec.numel)),), spec.numel, (local.span,))
+    spans = {"span": local.span, "owned_span": local.owned_span, "saved_span": local.saved_span}
     return FlatShard(local.name, layout, tensor.view(-1), **spans, num_owners=local.num_owners)

@@ -1,4 +1,4 @@
-"""The settings of PyTorch's engines, and what both engines need of a parameter."""
+"""The settings, local parameters and initialization that both of PyTorch's engines share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ class TorchEngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """A rank's part of one parameter."""
+    """The elements of one parameter that a rank stores, counts and saves."""
 
     name: str
     shape: tuple[int, ...]  # unsharded
     param: nn.Parameter  # the parameter that the engine reads, and whose gradient it sets
-    held: Span  # elements in this rank's memory
-    owned: Span  # elements that this rank counts in norms
-    written: Span  # elements that this rank saves
-    num_owners: int  # ranks that have the same `owned`
+    span: Span  # elements in this rank's memory; with DDP, all
+    owned_span: Span  # elements that this rank counts in norms; with FSDP2, `span`
+    saved_span: Span  # elements that this rank saves, a share of `span`
+    num_owners: int  # ranks that have the same `owned_span`
 
 
 InitParam = Callable[[str, Tensor], None]  # initializes an unsharded parameter, given its name
@@ -60,16 +60,17 @@ class ParamInitializer:
         self._dtype, self._init_param = dtype, init_param
         self._names = {param: name for name, param in module.named_parameters()}
         self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for each in module.modules():
-            for key, param in each._parameters.items():
+        for owner in module.modules():
+            for key, param in owner._parameters.items():
                 if param is not None:
-                    self._owners.setdefault(param, []).append((each, key))
-            for key, buffer in each._buffers.items():
+                    self._owners.setdefault(param, []).append((owner, key))
+            for key, buffer in owner._buffers.items():
                 if buffer is not None:
-                    each._buffers[key] = buffer.to(device)
+                    owner._buffers[key] = buffer.to(device)
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
+        """Replace parameters by initialized ones. Call this before an engine takes `module`."""
         for param in list(module.parameters()):
             if param not in self._owners:
                 continue

@@ -16,7 +16,7 @@ from fsdpctl.resolve.run_plan import make_run_plan, stored_config
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 
-NO_INTERFACE = "not that of transformers' interface"
+NO_INTERFACE = "does not use transformers' interface"
 MASKS, ALONG = "needs a mask of all pairs of tokens", "layers do more than attend along a row"
 # Why our attention is not used, whether documents can share a sequence, why ranks cannot share rows
 DOES = {

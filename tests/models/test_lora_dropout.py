@@ -19,8 +19,8 @@ DROPOUT, WIDTH, ROWS = 0.25, 64, 512
 def _adapted(dropout: float = DROPOUT) -> LoraLinear:
     torch.manual_seed(0)
     layer = LoraLinear(nn.Linear(WIDTH, 24).requires_grad_(False), LoraConfig(4, dropout=dropout))
-    layer.lora_A = nn.Linear(WIDTH, 4, bias=False)
-    layer.lora_B = nn.Linear(4, 24, bias=False)
+    layer.add_module("lora_A", nn.Linear(WIDTH, 4, bias=False))
+    layer.add_module("lora_B", nn.Linear(4, 24, bias=False))
     return layer
 
 
