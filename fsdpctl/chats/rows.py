@@ -43,8 +43,8 @@ def read_rows(
     """Return the format of a file, and an iterator over its rows, each with its content as bytes.
 
     Rows without text are skipped, and counted as `empty` in `counts`. `prompt` is the setting
-    data.prompt, or COLUMN to read only the column `text`. UsageError, also during iteration, if the
-    file has no rows, or if a row can't be trained on. The message names the file and the row.
+    data.prompt, or TEXT_COLUMN to read only the key `text`. UsageError, also during iteration, if
+    the file has no rows, or if a row can't be trained on. The message names the file and the row.
     """
     objects = _objects(path)
     first = next(objects, None)

@@ -176,7 +176,7 @@ def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
 
     def work(chat: Chat) -> ChatSamples:
         renderer = with_tools if chat.tools else plain
-        if chat.is_question:
+        if chat.add_generation_prompt:
             prompt = renderer.render(
                 chat.messages, tools=chat.tools, options=chat.options, add_generation_prompt=True
             )

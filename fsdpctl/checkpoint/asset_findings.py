@@ -36,16 +36,17 @@ class ModelAssets:
 
     def __init__(self, files: Mapping[str, bytes], folder: Path) -> None:
         self.files, self.folder = files, folder
-        location, refusal = str(folder / TOKENIZER_JSON), CheckpointError
+        location, error_type = str(folder / TOKENIZER_JSON), CheckpointError
         content = self.json(TOKENIZER_JSON)
-        model = as_type(content.get("model") or {}, dict[str, Any], location, refusal)
-        kinds: Any = (
-            dict[str, int] | list[tuple[str, float]]
-        )  # a list of tokens and scores in unigram models
-        vocab = as_type(model.get("vocab", {}), kinds, location, refusal)
+        model = as_type(content.get("model") or {}, dict[str, Any], location, error_type)
+        # Unigram models have a list of tokens with their scores.
+        vocab_type: Any = dict[str, int] | list[tuple[str, float]]
+        vocab = as_type(model.get("vocab", {}), vocab_type, location, error_type)
         if isinstance(vocab, list):
-            vocab = {token: number for number, (token, _) in enumerate(vocab)}
-        added = as_type(content.get("added_tokens") or [], list[dict[str, Any]], location, refusal)
+            vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
+        added = as_type(
+            content.get("added_tokens") or [], list[dict[str, Any]], location, error_type
+        )
         self.ids: dict[str, int] = vocab | {
             str(x.get("content")): x["id"] for x in added if type(x.get("id")) is int
         }
@@ -58,74 +59,74 @@ class ModelAssets:
     def template(self) -> str:
         if TEMPLATE_FILE in self.files:
             return self.files[TEMPLATE_FILE].decode(errors="replace")
-        templates = (
-            self.json(name).get("chat_template") for name in (TOKENIZER_CONFIG, TEMPLATE_JSON)
-        )
+        files = (TOKENIZER_CONFIG, TEMPLATE_JSON)
+        templates = (self.json(name).get("chat_template") for name in files)
         return next((str(each) for each in templates if each), "")
 
 
 def check_vocabulary(weights: TensorSource, assets: ModelAssets) -> Iterator[Finding]:
     """Compare the rows of embedding and output head with config.json and the tokenizer's ids."""
-    size, last = assets.json(CONFIG_JSON).get("vocab_size"), max(assets.ids.values(), default=-1)
+    vocab_size = assets.json(CONFIG_JSON).get("vocab_size")
+    max_id = max(assets.ids.values(), default=-1)
     for name in filter(_VOCABULARY_WEIGHT.search, tensor_keys(weights)):
         rows = (weights.info(name).shape or [0])[0]
         text = f"{parameter_name(name)} has {rows:,} rows"
-        if size not in (None, rows):
-            yield lost_finding("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={size!s:.20}")
-        if last >= rows:
-            yield lost_finding("vocabulary", f"{text}, the tokenizer token {last:,}")
+        if vocab_size not in (None, rows):
+            yield lost_finding("vocabulary", f"{text}, {CONFIG_JSON} vocab_size={vocab_size!s:.20}")
+        if max_id >= rows:
+            yield lost_finding("vocabulary", f"{text}, but the tokenizer has token ID {max_id:,}")
 
 
-def compare_assets(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
+def compare_assets(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
     """Compare tokenizer, chat template, generation_config.json and config.json with the base's."""
-    yield from _compare_tokenizers(ours, theirs)
-    our_template, their_template = ours.template, theirs.template
-    if our_template != their_template:
-        text = "differs from the base's" if our_template and their_template else "not in the base"
-        yield Finding(
-            "chat template", text if our_template else "missing; the base has one", not our_template
-        )
-    made, base = ours.json(GENERATION_CONFIG), theirs.json(GENERATION_CONFIG)
-    if base and not made:
+    yield from _compare_tokenizers(export, base)
+    if not export.template and base.template:
+        yield lost_finding("chat template", "missing; the base has one")
+    elif export.template != base.template:
+        text = "differs from the base's" if base.template else "not in the base"
+        yield Finding("chat template", text)
+    generation, base_generation = (x.json(GENERATION_CONFIG) for x in (export, base))
+    eos = base_generation.get("eos_token_id")
+    if base_generation and not generation:
         yield lost_finding(GENERATION_CONFIG, "missing; the base has one")
-    elif made.get("eos_token_id") is None and (end := base.get("eos_token_id")) is not None:
-        yield lost_finding(GENERATION_CONFIG, f"no eos_token_id; the base has {end}")
-    elif differing := _differing_keys(made, base, {"transformers_version"}):
-        yield Finding(GENERATION_CONFIG, f"differs from the base's in {differing}")
-    if CONFIG_JSON not in theirs.files:  # a run or a checkpoint: its weights have been compared
+    elif generation.get("eos_token_id") is None and eos is not None:
+        yield lost_finding(GENERATION_CONFIG, f"no eos_token_id; the base has {eos}")
+    elif keys := _differing_keys(generation, base_generation, {"transformers_version"}):
+        yield Finding(GENERATION_CONFIG, f"differs from the base's in {keys}")
+    if CONFIG_JSON not in base.files:  # a run or a checkpoint: its weights have been compared
         return
-    pair = [each.json(CONFIG_JSON) for each in (ours, theirs)]
-    kinds = [each.get("model_type") for each in pair]
+    configs = [assets.json(CONFIG_JSON) for assets in (export, base)]
+    model_type, base_type = (config.get("model_type") for config in configs)
     with suppress(UsageError):  # not a text model of transformers
-        pair = [read_configuration(each, CONFIG_JSON).to_dict() for each in pair]
-    if kinds[0] != kinds[1]:
-        yield lost_finding(CONFIG_JSON, f"model_type {kinds[0]}, of the base {kinds[1]}")
-    elif differing := _differing_keys(pair[0], pair[1], _UNCOMPARED_KEYS):
-        yield Finding(CONFIG_JSON, f"differs from the base's in {differing}")
+        configs = [read_configuration(config, CONFIG_JSON).to_dict() for config in configs]
+    if model_type != base_type:
+        yield lost_finding(CONFIG_JSON, f"model_type {model_type}; the base has {base_type}")
+    elif keys := _differing_keys(configs[0], configs[1], _UNCOMPARED_KEYS):
+        yield Finding(CONFIG_JSON, f"differs from the base's in {keys}")
 
 
-def _compare_tokenizers(ours: ModelAssets, theirs: ModelAssets) -> Iterator[Finding]:
-    files, their_files = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (ours, theirs))
-    moved = sorted(x for x, number in theirs.ids.items() if ours.ids.get(x) != number)
-    new = sorted(map(repr, ours.ids.keys() - theirs.ids))
-    differing = _differing_keys(ours.json(TOKENIZER_JSON), theirs.json(TOKENIZER_JSON))
-    if their_files and not files:
-        yield lost_finding("tokenizer", f"missing; the base has {shorten_list(their_files)}")
-    elif not ours.ids or not theirs.ids:
+def _compare_tokenizers(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
+    files, base_files = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (export, base))
+    changed = sorted(token for token, i in base.ids.items() if export.ids.get(token) != i)
+    new = sorted(map(repr, export.ids.keys() - base.ids))
+    keys = _differing_keys(export.json(TOKENIZER_JSON), base.json(TOKENIZER_JSON))
+    if base_files and not files:
+        yield lost_finding("tokenizer", f"missing; the base has {shorten_list(base_files)}")
+    elif not export.ids or not base.ids:
         return
-    elif moved:
-        text = f"{len(moved):,} tokens of the base missing or with other ids"
-        yield lost_finding("tokenizer", f"{text}, such as {moved[0]!r}")
+    elif changed:
+        text = f"{len(changed):,} tokens of the base missing or with other ids"
+        yield lost_finding("tokenizer", f"{text}, such as {changed[0]!r}")
     elif new:
         yield Finding("tokenizer", f"{len(new)} tokens more than the base: {shorten_list(new)}")
-    elif differing:
-        yield lost_finding("tokenizer", f"differs from the base's in {differing}")
+    elif keys:
+        yield lost_finding("tokenizer", f"differs from the base's in {keys}")
     else:
-        yield Finding("tokenizer", f"{len(ours.ids):,} tokens, as in the base")
+        yield Finding("tokenizer", f"{len(export.ids):,} tokens, as in the base")
 
 
 def _differing_keys(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], ignored: Collection[str] = ()
+    content: Mapping[str, Any], base: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> str:
-    names = sorted({*ours, *theirs}.difference(ignored))
-    return shorten_list([name for name in names if ours.get(name) != theirs.get(name)])
+    keys = sorted({*content, *base}.difference(ignored))
+    return shorten_list([key for key in keys if content.get(key) != base.get(key)])

@@ -1,4 +1,4 @@
-"""Findings on exported weights and those of their base: what changed, and what is missing."""
+"""Findings on exported weights: changed and missing tensors, compared with the base."""
 
 import re
 from collections import defaultdict
@@ -17,13 +17,13 @@ from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.models.adapter_names import is_adapter_name
 from fsdpctl.plan.layout import Span
 
-_ELEMENTS_AT_ONCE = 1 << 20  # which are compared at a time
+_ELEMENTS_AT_ONCE = 1 << 20  # elements that are compared at a time
 _KINDS = {  # the kind of a tensor is the first one whose pattern its name has
     "experts": r"\bexperts\b", "norms": r"norm|\bln_", "routers": r"router|\bgate\b",
     "attention": r"attn|attention", "mlp": r"mlp|feed_forward|ffn|shared_expert|\bfc",
     "embeddings": r"embed|\bwte\b|\bwpe\b", "head": r"head",
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # and the number of an expert
+_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # and the index of an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,74 +61,81 @@ def tensor_kind(name: str) -> str:
 
 def summarize_changes(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
     """Yield a finding for each kind: the number of changed tensors, and their relative change."""
-    for kind, of_kind in sorted(changes.items()):
-        delta, norm, most = sum(x.delta for x in of_kind), sum(x.norm for x in of_kind), ""
-        changed, total = sum(x.delta > 0 for x in of_kind), len(of_kind)
+    for kind, tensors in sorted(changes.items()):
+        delta, norm, detail = sum(x.delta for x in tensors), sum(x.norm for x in tensors), ""
+        changed, total = sum(x.delta > 0 for x in tensors), len(tensors)
         ratio = (delta / norm) ** 0.5 if norm else None
         if changed and ratio is not None:
-            largest = max(of_kind, key=lambda x: x.ratio)
-            most = f", by {100 * ratio:.3g}% of the base's norm, at most "
-            most += f"{100 * largest.ratio:.3g}% ({largest.name})"
+            largest = max(tensors, key=lambda x: x.ratio)
+            detail = f", by {100 * ratio:.3g}% of the base's norm, at most "
+            detail += f"{100 * largest.ratio:.3g}% ({largest.name})"
         figures = {"tensors": total, "changed": changed, "relative_change": ratio}
-        yield Finding(kind, f"{changed} of {total} tensors changed{most}", figures=figures)
+        yield Finding(kind, f"{changed} of {total} tensors changed{detail}", figures=figures)
 
 
-def compare_names(ours: TensorSource, theirs: TensorSource) -> Iterator[Finding]:
+def compare_names(export: TensorSource, base: TensorSource) -> Iterator[Finding]:
     """Compare the names, shapes and experts of weights with those of the base."""
-    here, there = {*tensor_keys(ours)}, {x for x in tensor_keys(theirs) if not is_adapter_name(x)}
-    for keys, what in ((there - here, "of the base missing"), (here - there, "not in the base")):
-        of_kind: dict[str, list[str]] = defaultdict(list)
-        for name in sorted(map(parameter_name, keys)):
-            of_kind[tensor_kind(name)].append(name)
-        for kind, names in of_kind.items():
-            text = f"{len(names)} tensors {what}: {shorten_list(names, 2)}"
-            yield Finding(kind, text, is_lost=keys <= there)
-    for key in sorted(here & there):
-        one, other, name = ours.info(key).shape, theirs.info(key).shape, parameter_name(key)
-        grown = tensor_kind(name) in ("embeddings", "head") and one[1:] == other[1:]
-        if one != other:
-            text = f"{name}: shape {one}, base {other}"
-            yield Finding(tensor_kind(name), text, is_lost=not grown or one < other)
-    counts, known = _experts(ours), _experts(theirs)
-    for layer in (each for each in sorted(known) if counts.get(each) != known[each]):
-        yield lost_finding(
-            "experts", f"{layer}: {counts.get(layer, 0)} experts, base {known[layer]}"
-        )
-    if known and counts == known:
-        most = " or ".join(map(str, sorted({*known.values()})))
-        yield Finding("experts", f"{most} in each of {len(known)} layers, as in the base")
+    keys, base_keys = {*tensor_keys(export)}, {*tensor_keys(base)}
+    base_keys = {key for key in base_keys if not is_adapter_name(key)}
+    yield from _name_findings(base_keys - keys, "of the base missing", is_lost=True)
+    yield from _name_findings(keys - base_keys, "not in the base", is_lost=False)
+    for key in sorted(keys & base_keys):
+        shape, base_shape = export.info(key).shape, base.info(key).shape
+        kind, text = tensor_kind(parameter_name(key)), f"{parameter_name(key)}: shape {shape}"
+        may_grow = kind in ("embeddings", "head") and shape[1:] == base_shape[1:]
+        if shape != base_shape:
+            is_lost = not may_grow or shape < base_shape
+            yield Finding(kind, f"{text}, base {base_shape}", is_lost=is_lost)
+    counts, base_counts = _num_experts(export), _num_experts(base)
+    for layer, count in sorted(base_counts.items()):
+        if counts.get(layer) != count:
+            text = f"{layer}: {counts.get(layer, 0)} experts, base {count}"
+            yield lost_finding("experts", text)
+    if base_counts and counts == base_counts:
+        text = " or ".join(map(str, sorted({*counts.values()})))
+        yield Finding("experts", f"{text} in each of {len(counts)} layers, as in the base")
 
 
-def _experts(weights: TensorSource) -> dict[str, int]:
-    numbers: dict[str, set[int]] = defaultdict(set)
+def _name_findings(keys: Collection[str], problem: str, *, is_lost: bool) -> Iterator[Finding]:
+    names_by_kind: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(map(parameter_name, keys)):
+        names_by_kind[tensor_kind(name)].append(name)
+    for kind, names in names_by_kind.items():
+        text = f"{len(names)} tensors {problem}: {shorten_list(names, 2)}"
+        yield Finding(kind, text, is_lost=is_lost)
+
+
+def _num_experts(weights: TensorSource) -> dict[str, int]:
+    indices: dict[str, set[int]] = defaultdict(set)
     for key in tensor_keys(weights):
         shape = weights.info(key).shape
         if (match := _EXPERTS.match(parameter_name(key))) and (match[2] or len(shape) == 3):
-            numbers[match[1]] |= {int(match[2])} if match[2] else {*range(shape[0])}
-    return {layer: len(each) for layer, each in numbers.items()}
+            indices[match[1]] |= {int(match[2])} if match[2] else {*range(shape[0])}
+    return {layer: len(each) for layer, each in indices.items()}
 
 
 def compare_values(
-    ours: TensorSource, theirs: TensorSource | None, *, is_trained: bool = True
+    export: TensorSource, base: TensorSource | None, *, is_trained: bool = True
 ) -> Iterator[Finding]:
     """Compare values with the base's values, rounded to the dtype of the export.
 
-    Without `theirs`, only check that values are finite.
+    Without `base`, only check that values are finite.
     """
-    known = {*tensor_keys(theirs)} if theirs is not None else set()
+    base_keys = {*tensor_keys(base)} if base is not None else set()
     changes: dict[str, list[WeightChange]] = defaultdict(list)
-    keys = sorted(tensor_keys(ours))
-    with doing("comparing", BYTES, sum(ours.info(key).nbytes for key in keys)) as advance:
+    keys = sorted(tensor_keys(export))
+    with doing("comparing", BYTES, sum(export.info(key).nbytes for key in keys)) as advance:
         for key in keys:
-            base, name = theirs if key in known else None, parameter_name(key)
-            change, bad, has_any = _compare_tensor(ours, base, key)
-            if bad:
-                yield lost_finding(tensor_kind(name), f"{name}: {bad:,} values are NaN or infinite")
-            if change.norm and not has_any:
-                yield lost_finding(tensor_kind(name), f"{name}: only zeros, and not in the base")
-            if base is not None:
-                changes[tensor_kind(name)].append(change)
-            advance(ours.info(key).nbytes)
+            name, kind = parameter_name(key), tensor_kind(parameter_name(key))
+            in_base = base if key in base_keys else None
+            change, num_bad, has_nonzero = _compare_tensor(export, in_base, key)
+            if num_bad:
+                yield lost_finding(kind, f"{name}: {num_bad:,} values are NaN or infinite")
+            if change.norm and not has_nonzero:
+                yield lost_finding(kind, f"{name}: only zeros, and not in the base")
+            if in_base is not None:
+                changes[kind].append(change)
+            advance(export.info(key).nbytes)
     yield from summarize_changes(changes)
     if is_trained and changes and not any(x.delta for each in changes.values() for x in each):
         yield lost_finding("weights", "all equal the base's; nothing that was trained is there")
@@ -136,38 +143,35 @@ def compare_values(
 
 @np.errstate(all="ignore")  # values may not be finite
 def _compare_tensor(
-    ours: TensorSource, theirs: TensorSource | None, key: str
+    export: TensorSource, base: TensorSource | None, key: str
 ) -> tuple[WeightChange, int, bool]:
     """Return the change, the number of new NaNs, and whether any value is not zero.
 
     If the tensor has more rows than the base's tensor, the first rows are compared.
     """
-    info = ours.info(key)
-    other = info if theirs is None else theirs.info(key)
-    is_alike = other.shape == info.shape or (
-        other.shape[1:] == info.shape[1:] and other.numel < info.numel
+    info = export.info(key)
+    base_info = info if base is None else base.info(key)
+    comparable = base_info.shape == info.shape or (
+        base_info.shape[1:] == info.shape[1:] and base_info.numel < info.numel
     )
-    delta, norm, num_bad, has_any = 0.0, 0.0, 0, False
+    delta, norm, num_bad, has_nonzero = 0.0, 0.0, 0, False
     for span in Span(0, info.numel).split(_ELEMENTS_AT_ONCE):
-        data, base_data = _read_bytes(ours, key, span), bytearray()
-        if theirs is not None and is_alike and span.start < other.numel:
-            base_data = _read_bytes(theirs, key, Span(span.start, min(span.stop, other.numel)))
-        base = _as_floats(base_data, other.dtype, info.dtype)
-        is_same = data == base_data and other.dtype == info.dtype
-        values = base if is_same else _as_floats(data, info.dtype, info.dtype)
+        data, base_data = _read_bytes(export, key, span), bytearray()
+        if base is not None and comparable and span.start < base_info.numel:
+            base_data = _read_bytes(base, key, Span(span.start, min(span.stop, base_info.numel)))
+        base_values = _as_floats(base_data, base_info.dtype, info.dtype)
+        is_same = data == base_data and base_info.dtype == info.dtype
+        values = base_values if is_same else _as_floats(data, info.dtype, info.dtype)
         if not is_same and not np.isfinite(values @ values):
             is_bad = ~np.isfinite(values)
-            is_bad[: base.size] &= np.isfinite(base)
-            num_bad, values, base = (
-                num_bad + int(is_bad.sum()),
-                np.nan_to_num(values),
-                np.nan_to_num(base),
-            )
-        difference = values[: base.size] - base
+            is_bad[: base_values.size] &= np.isfinite(base_values)
+            num_bad += int(is_bad.sum())
+            values, base_values = np.nan_to_num(values), np.nan_to_num(base_values)
+        difference = values[: base_values.size] - base_values
         delta += 0.0 if is_same else float(difference @ difference)
-        norm += float(np.nan_to_num(base @ base))
-        has_any = has_any or bool(values.any())
-    return WeightChange(delta, norm, parameter_name(key)), num_bad, has_any
+        norm += float(np.nan_to_num(base_values @ base_values))
+        has_nonzero = has_nonzero or bool(values.any())
+    return WeightChange(delta, norm, parameter_name(key)), num_bad, has_nonzero
 
 
 def _read_bytes(weights: TensorSource, key: str, span: Span) -> bytearray:
@@ -177,7 +181,8 @@ def _read_bytes(weights: TensorSource, key: str, span: Span) -> bytearray:
     return content
 
 
-def _as_floats(data: bytearray, dtype: str, rounded: str) -> NDArray[np.float32]:
-    if rounded in FLOATS and rounded != dtype:
-        return _as_floats(bytearray(cast(memoryview(data), dtype, rounded, "")), rounded, rounded)
+def _as_floats(data: bytearray, dtype: str, target: str) -> NDArray[np.float32]:
+    """Return values that are rounded to the dtype `target` if it is a float."""
+    if target in FLOATS and target != dtype:
+        return _as_floats(bytearray(cast(memoryview(data), dtype, target, "")), target, target)
     return np.frombuffer(cast(memoryview(data), dtype, "F32", ""), np.float32)

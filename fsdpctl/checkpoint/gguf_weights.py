@@ -66,8 +66,8 @@ class GgufTensors:
             stored = shape[1:] if shape[0] == 1 else shape  # transformers adds a dimension
             expected = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
             if tensor.shape != expected:
-                is_of = f"shape {list(tensor.shape)}, the model's is {list(expected)}"
-                raise UsageError(f"{path}: {theirs} has {is_of}")
+                shapes = f"expected shape {list(expected)}, got {list(tensor.shape)}"
+                raise UsageError(f"{path}: {theirs}: {shapes}")
             is_rotated = self._architecture == "llama" and _ROTATED.search(theirs)
             head = model.head_width if is_rotated else 1
             first = prod(stored[:-1]) * int(expert[1]) if expert else 0

@@ -230,7 +230,7 @@ def _check_shapes(source: TensorSource, kind: str, shapes: Mapping[str, tuple[in
         stored = tuple(source.info(tensor_key(kind, name)).shape)
         if stored != shape:
             raise CheckpointError(
-                f"{source}: {name} has shape {list(stored)}, the model's is {list(shape)}"
+                f"{source}: {name}: expected shape {list(shape)}, got {list(stored)}"
             )
     for name in source.names(kind):
         if name not in shapes:

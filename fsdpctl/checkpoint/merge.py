@@ -23,7 +23,7 @@ from fsdpctl.models.adapter_names import (
 from fsdpctl.plan.layout import Span
 
 MODEL_KEY = "model"  # the setting that names the model
-Matrix = NDArray[np.float32]
+FloatArray = NDArray[np.float32]
 
 
 def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool) -> TensorSource:
@@ -64,12 +64,13 @@ def _merge_into_quantized(
     from fsdpctl.models.build_model import build_model
     from fsdpctl.models.quantized import QUANT_FORMATS, quantized_shapes
 
-    packing, shapes = QUANT_FORMATS[str(model.base_dtype)], quantized_shapes(build_model(model))
-    stored = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
+    quant_format = QUANT_FORMATS[str(model.base_dtype)]
+    shapes = quantized_shapes(build_model(model))
+    dtypes = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
     if dtype is None:
-        dtype = stored.pop() if len(stored) == 1 and stored <= {*FLOATS} else "F32"
-    unpacked = DequantizedTensors(weights, shapes, packing)
-    return MergedTensors(unpacked, model, dtype, shapes, _transposed(model))
+        dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {*FLOATS} else "F32"
+    dequantized = DequantizedTensors(weights, shapes, quant_format)
+    return MergedTensors(dequantized, model, dtype, shapes, _transposed(model))
 
 
 def _transposed(model: ModelConfig) -> frozenset[str]:
@@ -85,10 +86,9 @@ def notes_on_merge(reader: CheckpointReader, *, merge: bool) -> tuple[str, ...]:
     if not merge or dtype == "auto":
         return ()
     base = reader.manifest.base
-    others = "" if base is None else f"; those in {base.path} differ"
-    return (
-        f"adapters merged into the {dtype.upper()} weights that they were trained with{others}",
-    )
+    detail = "" if base is None else f"; the weights in {base.path} differ"
+    text = f"adapters merged into the {dtype.upper()} weights that they were trained with"
+    return (text + detail,)
 
 
 class MergedTensors:
@@ -110,9 +110,8 @@ class MergedTensors:
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
         self._transposed, self._dtype = transposed, dtype
-        self._last: tuple[str, tuple[Matrix, Matrix]] | None = (
-            None  # a weight's name and its factors, (experts, …)
-        )
+        # The name of a weight, and its factors by expert.
+        self._cached_factors: tuple[str, tuple[FloatArray, FloatArray]] | None = None
         layers = adapted_layers(weights.names(PARAMETER))
         self._merged = {adapted_weight(layer): layer for layer in layers}
         self._rounded = {*self._merged, *rounded}
@@ -134,43 +133,42 @@ class MergedTensors:
         name, info = parameter_name(key), self.info(key)
         stored = self._weights.info(key).dtype
         if name not in self._merged:
-            for within, data in self._weights.read(key, span):
-                yield within, cast(data, stored, info.dtype, name)
+            for part, data in self._weights.read(key, span):
+                yield part, cast(data, stored, info.dtype, name)
             return
         columns = info.shape[-1]
-        for within, data in self._weights.read(key, span):
+        for part, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)
-            first, stop = within.start // columns, -(-within.stop // columns)
-            update = self._update(name, info.shape, first, stop).reshape(-1)
-            offset = within.start - first * columns
-            values = values + self._scale * update[offset : offset + within.numel]
-            yield within, cast(values.view(np.uint8).data, "F32", info.dtype, name)
+            first, stop = part.start // columns, -(-part.stop // columns)
+            delta = self._delta_rows(name, info.shape, first, stop).reshape(-1)
+            offset = part.start - first * columns
+            values = values + self._scale * delta[offset : offset + part.numel]
+            yield part, cast(values.view(np.uint8).data, "F32", info.dtype, name)
 
-    def _update(self, name: str, shape: Sequence[int], first: int, stop: int) -> Matrix:
+    def _delta_rows(self, name: str, shape: Sequence[int], first: int, stop: int) -> FloatArray:
         """Return rows of the product B A for a weight; rows of experts are concatenated."""
-        count = shape[0] if len(shape) == 3 else 1
-        left, right = self._factors(name, count)
-        rows, parts = shape[-2], []
-        for expert in range(first // rows, -(-stop // rows)):
-            start = expert * rows
-            of_expert = left[expert][max(first - start, 0) : min(stop - start, rows)]
-            parts.append(of_expert @ right[expert])
-        return np.concatenate(parts)
+        left, right = self._factors(name, shape[0] if len(shape) == 3 else 1)
+        num_rows, deltas = shape[-2], []
+        for expert in range(first // num_rows, -(-stop // num_rows)):
+            start = expert * num_rows
+            rows = left[expert][max(first - start, 0) : min(stop - start, num_rows)]
+            deltas.append(rows @ right[expert])
+        return np.concatenate(deltas)
 
-    def _factors(self, name: str, count: int) -> tuple[Matrix, Matrix]:
-        """Return the factors of each expert's update; the factors of the last weight are cached."""
-        if self._last is None or self._last[0] != name:
+    def _factors(self, name: str, num_experts: int) -> tuple[FloatArray, FloatArray]:
+        """Return the factors of a product, (experts, …); the last weight's factors are cached."""
+        if self._cached_factors is None or self._cached_factors[0] != name:
             layer = self._merged[name]
-            down, up = (
-                self._read_matrix(f"{layer}.{LORA_A}.weight"),
-                self._read_matrix(f"{layer}.{LORA_B}.weight"),
-            )
-            into = down.reshape(count, -1, down.shape[1])
-            back = up.reshape(len(up), -1, count).transpose(2, 0, 1)
-            turned = into.transpose(0, 2, 1), back.transpose(0, 2, 1)
-            self._last = (name, turned if layer in self._transposed else (back, into))
-        return self._last[1]
+            matrix_a = self._read_matrix(f"{layer}.{LORA_A}.weight")
+            matrix_b = self._read_matrix(f"{layer}.{LORA_B}.weight")
+            lora_a = matrix_a.reshape(num_experts, -1, matrix_a.shape[1])
+            lora_b = matrix_b.reshape(len(matrix_b), -1, num_experts).transpose(2, 0, 1)
+            factors = lora_b, lora_a
+            if layer in self._transposed:
+                factors = lora_a.transpose(0, 2, 1), lora_b.transpose(0, 2, 1)
+            self._cached_factors = name, factors
+        return self._cached_factors[1]
 
-    def _read_matrix(self, name: str) -> Matrix:
+    def _read_matrix(self, name: str) -> FloatArray:
         key = tensor_key(PARAMETER, name)
         return read_floats(self._weights, key).reshape(self._weights.info(key).shape)

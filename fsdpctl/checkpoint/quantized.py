@@ -12,7 +12,7 @@ from fsdpctl.errors import CheckpointError
 from fsdpctl.models.quantized import GROUP, QuantFormat, quant_format_of, quantized_shapes
 from fsdpctl.plan.layout import Span
 
-_BYTES, _FLOATS = "U8", "F32"
+_UINT8, _FLOAT32 = "U8", "F32"
 _GROUPS_AT_ONCE = 64  # about a million weights
 WeightShapes = Mapping[str, tuple[int, ...]]  # shapes of quantized weights, by parameter name
 
@@ -42,13 +42,13 @@ class QuantizedTensors:
     def info(self, key: str) -> TensorInfo:
         name, stored = parameter_name(key), self._source.info(key)
         shape = self._shapes.get(name)
-        if shape is None or stored.dtype == _BYTES:
+        if shape is None or stored.dtype == _UINT8:
             return stored
         if tuple(stored.shape) != shape:
             raise CheckpointError(
-                f"{self}: {name} has shape {stored.shape}, the model's is {list(shape)}"
+                f"{self}: {name}: expected shape {list(shape)}, got {stored.shape}"
             )
-        return TensorInfo([self._quant_format.num_bytes(stored.numel)], _BYTES)
+        return TensorInfo([self._quant_format.num_bytes(stored.numel)], _UINT8)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span`, which are bytes of quantized weights.
@@ -56,17 +56,17 @@ class QuantizedTensors:
         Only the groups of weights that overlap `span` are read and quantized.
         """
         stored = self._source.info(key)
-        if parameter_name(key) not in self._shapes or stored.dtype == _BYTES:
+        if parameter_name(key) not in self._shapes or stored.dtype == _UINT8:
             yield from self._source.read(key, span)
             return
         span = span or Span(0, self._quant_format.num_bytes(stored.numel))
-        for byte_range, weights in _group_ranges(span, stored.numel, self._quant_format):
-            values = torch.from_numpy(read_floats(self._source, key, weights))
-            packed = self._quant_format.quantize(values)
-            wanted = byte_range.intersect(span)
-            assert wanted is not None
-            within = wanted.shift(-byte_range.start)
-            yield wanted, tensor_bytes(packed[within.start : within.stop])
+        for byte_span, weight_span in _group_spans(span, stored.numel, self._quant_format):
+            values = torch.from_numpy(read_floats(self._source, key, weight_span))
+            quantized = self._quant_format.quantize(values)
+            requested = byte_span.intersect(span)
+            assert requested is not None
+            local_span = requested.shift(-byte_span.start)
+            yield requested, tensor_bytes(quantized[local_span.start : local_span.stop])
 
 
 class DequantizedTensors(QuantizedTensors):
@@ -74,7 +74,7 @@ class DequantizedTensors(QuantizedTensors):
 
     def info(self, key: str) -> TensorInfo:
         info, shape = super().info(key), self._shapes.get(parameter_name(key))
-        return info if shape is None else TensorInfo(list(shape), _FLOATS)
+        return info if shape is None else TensorInfo(list(shape), _FLOAT32)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         if parameter_name(key) not in self._shapes:
@@ -82,24 +82,27 @@ class DequantizedTensors(QuantizedTensors):
             return
         numel = self.info(key).numel
         span = span or Span(0, numel)
-        first, last = span.start // GROUP, -(-span.stop // GROUP)
+        first, stop = span.start // GROUP, -(-span.stop // GROUP)
         size = self._quant_format.group_bytes
-        within = Span(first * size, min(last * size, self._quant_format.num_bytes(numel)))
-        for byte_range, weights in _group_ranges(within, numel, self._quant_format):
-            data = b"".join(bytes(part) for _, part in super().read(key, byte_range))
-            packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            values = self._quant_format.dequantize(packed, (weights.numel,), torch.float32)
-            wanted = weights.intersect(span)
-            assert wanted is not None
-            part = wanted.shift(-weights.start)
-            yield wanted, tensor_bytes(values[part.start : part.stop])
+        stored_span = Span(first * size, min(stop * size, self._quant_format.num_bytes(numel)))
+        for byte_span, weight_span in _group_spans(stored_span, numel, self._quant_format):
+            data = b"".join(bytes(local_span) for _, local_span in super().read(key, byte_span))
+            quantized = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            values = self._quant_format.dequantize(quantized, (weight_span.numel,), torch.float32)
+            requested = weight_span.intersect(span)
+            assert requested is not None
+            local_span = requested.shift(-weight_span.start)
+            yield requested, tensor_bytes(values[local_span.start : local_span.stop])
 
 
-def _group_ranges(span: Span, numel: int, quant_format: QuantFormat) -> Iterator[tuple[Span, Span]]:
-    """Yield ranges of bytes and of weights: several groups at a time, which overlap `span`."""
-    size, end = quant_format.group_bytes, quant_format.num_bytes(numel)
-    last = -(-span.stop // size)
-    for first in range(span.start // size, last, _GROUPS_AT_ONCE):
-        stop = min(first + _GROUPS_AT_ONCE, last)
+def _group_spans(span: Span, numel: int, quant_format: QuantFormat) -> Iterator[tuple[Span, Span]]:
+    """Yield the spans of bytes and of weights of the groups that overlap `span`, several at a time.
+
+    `span` is in bytes.
+    """
+    size, num_bytes = quant_format.group_bytes, quant_format.num_bytes(numel)
+    end_group = -(-span.stop // size)
+    for first in range(span.start // size, end_group, _GROUPS_AT_ONCE):
+        stop = min(first + _GROUPS_AT_ONCE, end_group)
         weights = Span(first * GROUP, min(stop * GROUP, numel))
-        yield Span(first * size, min(stop * size, end)), weights
+        yield Span(first * size, min(stop * size, num_bytes)), weights

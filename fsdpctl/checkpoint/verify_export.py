@@ -1,4 +1,4 @@
-"""Verification of an export: what changed compared with its base, and what a server would lack."""
+"""Verification of an export: its changes to the base, and the files that a server would lack."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ def verify_export(
     """
     findings, assets = list[Finding](), ModelAssets(read_assets(export), export)
     if is_hugging_face(export):
-        ours, theirs, findings = _open_both(export, base, assets)
-        findings += () if theirs is None else compare_names(ours, theirs)
-        findings += compare_values(ours, theirs, is_trained=is_trained)
-        findings += check_vocabulary(ours, assets)
+        weights, base_weights, findings = _open_both(export, base, assets)
+        findings += () if base_weights is None else compare_names(weights, base_weights)
+        findings += compare_values(weights, base_weights, is_trained=is_trained)
+        findings += check_vocabulary(weights, assets)
         if base is not None and not is_gguf(export):
             findings += compare_assets(assets, ModelAssets(read_model_assets(base), base))
     if has_adapters(export) and base is not None:
@@ -59,29 +59,29 @@ def _open_both(
     export: Path, base: Path | None, assets: ModelAssets
 ) -> tuple[TensorSource, TensorSource | None, list[Finding]]:
     """Open export and base under the names in their files if equal, or under the model's names."""
-    ours = _open_in_model(export) if is_gguf(export) else _open_stored(export)
-    names = ours.names(PARAMETER)
+    weights = _open_in_model(export) if is_gguf(export) else _open_stored(export)
+    names = weights.names(PARAMETER)
     if base is None:
-        return ours, None, []
+        return weights, None, []
     uses_model_names = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
     with _errors_of_base(base):
-        theirs = None if uses_model_names else _open_stored(base)
+        base_weights = None if uses_model_names else _open_stored(base)
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
-    if theirs is not None and names == theirs.names(PARAMETER) and not ties:
-        return ours, theirs, []
+    if base_weights is not None and names == base_weights.names(PARAMETER) and not ties:
+        return weights, base_weights, []
     try:
         with _errors_of_base(base):
-            by_model = _open_in_model(base)
+            base_in_model = _open_in_model(base)
         in_model = _open_in_model(export)
     except FsdpctlError as error:  # UsageError: the family is not supported
-        if theirs is None:
+        if base_weights is None:
             raise
         is_lost = isinstance(error, CheckpointError)
-        return ours, theirs, [Finding("weights", str(error), is_lost)] if is_lost else []
-    others = [] if theirs is None else sorted({*names} - {*theirs.names(PARAMETER)})
+        return weights, base_weights, [Finding("weights", str(error), is_lost)] if is_lost else []
+    others = [] if base_weights is None else sorted({*names} - {*base_weights.names(PARAMETER)})
     text = f"{len(others)} tensors under other names than in the base's files: "
     text += shorten_list(others, 2)
-    return in_model, by_model, [Finding("weights", text)] if others else []
+    return in_model, base_in_model, [Finding("weights", text)] if others else []
 
 
 def _open_stored(folder: Path) -> FileTensors:

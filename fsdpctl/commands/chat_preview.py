@@ -81,7 +81,7 @@ def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: 
     UsageError if there is no template, or if it rejects the messages.
     """
     template = open_template(tokenizer, None)
-    chat = Chat(list(messages), [], is_question=True)
+    chat = Chat(list(messages), [], add_generation_prompt=True)
     setup, location = template_setup_of(template, tokenizer, today), template.source
     (rendered,) = render_chats(setup, location, [(chat, location)])
     (sample,) = rendered.samples

@@ -22,9 +22,9 @@ from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
 from fsdpctl.io.texts import batched_by_size
 
 SPLITS = ("train", "val")
-_FAR = np.iinfo(np.int64).max  # a position after all characters
-# Characters that are tokenized together: a token with its span takes 150 bytes in the library.
-_BATCH = 1 << 20
+_BEYOND_TEXT = np.iinfo(np.int64).max  # a position after all characters
+# Texts are tokenized in batches, since the library takes 150 bytes for a token with its span.
+_BATCH_CHARS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class TokenizedChats:
     """The arrays of a data set by name (`train.tokens`, …), and facts about it for notes."""
 
     arrays: dict[str, NDArray[Any]]
+    # The caller stores the keys in the cache. `marked` and `found` count conversations whose loss
+    # mask comes from the template's generation blocks, and from locating messages in the text.
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
@@ -53,21 +55,21 @@ class TokenizedChats:
 @dataclass(slots=True)
 class _Split:
     tokens: list[Tokens] = field(default_factory=list)
-    trained: list[Mask] = field(default_factory=list)
+    loss_masks: list[Mask] = field(default_factory=list)
 
     def arrays(self, dtype: type[np.unsignedinteger]) -> dict[str, NDArray[Any]]:
         starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int64)
         tokens = np.concatenate(self.tokens).astype(dtype)
-        return {"tokens": tokens, "trained": np.concatenate(self.trained), "starts": starts}
+        return {"tokens": tokens, "trained": np.concatenate(self.loss_masks), "starts": starts}
 
 
-class ChatTokenizer:
-    """The tokenized samples of a data set, collected file by file."""
+class ChatDataBuilder:
+    """A builder of the arrays of a data set, which reads, renders and tokenizes file by file."""
 
     def __init__(self, source: ChatSource, tokenizer: FileTokenizer) -> None:
         self._source, self._tokenizer = source, tokenizer
-        self._encoder = ChatEncoder(tokenizer)
-        self._parts = {name: _Split() for name in SPLITS}
+        self._chat_tokenizer = ChatTokenizer(tokenizer)
+        self._splits = {name: _Split() for name in SPLITS}
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
         self._keys: list[dict[str, Counter[str]]] = []
@@ -81,16 +83,16 @@ class ChatTokenizer:
         with doing("tokenizing", CONVERSATIONS) as self._advance:
             formats = [self._add(each) for each in self._source.train]
             formats += [self._add(each, "val") for each in self._source.validation]
-        if not self._parts["train"].tokens:
+        if not self._splits["train"].tokens:
             dropped = self._counts["without_loss"]
             reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
             verb = "train" if self._source.key == "data.path" else "validate"
             raise UsageError(f"{self._source.key}: nothing to {verb} on{reason}")
         arrays = {
             f"{name}.{kind}": array
-            for name, part in self._parts.items()
-            if part.tokens
-            for kind, array in part.arrays(self._tokenizer.dtype).items()
+            for name, split in self._splits.items()
+            if split.tokens
+            for kind, array in split.arrays(self._tokenizer.dtype).items()
         }
         ends = [token for token, _ in self._ends.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
@@ -101,9 +103,9 @@ class ChatTokenizer:
 
         Returns the format of the file.
         """
-        name, lines = read_rows(str(file), self._counts, self._source.prompt)
-        for tokens, trained, destination in self.samples(self._with_splits(lines, split)):
-            self._store(tokens, trained, destination)
+        name, rows = read_rows(str(file), self._counts, self._source.prompt)
+        for tokens, loss_mask, destination in self.samples(self._with_splits(rows, split)):
+            self._store(tokens, loss_mask, destination)
         return name
 
     def samples(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
@@ -113,53 +115,53 @@ class ChatTokenizer:
         rows = chain([first], rows)
         if isinstance(first[0].content, PlainText):
             texts = ((x.content, label) for x, label in rows if isinstance(x.content, PlainText))
-            yield from self._encoder.texts(texts)
+            yield from self._chat_tokenizer.texts(texts)
         else:
-            yield from self._encoder.samples(self._rendered(rows))
+            yield from self._chat_tokenizer.samples(self._rendered(rows))
 
     def _with_splits(
-        self, lines: Iterator[tuple[ChatRow, bytes]], given_split: str | None
+        self, rows: Iterator[tuple[ChatRow, bytes]], given_split: str | None
     ) -> Iterator[tuple[ChatRow, str]]:
         self._keys.append({"followed": Counter(), "ignored": Counter()})
         fraction = 0.0 if self._source.validation else self._source.val_fraction
-        for line, content in lines:
+        for row, row_bytes in rows:
             self._advance(1)
             for name, counts in self._keys[-1].items():
-                for key in getattr(line.keys, name):
+                for key in getattr(row.keys, name):
                     counts[key[:80]] += 1
-            split = given_split or ("val" if is_held_out(content, fraction) else "train")
+            split = given_split or ("val" if is_held_out(row_bytes, fraction) else "train")
             self._counts["val_chats" if split == "val" else "chats"] += 1
-            yield line, split
+            yield row, split
 
     def _rendered(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[ChatSample, Any]]:
-        parts = deque[Any]()
+        labels = deque[Any]()
 
         def chats() -> Iterator[tuple[Chat, str]]:
-            for line, part in rows:
-                assert isinstance(line.content, Chat)
-                parts.append(part)
-                yield line.content, line.location
+            for row, label in rows:
+                assert isinstance(row.content, Chat)
+                labels.append(label)
+                yield row.content, row.location
 
         for rendered_chat in render_chats(*self._source.setup(), chats()):
-            part = parts.popleft()
+            label = labels.popleft()
             self._counts.update(rendered_chat.counts)
             self._counts["marked"] += any(each.is_marked for each in rendered_chat.samples)
             self._counts["found"] += any(not each.is_marked for each in rendered_chat.samples)
             for sample in rendered_chat.samples:
-                yield sample, part
+                yield sample, label
 
-    def _store(self, tokens: Tokens, trained: Mask, part: str) -> None:
+    def _store(self, tokens: Tokens, loss_mask: Mask, split: str) -> None:
         # The first token of a sample is never a target.
-        if not trained[1:].any():
+        if not loss_mask[1:].any():
             self._counts["without_loss"] += 1
             return
-        self._ends.update(self._encoder.ends(tokens, trained))
-        self._parts[part].tokens.append(tokens)
-        self._parts[part].trained.append(trained)
+        self._ends.update(self._chat_tokenizer.ends(tokens, loss_mask))
+        self._splits[split].tokens.append(tokens)
+        self._splits[split].loss_masks.append(loss_mask)
 
 
-class ChatEncoder:
-    """Tokenizes samples in batches, which the tokenizer distributes over threads."""
+class ChatTokenizer:
+    """A tokenizer of samples in batches, which the library distributes over threads."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -170,49 +172,50 @@ class ChatEncoder:
         self, samples: Iterable[tuple[ChatSample, Any]]
     ) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of each sample, their loss mask, and the label."""
-        for batch in batched_by_size(samples, _size, _BATCH):
+        for batch in batched_by_size(samples, _size, _BATCH_CHARS):
             encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
             for (sample, label), each in zip(batch, encoded, strict=True):
-                yield each.tokens, self._flags(sample, each), label
+                yield each.tokens, self._loss_mask(sample, each), label
 
     def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of each text with its boundary tokens, their mask, and the label."""
-        for batch in batched_by_size(texts, _size, _BATCH):
-            cut = [text.text for text, _ in batch if _is_cut(text)]
-            pairs = ((x.text, x.untrained) for x, _ in batch if not _is_cut(x))
-            parts = [part for text, start in pairs for part in (text[:start], text[start:])]
-            encoded = iter(self._tokenizer.encode_texts(cut) if cut else ())
-            tokens = iter(self._tokenizer.encode_plain(parts))
+        for batch in batched_by_size(texts, _size, _BATCH_CHARS):
+            joint = [text.text for text, _ in batch if _needs_offsets(text)]
+            pairs = ((x.text, x.num_masked_chars) for x, _ in batch if not _needs_offsets(x))
+            halves = [half for text, start in pairs for half in (text[:start], text[start:])]
+            encoded_texts = iter(self._tokenizer.encode_texts(joint) if joint else ())
+            encoded_halves = iter(self._tokenizer.encode_plain(halves))
             for text, label in batch:
-                if _is_cut(text):
-                    inner, trained = (each := next(encoded)).tokens, each.stops > text.untrained
+                if _needs_offsets(text):
+                    encoded = next(encoded_texts)
+                    tokens, mask = encoded.tokens, encoded.stops > text.num_masked_chars
                 else:
-                    masked, rest = next(tokens), next(tokens)
-                    inner = np.concatenate([masked, rest])
-                    trained = np.arange(len(inner)) >= len(masked)
-                before, after = self._tokenizer.boundary_tokens(inner)
-                flags = [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
-                whole = [np.array(before, inner.dtype), inner, np.array(after, inner.dtype)]
-                yield np.concatenate(whole), np.concatenate(flags), label
+                    masked, trained = next(encoded_halves), next(encoded_halves)
+                    tokens = np.concatenate([masked, trained])
+                    mask = np.arange(len(tokens)) >= len(masked)
+                prefix, suffix = self._tokenizer.boundary_tokens(tokens)
+                masks = [np.zeros(len(prefix), bool), mask, np.ones(len(suffix), bool)]
+                token_parts = [np.array(x, tokens.dtype) for x in (prefix, tokens, suffix)]
+                yield np.concatenate(token_parts), np.concatenate(masks), label
 
-    def _flags(self, sample: ChatSample, encoded: EncodedText) -> Mask:
+    def _loss_mask(self, sample: ChatSample, encoded: EncodedText) -> Mask:
         """Return True for each token that has a character in a span, even if a span's edge cuts it.
 
-        This is the behavior of transformers, with one exception: if several tokens share the last
+        transformers does so too, with one exception: if several tokens share the last
         character, transformers marks only the first token. A control token whose text includes the
         whitespace after it is not trained on because of that whitespace, unless the template marks
         the whitespace.
         """
-        spans = np.array([*sample.spans, (_FAR, _FAR)], dtype=np.int64)
+        spans = np.array([*sample.spans, (_BEYOND_TEXT, _BEYOND_TEXT)], dtype=np.int64)
         nearest = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]
-        flags: Mask = nearest < encoded.stops
+        loss_mask: Mask = nearest < encoded.stops
         if not sample.is_marked:
-            flags &= ~(self._is_control[encoded.tokens] & (encoded.starts < nearest))
-        return flags
+            loss_mask &= ~(self._is_control[encoded.tokens] & (encoded.starts < nearest))
+        return loss_mask
 
-    def ends(self, tokens: Tokens, flags: Mask) -> list[int]:
+    def ends(self, tokens: Tokens, loss_mask: Mask) -> list[int]:
         """Return the control tokens that end spans of trained tokens."""
-        last = flags & ~np.append(flags[1:], False)
+        last = loss_mask & ~np.append(loss_mask[1:], False)
         return [int(each) for each in tokens[last & self._is_control[tokens]]]
 
 
@@ -220,5 +223,6 @@ def _size(item: tuple[ChatSample | PlainText, Any]) -> int:
     return len(item[0].text)
 
 
-def _is_cut(text: PlainText) -> bool:
-    return text.untrained > 0 and not text.tokenized_apart
+def _needs_offsets(text: PlainText) -> bool:
+    """Return whether the loss mask follows from the offsets of tokens that span both parts."""
+    return text.num_masked_chars > 0 and not text.tokenized_separately

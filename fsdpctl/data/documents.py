@@ -14,7 +14,7 @@ from typing import IO
 
 import xxhash
 
-from fsdpctl.chats.formats import COLUMN, PlainText
+from fsdpctl.chats.formats import TEXT_COLUMN, PlainText
 from fsdpctl.chats.rows import read_rows
 from fsdpctl.chats.values import with_count, with_counts
 from fsdpctl.config.data import CHAT
@@ -145,9 +145,9 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
 
 def _rows(file: Path, skipped: SkippedInput) -> Iterator[TextPiece]:
     counts = Counter[str]()
-    name, lines = read_rows(str(file), counts, COLUMN)
+    name, lines = read_rows(str(file), counts, TEXT_COLUMN)
     for line, _ in lines:
-        if name != COLUMN or not isinstance(line.content, PlainText):
+        if name != TEXT_COLUMN or not isinstance(line.content, PlainText):
             kind = "a prompt with its completion" if name.startswith("prompt") else "a conversation"
             raise UsageError(f"{line.location}: {kind}; expected `text`, or set data=chat")
         skipped.ignored_columns.update(line.keys.ignored)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fsdpctl.chats.formats import TOOLS
+from fsdpctl.chats.formats import TOOLS_KEYS
 from fsdpctl.chats.rows import check_unambiguous
 from fsdpctl.chats.template_processes import MAX_BYTES_PER_CHAT, MAX_SECONDS_PER_CHAT, TemplateSetup
 from fsdpctl.chats.values import with_count, with_counts
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_template
-from fsdpctl.data.chat_tokens import SPLITS, ChatSource, ChatTokenizer
+from fsdpctl.data.chat_tokens import SPLITS, ChatDataBuilder, ChatSource
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.new_tokens import open_run_tokenizer
@@ -141,7 +141,7 @@ def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> 
     parts = files.train, files.validation
     fraction, prompt = config.used_val_fraction, config.prompt
     source = ChatSource(key, *parts, fraction, prompt, setup.template_setup)
-    tokenized = ChatTokenizer(source, setup.tokenizer).build()
+    tokenized = ChatDataBuilder(source, setup.tokenizer).build()
     facts = {each: getattr(tokenized, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, tokenized.arrays, facts)
 
@@ -288,7 +288,7 @@ def _notes_on_files(
         for key in counts["ignored"]:
             if "[]" in key and key.rpartition(".")[2] in template_words:
                 del ignored[key]
-        for key in {*TOOLS} & followed.keys() if "tools" not in template_words else ():
+        for key in {*TOOLS_KEYS} & followed.keys() if "tools" not in template_words else ():
             ignored[key] = followed.pop(key)
         if number >= _MAX_NAMED_FILES:
             more_ignored.update(ignored)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpctl.chats.formats import COLUMN, Chat, ChatRow, PlainText
+from fsdpctl.chats.formats import TEXT_COLUMN, Chat, ChatRow, PlainText
 from fsdpctl.chats.partial_reads import ByteSpan, rows_in_spans
 from fsdpctl.chats.rows import check_unambiguous
 from fsdpctl.config.data import CHAT, TOKENS, DataConfig
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.config.data_sources import sources_in
-from fsdpctl.data.chat_tokens import ChatSource, ChatTokenizer
+from fsdpctl.data.chat_tokens import ChatDataBuilder, ChatSource
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import SkippedInput, documents, last_char_start, text_problem
 from fsdpctl.data.estimated import EstimatedData
@@ -137,7 +137,7 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
 
     for path, spans in _excerpt_spans(files.train).items():
         if files.option == CHAT:
-            for line, size, share in rows_in_spans(str(path), spans, COLUMN):
+            for line, size, share in rows_in_spans(str(path), spans, TEXT_COLUMN):
                 assert isinstance(line.content, PlainText)
                 add(TextPiece(line.content.text, 0), size, share)
             continue
@@ -163,7 +163,7 @@ def _of_chats(setup: ChatSetup, config: DataConfig, key: str, files: DataFiles) 
             excerpts.append(_Excerpt(size, share, []))
             rows.append((line, excerpts[-1]))
     source = ChatSource(key, (), (), 0.0, config.prompt, setup.template_setup)
-    chat_tokenizer = ChatTokenizer(source, setup.tokenizer)
+    chat_tokenizer = ChatDataBuilder(source, setup.tokenizer)
     for kind in (PlainText, Chat):
         samples = chat_tokenizer.samples(row for row in rows if isinstance(row[0].content, kind))
         for tokens, trained, excerpt in samples:

@@ -15,7 +15,7 @@ from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer
 from fsdpctl.chats.samples import ChatSample, LossPolicy, samples_of
 from fsdpctl.chats.turns import first_absent
-from fsdpctl.data.chat_tokens import ChatEncoder
+from fsdpctl.data.chat_tokens import ChatTokenizer
 from fsdpctl.data.tokenizer import EncodedText
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
@@ -332,7 +332,7 @@ def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked)
     given = EncodedText(drawn.integers(0, 9, 119).astype(np.uint16), at[:-1], at[1:])
     tokenizer: Any = SimpleNamespace(vocab_size=9, control_tokens={"<a>": 2, "<b>": 5})
     spans = [(int(a), int(b)) for a, b in edges]
-    found = ChatEncoder(tokenizer)._flags(ChatSample("", spans, is_marked), given)
+    found = ChatTokenizer(tokenizer)._loss_mask(ChatSample("", spans, is_marked), given)
     expected = [
         any(
             stop > a and start < b and (is_marked or token not in (2, 5) or start >= a)
@@ -341,7 +341,7 @@ def test_tokens_of_many_spans_are_those_with_a_character_in_one(seed, is_marked)
         for token, start, stop in zip(given.tokens, given.starts, given.stops, strict=True)
     ]
     assert found.tolist() == expected
-    assert ChatEncoder(tokenizer)._flags(ChatSample("", []), given).sum() == 0
+    assert ChatTokenizer(tokenizer)._loss_mask(ChatSample("", []), given).sum() == 0
 
 
 class Searched(str):

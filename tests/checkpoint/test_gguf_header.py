@@ -122,7 +122,7 @@ def test_as_many_experts_as_the_file_says_are_in_its_tensors(tmp_path, count):
         invoke("shard-checkpoint", str(file), str(tmp_path / "out")),
     ):
         assert line[0] == 2, line
-        assert f"has shape [4, 256, 256], the model's is [{count}, 256, 256]" in line[1]
+        assert f"expected shape [{count}, 256, 256], got [4, 256, 256]" in line[1]
 
 
 @pytest.mark.parametrize(("kind", "keys", "expected"), [

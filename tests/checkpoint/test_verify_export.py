@@ -155,7 +155,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "generation_config.json: lost: missing": lambda x: (x / "generation_config.json").unlink(),
     "generation_config.json: lost: no eos_token_id; the base has 0":
         lambda x: (x / "generation_config.json").write_text('{"do_sample": true}'),
-    "config.json: lost: model_type llama, of the base qwen3_moe":
+    "config.json: lost: model_type llama; the base has qwen3_moe":
         lambda x: change_json(x / "config.json", lambda y: y.update(model_type="llama")),
     "vocabulary: lost: lm_head.weight has 320 rows, config.json vocab_size=400":
         lambda x: change_json(x / "config.json", lambda y: y.update(vocab_size=400)),
@@ -252,7 +252,7 @@ def test_adapters_for_each_expert_are_read_as_such_and_counted(made, tmp_path):
     change_json(config, lambda x: x.pop("target_parameters"))
     found = verify_export(export, made / "base")
     assert lost(found) == []
-    assert any("two matrices each: vLLM reads it" in x.text for x in found)
+    assert any("two matrices each: vLLM reads them" in x.text for x in found)
     change(export / ADAPTERS, lambda x: without(x, f"{EXPERTS}.2."))
     lines = lost(verify_export(export, made / "base"))
     assert lines == [f"experts: lost: {EXPERTS}: adapters of 3 of 4 experts"]
@@ -275,7 +275,7 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
         lambda x: {n.removeprefix(PEFT_PREFIX): y for n, y in x.items()},
     f"attention: lost: {LAYER}.weight: NaN or infinite":
         lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
-    f"attention: lost: {LAYER}: 16 to 32, rank 8 and 8, do not fit the base, 32 to 32":
+    f"attention: lost: {LAYER}: lora_A and lora_B: expected in 32, out 32, got in 16, out 32, rank":
         lambda x: {n: y[:, :16] if f"{LAYER}.lora_A" in n else y for n, y in x.items()},
     "adapter_config.json: lost: r=8, not 4": lambda x: {
         n: (y[:4] if "lora_A" in n else y[:, :4]) if LAYER in n else y for n, y in x.items()},

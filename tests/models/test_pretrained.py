@@ -131,7 +131,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"the model has no model.extra.weight"):
         load(tmp_path / "in")
     save_file({**saved, "model.norm.weight": norm}, file)
-    with pytest.raises(CheckpointError, match=r"has shape \[48\], the model's is \[64\]"):
+    with pytest.raises(CheckpointError, match=r"expected shape \[64\], got \[48\]"):
         load(edited(tmp_path / "in", hidden_size=64))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):

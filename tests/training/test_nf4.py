@@ -159,7 +159,9 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
         code, said = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
         assert code == 0, said
-    assert f"NF4 weights that they were trained with; those in {folder / 'base'} differ" in said
+    assert (
+        f"NF4 weights that they were trained with; the weights in {folder / 'base'} differ" in said
+    )
     where = dequantized_base(typed, folder) / "base"
     base = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
