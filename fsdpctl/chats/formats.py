@@ -62,7 +62,7 @@ _TEXT_KEY = "text"
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     """A conversation to be rendered by a chat template."""
 
-    messages: list[Message]  # as chat templates expect them, with `role` and `content`
+    messages: list[Message]  # in the form of chat templates, with `role` and `content`
     trained: list[bool]  # per message; only used for assistant messages
     tools: list[Any] | None = None
     options: dict[str, Any] = {}  # additional variables of the template

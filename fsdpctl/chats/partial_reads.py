@@ -1,7 +1,7 @@
 """Rows in some byte spans of a file, without reading the rest of the file.
 
-JSON Lines are read from any byte on. Of Parquet files, the first rows of row groups are read; of
-Arrow, CSV and compressed files, the first rows of the file. A JSON array is read whole.
+JSON Lines are read from any byte on. From Parquet files, the first rows of row groups are read,
+and from Arrow, CSV and compressed files, the first rows of the file. JSON arrays are read in full.
 """
 
 import codecs
@@ -29,7 +29,7 @@ class PartialRow(NamedTuple):
 
     row: ChatRow
     size: float  # bytes of the file
-    fraction: float = 1.0  # of the row
+    fraction: float = 1.0  # the part of the row
 
 
 def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator[PartialRow]:
@@ -42,14 +42,15 @@ def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator
     with open(open_regular(Path(path), follow_links=True), "rb") as raw:
         start = raw.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()
         if start.startswith(b"PAR1"):
-            yield from _of_row_groups(path, name, raw, spans)
+            yield from _rows_of_groups(path, name, raw, spans)
         elif start.startswith(b"{") and not path.endswith((".csv", ".tsv")):
             for begin, end in spans:
                 raw.seek(line := _line_start(raw, begin))
-                yield from _rows_from_here(path, name, raw, (begin - line, end - line), end - line)
+                span = begin - line, end - line
+                yield from _rows_from_position(path, name, raw, span, end - line)
         else:  # at least a MiB, since decompression reads that many bytes at once
-            most = sum(end - begin for begin, end in spans)
-            yield from _rows_from_here(path, name, raw, (0, most), max(most, MIB))
+            total = sum(end - begin for begin, end in spans)
+            yield from _rows_from_position(path, name, raw, (0, total), max(total, MIB))
 
 
 def _line_start(raw: BufferedReader, position: int) -> int:
@@ -62,38 +63,37 @@ def _line_start(raw: BufferedReader, position: int) -> int:
     return begin
 
 
-def _rows_from_here(
-    path: str, name: str, raw: BufferedReader, span: ByteSpan, read: int
+def _rows_from_position(
+    path: str, name: str, raw: BufferedReader, span: ByteSpan, min_bytes: int
 ) -> Iterator[PartialRow]:
     """Yield the rows within `span` of the text that begins at the position of `raw`.
 
-    At least `read` bytes are read, to know how many bytes of the file the text takes, compressed
-    or not.
+    At least `min_bytes` are read, to measure the ratio of the file's bytes to the text's bytes.
     """
-    begin = before = raw.tell()
-    rows, size, kept_size = list[tuple[ChatRow, int]](), 0, 0
+    begin = last_position = raw.tell()
+    rows, size, rows_size = list[tuple[ChatRow, int]](), 0, 0
     after = f" after byte {begin:,}" if begin else ""
-    for line, content in parse_objects(path, name, read_objects(path, raw, after), Counter()):
-        now = raw.tell()  # the end of a buffer, which may have several rows
-        if size and now != before and before - begin >= read:
+    for row, row_bytes in parse_objects(path, name, read_objects(path, raw, after), Counter()):
+        buffer_end = raw.tell()  # a buffer may have several rows
+        if size and buffer_end != last_position and last_position - begin >= min_bytes:
             break
-        if kept_size < span[1]:
-            rows.append((line, len(content)))
-            kept_size += len(content)
-        size += len(content)
-        before = now
+        if rows_size < span[1]:
+            rows.append((row, len(row_bytes)))
+            rows_size += len(row_bytes)
+        size += len(row_bytes)
+        last_position = buffer_end
     else:
-        before = os.path.getsize(path)
-    scale, position = (before - begin) / max(1, size), 0.0
+        last_position = os.path.getsize(path)
+    scale, position = (last_position - begin) / max(1, size), 0.0
     start, stop = (each * min(1, scale) for each in span)
-    for line, length in rows:
-        bytes_here = min(position + length * scale, stop) - max(position, start)
-        if bytes_here > 0:
-            yield PartialRow(line, bytes_here, bytes_here / (length * scale))
+    for row, length in rows:
+        num_bytes = min(position + length * scale, stop) - max(position, start)
+        if num_bytes > 0:
+            yield PartialRow(row, num_bytes, num_bytes / (length * scale))
         position += length * scale
 
 
-def _of_row_groups(
+def _rows_of_groups(
     path: str, name: str, raw: BufferedReader, spans: Sequence[ByteSpan]
 ) -> Iterator[PartialRow]:
     from pyarrow.parquet import ParquetFile
@@ -102,7 +102,7 @@ def _of_row_groups(
     ends = [0, *accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))]
     share = os.fstat(raw.fileno()).st_size / ends[-1]
     for group, group_spans in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
-        rows = read_table(path, raw, is_parquet=True, group=group, number=ends[group])
-        group_rows = islice(rows, math.ceil(sum(end - begin for begin, end in group_spans) / share))
-        lines = parse_objects(path, name, group_rows, Counter())
-        yield from (PartialRow(line, share) for line, _ in lines)
+        objects = read_table(path, raw, is_parquet=True, group=group, number=ends[group])
+        num_rows = math.ceil(sum(end - begin for begin, end in group_spans) / share)
+        rows = parse_objects(path, name, islice(objects, num_rows), Counter())
+        yield from (PartialRow(row, share) for row, _ in rows)

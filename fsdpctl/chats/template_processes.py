@@ -38,7 +38,7 @@ from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB
 
 MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = 10.0, 2 << 30  # most chats need less than 1%
-_BATCH_BYTES = 2 * MIB  # of chats, whose rendering takes much longer than starting a process
+_BATCH_BYTES = 2 * MIB  # chats of this size take much longer to render than a process to start
 _MESSAGES_PER_BUDGET = 100
 
 
@@ -53,10 +53,10 @@ class TemplateSetup(msgspec.Struct, array_like=True):
     train_on: str
     rewritten_turns: str
     max_seconds: float  # CPU time for a chat of up to 100 messages
-    max_bytes: int  # of memory, and of output
+    max_bytes: int  # a limit for memory, and for output
 
     def seconds_for(self, chat: Chat) -> float:
-        """Return the CPU seconds for a chat: each message needs some renderings of the whole."""
+        """Return the CPU seconds for a chat: each message takes some renderings of all messages."""
         return self.max_seconds * (1 + len(chat.messages) // _MESSAGES_PER_BUDGET)
 
 
@@ -76,8 +76,8 @@ def render_chats(
     encoded = ((msgspec.msgpack.encode(x), name, setup.seconds_for(x)) for x, name in chats)
     running = deque[_Batch]()
 
-    def results(left: int) -> Iterator[ChatSamples]:
-        while len(running) > left:
+    def results(max_running: int) -> Iterator[ChatSamples]:
+        while len(running) > max_running:
             yield from running[0].result()
             running.popleft().close()
 
@@ -117,9 +117,10 @@ class _Batch:
                 raise UsageError(f"{location}: {reply}")
         if len(replies) < len(self.locations):
             location, seconds = self.locations[len(replies)]
-            is_late = code == -signal.SIGXCPU
-            did = f"computes for longer than {seconds:g} s" if is_late else "ended its process"
-            raise UsageError(f"{location}: the template {did}")
+            problem = "ended its process"
+            if code == -signal.SIGXCPU:
+                problem = f"computes for longer than {seconds:g} s"
+            raise UsageError(f"{location}: the template {problem}")
         return [each for each in replies if not isinstance(each, str)]
 
     def close(self) -> None:
@@ -155,27 +156,28 @@ def main(input_file: IO[bytes], output_file: IO[bytes]) -> None:
 def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | str]:
     try:
         _limit(resource.RLIMIT_CPU, time.process_time() + setup.max_seconds)
-        work = _prepare(setup)
+        render = _make_renderer(setup)
         yield ""
         for chat in chats:
             _limit(resource.RLIMIT_CPU, time.process_time() + setup.seconds_for(chat))
-            yield work(chat)
+            yield render(chat)
     except (RenderError, TurnError, MemoryError) as error:
-        is_full = isinstance(error, MemoryError) or str(error).startswith("MemoryError")
-        full = f"the template needs more than {setup.max_bytes >> 20} MiB of memory"
-        yield full if is_full else str(error)
+        problem = str(error)
+        if isinstance(error, MemoryError) or problem.startswith("MemoryError"):
+            problem = f"the template needs more than {setup.max_bytes >> 20} MiB of memory"
+        yield problem
 
 
-def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
-    plain = Renderer(setup.template, setup.special_tokens, setup.date)
-    with_tools = plain
+def _make_renderer(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
+    without_tools = Renderer(setup.template, setup.special_tokens, setup.date)
+    with_tools = without_tools
     if setup.tool_template != setup.template:
         with_tools = Renderer(setup.tool_template, setup.special_tokens, setup.date)
     controls = re.compile(setup.controls) if setup.controls else None
     policy = LossPolicy(setup.train_on, setup.rewritten_turns)
 
-    def work(chat: Chat) -> ChatSamples:
-        renderer = with_tools if chat.tools else plain
+    def render(chat: Chat) -> ChatSamples:
+        renderer = with_tools if chat.tools else without_tools
         if chat.add_generation_prompt:
             prompt = renderer.render(
                 chat.messages, tools=chat.tools, options=chat.options, add_generation_prompt=True
@@ -183,13 +185,14 @@ def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
             return ChatSamples([ChatSample(prompt.text, [])], {})
         return samples_of(renderer, chat, policy, controls)
 
-    return work
+    return render
 
 
-def _limit(kind: int, most: float) -> None:
+def _limit(resource_type: int, maximum: float) -> None:
     """Lower a resource limit of this process."""
     with suppress(OSError, ValueError):  # the system lacks this limit, or has a lower one
-        resource.setrlimit(kind, (math.ceil(most), resource.getrlimit(kind)[1]))
+        hard_limit = resource.getrlimit(resource_type)[1]
+        resource.setrlimit(resource_type, (math.ceil(maximum), hard_limit))
 
 
 if __name__ == "__main__":

@@ -152,8 +152,9 @@ class _AdapterTensors:
         index = per_expert["index"] if per_expert else ""
         for base in weights:
             num_experts = 1 if per_expert else base.num_experts
-            is_half = bool(per_expert) and size_out == base.out_features // 2  # of gate_up_proj
-            fits = base.in_features == size_in and (is_half or base.out_features == size_out)
+            # gate_proj and up_proj of an expert are the halves of gate_up_proj.
+            sizes = [base.out_features, base.out_features // 2][: 2 if per_expert else 1]
+            fits = base.in_features == size_in and size_out in sizes
             if fits and rank == rank_b and rank and rank % num_experts == 0:
                 target = _BaseWeight(base.name, size_in, size_out, num_experts)
                 yield _Adapter(target, names["A"], names["B"], index)

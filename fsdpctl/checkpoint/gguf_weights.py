@@ -25,7 +25,7 @@ from fsdpctl.plan.layout import Span, round_up
 
 _ELEMENTS_AT_ONCE = 1 << 18  # dequantization makes several copies
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ROTATED = re.compile(r"\.attn_[qk]\.")  # transformers reorders the heads of these in `llama`
+_ROTATED = re.compile(r"\.attn_[qk]\.")  # tensors whose heads transformers reorders in `llama`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class _StoredRows:
     """A tensor of the model, which is a range of rows of a tensor in the file."""
 
     tensor: GgufTensor
-    shape: tuple[int, ...]  # of the model
-    first: int
-    head: int  # elements of the first dimension that are reordered together; 1: none
+    shape: tuple[int, ...]  # the model's shape
+    first_row: int
+    head_rows: int  # rows that are reordered together; 1: none
 
 
 class GgufTensors:
@@ -48,9 +48,8 @@ class GgufTensors:
         """
         self.path, header = path, read_header(path)
         self._architecture = header.architecture
-        tied = (
-            ["output.weight"] if self._architecture == "falcon" else []
-        )  # transformers ties it in any file
+        # transformers ties the output head of Falcon, even if the file has one.
+        tied = ["output.weight"] if self._architecture == "falcon" else []
         unused = header.tensors.keys() - {*SCALINGS, *tied}
         self._stored: dict[str, _StoredRows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -59,20 +58,20 @@ class GgufTensors:
         experts = Counter(_EXPERT.sub(".experts.", name) for name in model_shapes)
         for name, shape in model_shapes.items():
             expert = _EXPERT.search(name)
-            theirs = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
-            if theirs not in header.tensors:
-                raise UsageError(f"{path}: {theirs or name}: not found")
-            tensor = header.tensors[theirs]
+            gguf_name = names.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
+            if gguf_name not in header.tensors:
+                raise UsageError(f"{path}: {gguf_name or name}: not found")
+            tensor = header.tensors[gguf_name]
             stored = shape[1:] if shape[0] == 1 else shape  # transformers adds a dimension
             expected = (experts[_EXPERT.sub(".experts.", name)], *stored) if expert else stored
             if tensor.shape != expected:
                 shapes = f"expected shape {list(expected)}, got {list(tensor.shape)}"
-                raise UsageError(f"{path}: {theirs}: {shapes}")
-            is_rotated = self._architecture == "llama" and _ROTATED.search(theirs)
-            head = model.head_width if is_rotated else 1
-            first = prod(stored[:-1]) * int(expert[1]) if expert else 0
-            self._stored[name] = _StoredRows(tensor, shape, first, head)
-            unused.discard(theirs)
+                raise UsageError(f"{path}: {gguf_name}: {shapes}")
+            is_rotated = self._architecture == "llama" and _ROTATED.search(gguf_name)
+            head_rows = model.head_width if is_rotated else 1
+            first_row = prod(stored[:-1]) * int(expert[1]) if expert else 0
+            self._stored[name] = _StoredRows(tensor, shape, first_row, head_rows)
+            unused.discard(gguf_name)
         for name in sorted(unused):
             raise UsageError(f"{path}: {name}: not in transformers' model of {self._architecture}")
         for tensor in header.tensors.values():
@@ -94,34 +93,34 @@ class GgufTensors:
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         rows = self._stored[parameter_name(key)]
         width, span = rows.tensor.shape[-1], span or Span(0, prod(rows.shape))
-        together = rows.head if len(rows.tensor.shape) > 1 else 1
+        head_rows = rows.head_rows if len(rows.tensor.shape) > 1 else 1
         start, stop = span.start // width, -(-span.stop // width)
-        step = round_up(-(-_ELEMENTS_AT_ONCE // width), together)
+        step = round_up(-(-_ELEMENTS_AT_ONCE // width), head_rows)
         with (
             open(open_regular(self.path, follow_links=True), "rb") as file,
             os_errors_as(self.path),
         ):
-            for first in range(start // together * together, stop, step):
-                last = min(first + step, round_up(stop, together))
+            for first in range(start // head_rows * head_rows, stop, step):
+                last = min(first + step, round_up(stop, head_rows))
                 row_span = Span(first * width, last * width)
-                if (wanted := row_span.intersect(span)) is not None:
+                if (requested := row_span.intersect(span)) is not None:
                     values = self._read_rows(file, rows, first, last)
-                    part = wanted.shift(-row_span.start)
-                    yield wanted, values[part.start : part.stop].view(np.uint8).data
+                    local = requested.shift(-row_span.start)
+                    yield requested, values[local.start : local.stop].view(np.uint8).data
 
     def _read_rows(self, file: IO[Any], rows: _StoredRows, first: int, last: int) -> NDArray[Any]:
         """Read rows and return their elements in the model's order."""
         tensor, num_bytes = rows.tensor, (last - first) * rows.tensor.row_bytes
-        file.seek(tensor.start + (rows.first + first) * tensor.row_bytes)
+        file.seek(tensor.start + (rows.first_row + first) * tensor.row_bytes)
         data = np.fromfile(file, np.uint8, num_bytes)
         if len(data) < num_bytes:
             raise UsageError(f"{self.path}: truncated while it was read")
         kind = gguf.GGMLQuantizationType(tensor.kind)
         values = gguf.dequantize(data.reshape(last - first, -1), kind)
         values = values if len(tensor.shape) > 1 else values[0]
-        count = len(values) // rows.head
-        heads = {"num_attention_heads": count, "num_key_value_heads": count}
-        theirs: Any = modeling_gguf_pytorch_utils
-        processor = theirs.TENSOR_PROCESSORS.get(self._architecture, theirs.TensorProcessor)
+        num_heads = len(values) // rows.head_rows
+        heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+        library: Any = modeling_gguf_pytorch_utils
+        processor = library.TENSOR_PROCESSORS.get(self._architecture, library.TensorProcessor)
         processed = processor(config=heads).process(values, tensor.name)
         return np.ascontiguousarray(processed.weights).reshape(-1)

@@ -35,11 +35,7 @@ _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)  # next to weights
-ASSETS = (
-    *MODEL_CONFIG_FILES,
-    *TOKENIZER_FILES,
-    TEMPLATES,
-)  # files next to weights, with the tokenizer's files
+ASSETS = (*MODEL_CONFIG_FILES, *TOKENIZER_FILES, TEMPLATES)  # files next to weights
 # Kinds of tensors; other kinds are optimizer states. A remainder is the lower 8 bits of 24-bit
 # weights.
 PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
@@ -56,8 +52,8 @@ class StoredSpan:
     def num_chunks(self) -> int:
         return len(self.digests) // _DIGEST_BYTES
 
-    def matches_chunk(self, number: int, data: memoryview) -> bool:
-        start = number * _DIGEST_BYTES
+    def matches_chunk(self, index: int, data: memoryview) -> bool:
+        start = index * _DIGEST_BYTES
         return xxhash.xxh3_128_digest(data) == self.digests[start : start + _DIGEST_BYTES]
 
 
@@ -67,16 +63,16 @@ def checksum(data: memoryview | bytes) -> str:
 
 def chunk_digests(stream: Iterable[memoryview]) -> bytes:
     """Return the concatenated checksums of each CHUNK_BYTES of a stream of pieces of any size."""
-    done, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
+    digests, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
     for data in stream:
         while data:
             piece, data = data[:room], data[room:]
             chunk.update(piece)
             room -= len(piece)
             if not room:
-                done += chunk.digest()
+                digests += chunk.digest()
                 chunk, room = xxhash.xxh3_128(), CHUNK_BYTES
-    return bytes(done if room == CHUNK_BYTES else done + chunk.digest())
+    return bytes(digests if room == CHUNK_BYTES else digests + chunk.digest())
 
 
 def write_span_file(
@@ -93,7 +89,7 @@ def write_span_file(
 
 
 def spans_from_json(text: str, location: str) -> dict[str, StoredSpan]:
-    """Parse the text of the spans in a header; messages begin with `where`."""
+    """Parse the text of the spans in a header; messages begin with `location`."""
     stored = parse_json(text, dict[str, tuple[int, int, str]], location, CheckpointError)
     try:
         return {key: StoredSpan(Span(a, b), bytes.fromhex(x)) for key, (a, b, x) in stored.items()}
@@ -115,7 +111,8 @@ class FileInfo:
     """The expected size and checksum of a file."""
 
     size: Count
-    xxh3: str  # of all bytes; for a tensor file, of the header, which has checksums of the tensors
+    # The checksum of all bytes, or of a tensor file's header, which contains further checksums.
+    xxh3: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ class Manifest:
 
     files: dict[str, FileInfo]  # tensor files by name
     attachments: dict[str, FileInfo]  # other files of the model by name, such as its tokenizer
-    tensors: dict[str, TensorInfo]  # by key
+    tensors: dict[str, TensorInfo]  # full tensors by key
     progress: Progress
     config: dict[str, str]  # resolved settings by key
     versions: dict[str, str]

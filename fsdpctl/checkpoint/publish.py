@@ -53,8 +53,8 @@ def missing_space(folder: Path, nbytes: int) -> str:
 
 def check_space(destination: Path, nbytes: int) -> None:
     """Check that `nbytes` fit next to `destination`; UsageError if they do not."""
-    if lack := missing_space(destination.parent, nbytes):
-        raise UsageError(f"{destination}: {lack}")
+    if problem := missing_space(destination.parent, nbytes):
+        raise UsageError(f"{destination}: {problem}")
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
     With `replaces`, an existing `folder` is replaced.
     """
-    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
+    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # containers repeat process IDs
     try:
         scratch.mkdir(parents=True)
         yield scratch
@@ -76,14 +76,14 @@ def publish_directory(scratch: Path, folder: Path, *, replaces: bool = False) ->
     """Rename the directory `scratch` to `folder`. If this fails, an old `folder` stays."""
     fsync(scratch)
     if replaces and folder.exists():
-        aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
-        folder.rename(aside)
+        previous = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
+        folder.rename(previous)
         try:
             scratch.rename(folder)
         except BaseException:
-            aside.rename(folder)
+            previous.rename(folder)
             raise
-        shutil.rmtree(aside)
+        shutil.rmtree(previous)
     else:
         scratch.rename(folder)  # fails if another process has created `folder`
     fsync(folder.parent)
@@ -121,7 +121,7 @@ class ExportResult:
     path: Path
     num_bytes: int
     num_tensors: int
-    notes: tuple[str, ...]  # what is missing or differs, a line each
+    notes: tuple[str, ...]  # lines about missing and differing files or values
     files: int = 1
 
 
@@ -134,8 +134,8 @@ def export_directory(destination: Path, source: Path, *, overwrite: bool) -> Ite
     """
     check_destination(destination, overwrite=overwrite)
     folder = source.resolve()
-    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
-    if destination in (folder, *folder.parents) or inside in destination.parents:
+    checkpoints = folder.parent if folder.parent.name == CHECKPOINTS else folder
+    if destination in (folder, *folder.parents) or checkpoints in destination.parents:
         raise UsageError(
             f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
         )

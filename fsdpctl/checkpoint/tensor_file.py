@@ -34,7 +34,7 @@ DTYPE_SIZES = {
 ITEMSIZES = {name: size for name, (_, size) in DTYPE_SIZES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")
 EXPORT_DTYPES = {DTYPE_SIZES[each][0]: each for each in ("F32", "BF16", "F16")}
-HEADER_PREFIX = 8  # bytes, which contain the length of the rest
+HEADER_PREFIX = 8  # bytes that contain the length of the rest of the header
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _WRITEBACK_BYTES = 32 << 20
 # Larger writes fill larger pages, which a virtual machine may have to request from its host.
@@ -72,7 +72,8 @@ def write_new(path: Path, chunks: Iterable[memoryview]) -> int:
     """Write a new file and flush it to the disk; return its size. FileExistsError if it exists.
 
     Note: why posix_fadvise is called. It makes the kernel start to write earlier chunks to the disk
-    while later ones are computed. So the final fsync is short, which halves the time for gigabytes.
+    while later chunks are computed. So the final fsync is short, which halves the time of a write
+    of gigabytes.
     """
     size = flushed = 0  # bytes written, and bytes whose write to the disk has begun
     with path.open("xb", buffering=0) as file:
@@ -187,7 +188,7 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if source == "BF16":  # the upper half of float32
         values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        narrowed = values.astype(np.float32)  # as torch, which also rounds float64 twice
+        narrowed = values.astype(np.float32)  # torch also rounds float64 twice
         if target == "BF16":
             return _to_bfloat16(narrowed).view(np.uint8).data
         narrowed = narrowed.astype(DTYPE_SIZES[target][0])

@@ -39,10 +39,10 @@ class Progress:
     best: BestValidation | None = None  # None: no validation was finite
     num_skips: Count = 0  # steps that were skipped because they were non-finite or spiking
     accepted: list[AcceptedStep] = field(default_factory=list)  # newest steps, to detect spikes
-    optimizer_step: Count = 0  # of all parameters that `optimizer_steps` does not name
+    optimizer_step: Count = 0  # steps of all parameters that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
-    param_groups: list[dict[str, Any]] = field(default_factory=list)  # of that loop's optimizer
+    param_groups: list[dict[str, Any]] = field(default_factory=list)  # options of its optimizer
 
     def after_validation(self, loss: float) -> Self:
         """Return the progress after the validation at this step, which had `loss`."""
@@ -55,5 +55,5 @@ class Progress:
 
     def is_finished(self, steps: int, patience: int | None) -> bool:
         """Return whether training has ended, after `steps` or by early stopping."""
-        waited = 0 if self.best is None else self.best.unimproved
-        return self.step >= steps or (patience is not None and waited >= patience)
+        unimproved = 0 if self.best is None else self.best.unimproved
+        return self.step >= steps or (patience is not None and unimproved >= patience)

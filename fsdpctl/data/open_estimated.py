@@ -36,14 +36,14 @@ from fsdpctl.io.untrusted import MIB
 
 EXACT_BYTES = 64 * MIB  # up to this size of all files together, tokens are counted
 NUM_EXCERPTS, EXCERPT_BYTES = 64, 1 << 15
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of characters in UTF-8, after the first byte
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # UTF-8, after a character's first byte
 
 
 class _Excerpt(NamedTuple):
     """A part of a file, and the samples that overlap it."""
 
     size: float  # bytes of the file
-    part: float  # the fraction of the samples' tokens that is in the excerpt
+    fraction: float  # the part of the samples' tokens that is in the excerpt
     samples: list[tuple[Tokens, Mask | None]]  # a conversation can become several samples
 
 
@@ -70,13 +70,13 @@ def _estimated(corpus: Any) -> Any:
     if isinstance(corpus, Mixture):
         parts = (MixedSource(x.name, x.share, _estimated(x.content)) for x in corpus.sources)
         return Mixture(tuple(parts), corpus.purpose)
-    is_sample = isinstance(corpus, EstimatedData)
-    return corpus if is_sample else EstimatedData(corpus, corpus.num_tokens)
+    is_estimated = isinstance(corpus, EstimatedData)
+    return corpus if is_estimated else EstimatedData(corpus, corpus.num_tokens)
 
 
 @dataclass(slots=True)
 class _Opener:
-    """Opens the sources of data: counts tokens up to `left` bytes, and estimates the others."""
+    """Opens sources of data: counts the tokens of up to `left` bytes, and estimates the rest."""
 
     left: int = field(default_factory=lambda: EXACT_BYTES)
     estimates: bool = False  # whether a source was estimated
@@ -98,9 +98,9 @@ class _Opener:
         files = DataFiles(data_files.option, data_files.train, val_files)
         val, size = _size(val_files), _size((*data_files.train, *val_files))
         # An estimate would read the bytes of all excerpts, too.
-        most = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)
-        if (known := is_counted(encoder, config, files)) or size <= most:
-            self.left -= 0 if known else size
+        limit = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)
+        if (has_count := is_counted(encoder, config, files)) or size <= limit:
+            self.left -= 0 if has_count else size
             counted: DataSet = read(encoder, config, key, data_files)
             return counted
         self.estimates = True
@@ -131,15 +131,15 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
     next(documents(files, key, SkippedInput(), EXCERPT_BYTES), None)
     excerpts = list[_Excerpt]()
 
-    def add(text: TextPiece, size: float, part: float = 1) -> None:
+    def add(text: TextPiece, size: float, fraction: float = 1) -> None:
         tokens = [tokenizer.encode_pieces([text])] if text.text else []
-        excerpts.append(_Excerpt(size, part, [(each, None) for each in tokens]))
+        excerpts.append(_Excerpt(size, fraction, [(each, None) for each in tokens]))
 
     for path, spans in _excerpt_spans(files.train).items():
         if files.option == CHAT:
-            for line, size, share in rows_in_spans(str(path), spans, TEXT_COLUMN):
-                assert isinstance(line.content, PlainText)
-                add(TextPiece(line.content.text, 0), size, share)
+            for row, size, fraction in rows_in_spans(str(path), spans, TEXT_COLUMN):
+                assert isinstance(row.content, PlainText)
+                add(TextPiece(row.content.text, 0), size, fraction)
             continue
         with open(open_regular(path, follow_links=True), "rb", buffering=0) as file:
             end = path.stat().st_size
@@ -159,17 +159,17 @@ def _of_chats(setup: ChatSetup, config: DataConfig, key: str, files: DataFiles) 
         check_unambiguous(str(each))
     excerpts, rows = list[_Excerpt](), list[tuple[ChatRow, _Excerpt]]()
     for path, spans in _excerpt_spans(files.train).items():
-        for line, size, share in rows_in_spans(str(path), spans, config.prompt):
-            excerpts.append(_Excerpt(size, share, []))
-            rows.append((line, excerpts[-1]))
+        for row, size, fraction in rows_in_spans(str(path), spans, config.prompt):
+            excerpts.append(_Excerpt(size, fraction, []))
+            rows.append((row, excerpts[-1]))
     source = ChatSource(key, (), (), 0.0, config.prompt, setup.template_setup)
     chat_tokenizer = ChatDataBuilder(source, setup.tokenizer)
     for kind in (PlainText, Chat):
         samples = chat_tokenizer.samples(row for row in rows if isinstance(row[0].content, kind))
-        for tokens, trained, excerpt in samples:
+        for tokens, loss_mask, excerpt in samples:
             # Training drops a sample without a target.
-            if trained[1:].any():
-                excerpt.samples.append((tokens, trained))
+            if loss_mask[1:].any():
+                excerpt.samples.append((tokens, loss_mask))
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
     return _estimate(excerpts, files, key, packing)
 
@@ -182,15 +182,15 @@ def _estimate(
         location = shorten_list([*map(str, files.train)])
         raise UsageError(f"{key}: {location}: nothing to train on in {NUM_EXCERPTS} excerpts")
     excerpt_of = np.arange(len(excerpts)) * NUM_EXCERPTS // len(excerpts)
-    read = np.bincount(excerpt_of, [each.size for each in excerpts])
-    lengths = [each.part * sum(len(x) for x, _ in each.samples) for each in excerpts]
+    num_bytes = np.bincount(excerpt_of, [each.size for each in excerpts])
+    lengths = [each.fraction * sum(len(x) for x, _ in each.samples) for each in excerpts]
     counts, size = np.bincount(excerpt_of, lengths), _size(files.train)
-    rate, left = counts.sum() / read.sum(), max(0, 1 - read.sum() / size)
-    # The standard error of a ratio estimator, from its residuals; bytes that were read have none.
-    spread = float(np.linalg.norm(counts - rate * read) * left**0.5 / counts.sum())
+    rate, unread = counts.sum() / num_bytes.sum(), max(0, 1 - num_bytes.sum() / size)
+    # The relative standard error of a ratio estimator, from its residuals; read bytes have none.
+    error = float(np.linalg.norm(counts - rate * num_bytes) * unread**0.5 / counts.sum())
     tokens = np.concatenate([x for x, _ in samples])
-    fractions = [each.part for each in excerpts for _ in each.samples]
-    figures = round(rate * size), float(size / read.sum()), fractions, spread
+    fractions = [each.fraction for each in excerpts for _ in each.samples]
+    figures = round(rate * size), float(size / num_bytes.sum()), fractions, error
     if packing is None:
         return EstimatedData(TokenStream(tokens, None), *figures)
     starts = np.cumsum([0, *(len(x) for x, _ in samples)], dtype=np.int64)

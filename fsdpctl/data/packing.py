@@ -95,7 +95,7 @@ class DocumentSet:
     starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
-    checksum: str | None = None  # of the three arrays
+    checksum: str | None = None  # checksums of the three arrays, concatenated
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,7 @@
 Note: the samples of the next steps follow from the position, so they are fetched concurrently and
 steps ahead. This hides the latency of the store, and fetches only samples that are trained on. The
 user's cache has a sparse file for each token file, with its name, size and first bytes, and copies
-of the files next to it: the formats are detected there, as for local files.
+of the files next to the token files. Formats are detected from these files.
 """
 
 import os
@@ -107,18 +107,18 @@ def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[Store
     folder = cache_folder(f"remote-{xxhash.xxh3_128_hexdigest(f'{path}{listing}'.encode())}")
 
     def fetch(url: str) -> None:
-        size, is_whole = files[url][0], url in neighbors and not url.endswith(LOSS_MASK_SUFFIX)
-        most = size if is_whole else min(_START, size)
-        remote_files[url].copy_prefix(folder / os.path.relpath(url, root), most, size)
+        size, copies_all = files[url][0], url in neighbors and not url.endswith(LOSS_MASK_SUFFIX)
+        prefix_size = size if copies_all else min(_START, size)
+        remote_files[url].copy_prefix(folder / os.path.relpath(url, root), prefix_size, size)
 
-    wanted = [*bins, *sorted(neighbors)]
-    remote_files = {url: StoredFile(store, url, url) for url in wanted}
+    urls = [*bins, *sorted(neighbors)]
+    remote_files = {url: StoredFile(store, url, url) for url in urls}
     if not (folder / _COMPLETE).exists():
-        with doing(f"looking at {path}", "files", len(wanted)) as advance:
-            for _ in POOL.map(fetch, wanted):
+        with doing(f"looking at {path}", "files", len(urls)) as advance:
+            for _ in POOL.map(fetch, urls):
                 advance(1)
         write_atomic(folder / _COMPLETE, "")
-    descriptions = {url: str(folder / os.path.relpath(url, root)) for url in wanted}
+    descriptions = {url: str(folder / os.path.relpath(url, root)) for url in urls}
     return folder, {file: (remote_files[url], files[url][1]) for url, file in descriptions.items()}
 
 

@@ -17,7 +17,7 @@ class TokenStream:
     """Concatenated tokens of text, with their origin."""
 
     tokens: Tokens | ShardTokens  # 1-D
-    num_bytes: int | None  # of the text, if known
+    num_bytes: int | None  # bytes of the text, if known
     checksum: str | None = None  # xxh3 of the tokens, if known
     origin: str = "the data"
     isolates_documents: bool = False  # whether attention stays within a document

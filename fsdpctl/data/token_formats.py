@@ -42,12 +42,12 @@ class TokenFile:
 
     shard: TokenShard
     format: str
-    start_checksum: str  # of the first bytes
+    start_checksum: str  # checksum of the first bytes
     vocab_size: int | None = None
     tokenizer: str | None = None  # its name
     tokenizer_xxh3: str | None = None  # its checksum
-    xxh3: str | None = None  # of the tokens
-    num_bytes: int | None = None  # of the text
+    xxh3: str | None = None  # checksum of the tokens
+    num_bytes: int | None = None  # bytes of the text
     hint: str = ""  # why ids seem to have another width, and what to set
 
     @property
@@ -81,7 +81,7 @@ class _OpenedFile:
     size: int
     stamp: tuple[int, int]
     start: bytes  # the first bytes
-    names: Collection[str]  # of all files in the directory
+    names: Collection[str]  # names of all files in the directory
     location: str
 
     @property
@@ -167,16 +167,16 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
     vocabulary.
     """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
-    most = file.vocab_size or vocab_size or MAX_TOKENS
+    limit = file.vocab_size or vocab_size or MAX_TOKENS
     with doing(f"checking {path}", BYTES, file.size) as advance:
         for start in range(0, len(tokens), _CHUNK):
             chunk = tokens[start : start + _CHUNK]
             digest.update(chunk.data)
             for position in (int(chunk.argmax()), int(chunk.argmin())):
-                if not 0 <= chunk[position] < most:
+                if not 0 <= chunk[position] < limit:
                     raise UsageError(
-                        f"{path}: token {start + position}: expected less than {most}, the size of "
-                        f"the vocabulary, got {chunk[position]}{file.hint and f'; {file.hint}'}"
+                        f"{path}: token {start + position}: expected less than {limit}, the size "
+                        f"of the vocabulary, got {chunk[position]}{file.hint and f'; {file.hint}'}"
                     )
             advance(chunk.nbytes)
     if file.xxh3 not in (None, digest.hexdigest()):
@@ -184,8 +184,8 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
 
 
 def _in_store(shard: TokenShard, remote_files: Mapping[str, tuple[StoredFile, str]]) -> RemoteShard:
-    flags = None if shard.loss_mask is None else _in_store(shard.loss_mask, remote_files)
-    fields = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, flags
+    loss_mask = None if shard.loss_mask is None else _in_store(shard.loss_mask, remote_files)
+    fields = shard.dtype, shard.count, shard.offset, shard.stamp, shard.index, loss_mask
     file, version = remote_files[str(shard.path)]
     return RemoteShard(Path(file.url), *fields, file=file, version=version)
 

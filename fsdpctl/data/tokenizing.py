@@ -82,7 +82,7 @@ class _State:
     more: int = 0  # written tokens of the batch after `pieces`
     files: int = 0
     total: int = 0  # tokens
-    num_bytes: int = 0  # of text
+    num_bytes: int = 0  # bytes of text
 
 
 def tokenize_files(
