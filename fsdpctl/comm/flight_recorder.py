@@ -19,7 +19,7 @@ class CollectiveRecord:
 
 @dataclass(slots=True)
 class UnrecordedCollectives:
-    """Collectives over shared memory, and waits over gloo, which torch does not record.
+    """The collectives over shared memory, and waits over gloo, which torch does not record.
 
     The training thread writes; other threads may read values that are one collective old.
     """

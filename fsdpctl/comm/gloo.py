@@ -21,7 +21,7 @@ from fsdpctl.plan.step_plan import SUM_CHUNK
 
 
 class GlooCollectives(ProcessGroupCollectives):
-    """Collectives on the CPU, overlapped by gloo's own threads."""
+    """The collectives on the CPU, which run in gloo's threads."""
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Send this rank's span to every other rank. Unlike broadcasts, both directions overlap."""
@@ -87,18 +87,18 @@ class LocalReduction:
         rows: Sequence[Tensor],
         workspace_nbytes: int,
         arrive: Callable[[], None],
-        has_read: Callable[[], None] = lambda: None,
+        on_read: Callable[[], None] = lambda: None,
     ) -> None:
         """Take contributions in rank order, which are complete after `arrive()`.
 
         `has_read()` is called after the last read: then their memory may be overwritten.
         """
         self.workspace_nbytes = workspace_nbytes
-        self._rows, self._arrive, self._has_read = rows, arrive, has_read
+        self._rows, self._arrive, self._on_read = rows, arrive, on_read
 
     def wait(self) -> None:
         self._arrive()
-        self._has_read()
+        self._on_read()
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Add in rank order, in chunks that stay in the cache."""
@@ -111,4 +111,4 @@ class LocalReduction:
                 total = total + each if total is first else total.add_(each)
             # `out` may be the memory of a contribution, so it is written after the last addition.
             torch.mul(total, scale, out=out[chunk])
-        self._has_read()
+        self._on_read()

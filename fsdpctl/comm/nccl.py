@@ -21,7 +21,7 @@ from fsdpctl.plan.step_plan import Transport
 
 
 class NcclCollectives(ProcessGroupCollectives):
-    """Collectives on CUDA: gathers and reductions have a stream each.
+    """The collectives on CUDA: gathers and reductions have a stream each.
 
     Memory is allocated on the compute stream only, and freed after the compute stream has waited
     for its last use. Otherwise the allocator could hand it out while a collective still uses it,
@@ -56,29 +56,29 @@ class NcclCollectives(ProcessGroupCollectives):
         # is issued before the running unit's work, so it does not wait for that work.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
-            together: dict[torch.dtype, list[AllGatherInput]] = defaultdict(list)
+            by_dtype: dict[torch.dtype, list[AllGatherInput]] = defaultdict(list)
             for each in buffers:
                 if each.shard is not None:
                     self._own_span(each).copy_(each.shard)
                 if each.ready is not None:
                     self.gather_stream.wait_event(each.ready)
                 if are_even(each.spans):
-                    together[each.full.dtype].append(each)
+                    by_dtype[each.full.dtype].append(each)
                     continue
                 with self._one_launch(self.group):
                     for owner, part in enumerate(each.spans):
                         if part.numel:
                             values = each.full[part.start : part.stop]
                             dist.broadcast(values, group=self.group, group_src=owner)
-            for alike in together.values():
+            for inputs in by_dtype.values():
                 # Torch merges the all-gathers of a block into one launch if they have one dtype.
                 one_launch: AbstractContextManager[object] = (
                     dist.distributed_c10d._coalescing_manager(self.group)
-                    if len(alike) > 1
+                    if len(inputs) > 1
                     else nullcontext()
                 )
                 with one_launch:
-                    for each in alike:
+                    for each in inputs:
                         all_gather_single(each.full, self._own_span(each), group=self.group)
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].full)

@@ -17,7 +17,7 @@ _Collective = Callable[..., dist.Work]
 
 
 def _renamed(name: str, old_name: str) -> _Collective:
-    """Return a function that torch 2.13 renamed: there, the old name warns."""
+    """Return a function that torch 2.13 renamed; its old name warns since then."""
     return getattr(dist, name, None) or getattr(dist, old_name)  # type: ignore[no-any-return]
 
 
@@ -25,7 +25,7 @@ all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
 
 _GroupKey = tuple[tuple[tuple[int, ...], ...], str, str]  # ranks of all groups, device, purpose
-# By the default group. Weak keys let groups be freed when the default group is destroyed.
+# By default group. Weak keys free the groups when the default group is destroyed.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )

@@ -43,7 +43,7 @@ _GATHERED, _SENT, _READ, _MET = range(4)  # counters
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The gradients of a reduction in an outbox; each rank puts them at the same offset."""
+    """The gradients of a reduction in an outbox; each rank uses the same offset."""
 
     number: int
     start: int  # bytes
@@ -51,7 +51,7 @@ class _Message:
 
 
 class SharedCollectives(GlooCollectives):
-    """Collectives of the ranks of one machine."""
+    """The collectives of the ranks of one machine."""
 
     transport = Transport.SHARED
 
@@ -147,8 +147,8 @@ class SharedCollectives(GlooCollectives):
         self._read_messages.append(self._unread_messages.popleft())
         self.memory.raise_counter(_READ)
 
-    def _wait_for(self, kind: int, count: int, what: str) -> Callable[[], None]:
-        return partial(self.waits.measure, partial(self.memory.wait, kind, count, what))
+    def _wait_for(self, kind: int, count: int, target: str) -> Callable[[], None]:
+        return partial(self.waits.measure, partial(self.memory.wait, kind, count, target))
 
 
 _PAGE = 4096
@@ -173,7 +173,7 @@ class NotShared(Exception):  # noqa: N818  # not an error: gloo is used instead
 
 
 class SharedMemory:
-    """Memory of a group of ranks on one machine."""
+    """The shared memory of a group of ranks on one machine."""
 
     def __init__(self, exchange: GatherTexts, rank: int, timeout: float) -> None:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
@@ -256,12 +256,12 @@ class SharedMemory:
         if _libc.syscall(number, address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE) < 0:
             raise EngineError(f"shared memory: futex: {os.strerror(ctypes.get_errno())}")
 
-    def wait(self, kind: int, count: int, what: str) -> None:
+    def wait(self, kind: int, count: int, target: str) -> None:
         """Wait until a counter of every rank has reached `count`.
 
         EngineError if a rank has exited, or after the timeout of the process group.
         """
-        UNRECORDED.pending = f"{what} over shared memory"
+        UNRECORDED.pending = f"{target} over shared memory"
         began = 0.0
         for rank in range(self.size):
             index = rank * _NUM_COUNTERS + kind
@@ -269,7 +269,7 @@ class SharedMemory:
                 began = began or time.monotonic()
                 self._sleep(self._address(rank, kind), value)
                 if time.monotonic() - began > _CHECK_SECONDS:
-                    self._check(rank, what, time.monotonic() - began)
+                    self._check(rank, target, time.monotonic() - began)
         UNRECORDED.pending = ""
 
     def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
@@ -280,11 +280,13 @@ class SharedMemory:
         until = ctypes.byref(_Timespec(0, int(_CHECK_SECONDS * 1e9)))
         _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, until, None, 0)
 
-    def _check(self, rank: int, what: str, waited: float) -> None:
+    def _check(self, rank: int, target: str, waited: float) -> None:
         if waited > self._timeout:
-            raise EngineError(f"timed out after {waited:.0f} s: waiting for {what} of rank {rank}")
+            reason = f"waiting for {target} of rank {rank}"
+            raise EngineError(f"timed out after {waited:.0f} s: {reason}")
         if self._process_poll.poll(0):
-            raise EngineError(f"a rank has ended while this rank waited for {what} of rank {rank}")
+            reason = f"while this rank waited for {target} of rank {rank}"
+            raise EngineError(f"a rank has ended {reason}")
 
 
 def _is_before(value: int, count: int) -> bool:

@@ -31,7 +31,7 @@ def seconds_between(before: Mark, after: Mark) -> float:
 
 
 class HostWaits:
-    """Measures how long the host waits."""
+    """A measurement of the time that the host waits."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -50,7 +50,7 @@ class HostWaits:
 
 
 class CudaWaits:
-    """Measures how long the compute stream waits, if `measures` is set, since events take time."""
+    """A measurement of the compute stream's waits, if `measures` is set: events take time."""
 
     def __init__(self) -> None:
         self.measures = False

@@ -1,4 +1,4 @@
-"""Tracks which forwards of units the running backward, and later ones, still have to visit.
+"""Tracks the forwards of units that the running backward and later backwards still visit.
 
 Autograd runs the nodes that are ready in descending order of their creation. Once it has reached
 the backward of one call, the backward of every later call is complete, or was not needed.
@@ -39,7 +39,7 @@ def in_backward() -> bool:
 
 
 class OutermostBackward:
-    """The outermost backward; others may be nested in it, as in re-entrant checkpointing."""
+    """The outermost backward; re-entrant checkpointing nests other backwards in it."""
 
     def __init__(self) -> None:
         self._number = _NONE
@@ -83,7 +83,7 @@ class OutermostBackward:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class GraphProbe:
-    """Graph nodes that any backward through an output also visits.
+    """The graph nodes that any backward through an output also visits.
 
     The output's hook holds them. The graph holds the hook, but there is no reference cycle, because
     the nodes are older than the output. A cycle would keep the graph alive.
@@ -148,7 +148,7 @@ class UnitCall:
 
 
 class BackwardTracker:
-    """Tracks the calls of all units of a model, and which of them backward has reached."""
+    """A record of the calls of all units of a model, and of the calls that backward has reached."""
 
     def __init__(self) -> None:
         self.backward = 0  # the number of the running backward, or of the next one

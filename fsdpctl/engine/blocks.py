@@ -47,7 +47,7 @@ def _ops(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 class _SelectivePolicy:
-    """Saves outputs of attention and of every second matrix product; recomputes other outputs.
+    """A policy that saves outputs of attention and of every second matrix product.
 
     torchtitan's selective checkpointing by operator has this policy.
     """
@@ -72,7 +72,7 @@ def _selective_contexts() -> Any:
 
 
 class _Routing(TorchDispatchMode):
-    """Records the router's choice of experts in forward, and repeats it during recomputation.
+    """A mode that records the router's choice of experts in forward, and repeats the choice later.
 
     Every `topk` is intercepted: in a block with experts, only routers are expected to call it.
     """
@@ -104,7 +104,7 @@ def _routing_contexts() -> tuple[_Routing, _Routing]:
 
 
 class _NestedContexts:
-    """Two nested contexts, the first one outside, that can be entered several times."""
+    """A context within another context; both can be entered several times."""
 
     def __init__(self, outer: Any, inner: Any) -> None:
         self._contexts = outer, inner
@@ -133,7 +133,7 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 class _SavedBuffers:
-    """Restores the buffers that a block had before its forward, during recomputation.
+    """A context that restores the buffers that a block had before its forward, to recompute it.
 
     The recomputation then has the same results, and its writes to buffers are dropped, so that
     running statistics count a batch once. Modules in eval mode must not write to their buffers.
@@ -177,23 +177,24 @@ def _make_checkpointed(contexts: Callable[[], Any]) -> Callable[..., Any]:
     if contexts is noop_context_fn:
         return _checkpointed_forward  # torch.compile does not support `context_fn`
 
-    def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(checkpoint, block._plain_forward, use_reentrant=False)
         return run(*args, preserve_rng_state=block._is_random, context_fn=contexts, **kwargs)
 
-    return recomputed
+    return checkpointed_forward
 
 
 def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that offloads its first floating-point tensor to the host."""
 
-    def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def offloaded_forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         block_input = next((x for x in tensors if x.is_floating_point()), None)
         if block_input is None or not _can_offload(block_input, block):
             return _make_checkpointed(contexts)(block, *args, **kwargs)
         offload: Any = block._offload_input
         with offload(block_input) as offloaded:
+            # The graph must not hold the tensor, or its memory on the device would not be freed.
             args = tuple(offloaded if x is block_input else x for x in args)
             kwargs = {key: offloaded if x is block_input else x for key, x in kwargs.items()}
             options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
@@ -203,7 +204,7 @@ def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
             device_probe = torch.empty(0, device=block_input.device)
             return run(device_probe, block, *args, context_fn=context_fn, **kwargs)
 
-    return sending
+    return offloaded_forward
 
 
 def _can_offload(tensor: Tensor, block: nn.Module) -> bool:
@@ -246,6 +247,7 @@ def checkpoint_block(
     if offload is not None:
         vars(block).update(_offload_input=offload, _compiles_plain_forward=True)
     forward = _make_checkpointed(contexts) if offload is None else _make_offloaded(contexts)
+    # The block then refers to itself, so only the garbage collector frees it.
     block.forward = MethodType(forward, block)
 
 

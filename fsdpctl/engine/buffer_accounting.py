@@ -12,7 +12,7 @@ _NOTHING = nullcontext()
 
 
 class ProfilerRanges:
-    """Named ranges of a profile. While `is_on` is false, they take no time."""
+    """The named ranges of a profile. While `is_on` is false, ranges take no time."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -37,7 +37,7 @@ class ProfilerRanges:
 
 
 class BufferAccounting:
-    """Counts the buffers that are allocated while a model runs, and records events on demand.
+    """The number of bytes in buffers while a model runs; a `trace` also receives events.
 
     A buffer is identified by its purpose, its unit and the number of the unit's flat buffer.
     """

@@ -1,6 +1,6 @@
 """A flat buffer of a unit, and the gradients of its parameters before they are reduced.
 
-Autograd leaves one gradient per parameter. They are copied into one flat buffer, and scaled.
+Autograd leaves one gradient per parameter. The gradients are copied into a flat buffer and scaled.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from fsdpctl.plan.layout import FlatLayout, Span
 
 @dataclass(frozen=True, slots=True)
 class ResidentParams:
-    """Parameters in the compute dtype that are stored between steps.
+    """The parameters in the compute dtype that are stored between steps.
 
-    Masters of the same dtype are a view of them.
+    Masters of the same dtype are a view of these parameters.
     """
 
     span: Span

@@ -53,7 +53,7 @@ class _InFlight:
 
 
 class GradientReducer:
-    """Executes the events of the schedule that concern gradients."""
+    """An executor of the events of the schedule that concern gradients."""
 
     def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, plan: StepPlan) -> None:
         self.units = {unit.name: unit for unit in units}
@@ -79,7 +79,7 @@ class GradientReducer:
                         self.accounting.allocate(kind, unit.name, number, grads.nbytes)
                 self.accounting.record(EventKind.HOLD, unit.name)
             case EventKind.REDUCE:
-                # Recorded before its first collective starts: if a later one fails, `abandon` must
+                # Recorded before its first collective starts. If a later one fails, `abandon` must
                 # wait for the collectives in flight, which still use their memory.
                 self._reducing.append(_InFlight(unit, event.is_last))
                 with self.accounting.ranges.annotate("reduce", unit.name):

@@ -56,7 +56,7 @@ class HostTask:
 
 
 class Copier:
-    """Copies between host and device, with one stream per direction."""
+    """A copier between host and device, with one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -50,7 +50,7 @@ class PinnedRing:
 
 
 class GradientOffload:
-    """Copies reduced gradients to the host during backward, one unit at a time."""
+    """The copies of reduced gradients to the host during backward, one unit at a time."""
 
     def __init__(self, copier: Copier, get_memory: Callable[[FlatBuffer], Tensor]) -> None:
         """Copy to `get_memory(buffer)`, the host memory for the gradient of a flat buffer."""
@@ -204,11 +204,11 @@ class HostStates:
     ) -> None:
         if after is not None and any(each.buffer.is_on_host for each in steps):
             after.synchronize()  # copies to the device may still read the parameters to be written
-        fetched = self._fetch_all(steps, after)
+        gradients = self._fetch_all(steps, after)
         pairs = enumerate(scalars)
         host_scalars = (None if x is None else self._fetch_scalar(n, x, after) for n, x in pairs)
         on_host = HostScalars(*host_scalars)
-        for step, gradient in zip(steps, fetched, strict=True):
+        for step, gradient in zip(steps, gradients, strict=True):
             ready = None
             if gradient is not None and gradient.numel():
                 ready = self._step(step, gradient, update, on_host, after)

@@ -24,7 +24,7 @@ from fsdpctl.errors import ModuleError
 
 
 class HostBuffers:
-    """Host memory for the inputs of one forward, or of several before their backwards."""
+    """The host memory for inputs of one forward, or of several forwards before their backwards."""
 
     def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
         """Provide buffers for `count` inputs per forward; `allocate` takes a number of bytes."""
@@ -72,8 +72,8 @@ class HostInputs:
         if not stays:
             self.sizes[number] = tensor.nbytes
         newest = None if self._newest is None else self._newest()
-        follows = newest is not None and newest.number < number  # in the same forward
-        offloaded = OffloadedInput(self, number, tensor, newest if follows else None, stays=stays)
+        is_next = newest is not None and newest.number < number  # in the same forward
+        offloaded = OffloadedInput(self, number, tensor, newest if is_next else None, stays=stays)
         self._newest = ref(offloaded)
         return offloaded
 
@@ -90,7 +90,7 @@ class OffloadedInput:
         inputs: HostInputs,
         number: int,
         value: Tensor,
-        before: "OffloadedInput | None",
+        previous: "OffloadedInput | None",
         *,
         stays: bool,
     ) -> None:
@@ -98,7 +98,7 @@ class OffloadedInput:
         self.number = number
         self.tensor: Tensor | None = value  # for the block
         self._inputs = inputs
-        self._previous = None if before is None else ref(before)
+        self._previous = None if previous is None else ref(previous)
         self._version: int | None = value._version  # until the end of the forward
         self._meta = value.shape, value.dtype, value.device, value.requires_grad
         self._buffer: Tensor | None = None
@@ -152,7 +152,10 @@ class OffloadedInput:
         return slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def __del__(self) -> None:
-        """Free the memory when the graph is freed, also after a failure."""
+        """Free the memory when the graph is freed, also after a failure.
+
+        The stream waits first: the memory could be reused while the copy still reads it.
+        """
         if self._fetch_state is not None:
             wait_event(self._fetch_state[1])
         if self._buffer is not None:

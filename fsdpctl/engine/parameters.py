@@ -19,10 +19,10 @@ accumulated_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 
 class _Sharded:
-    """Mixin of sharded parameters: raises errors where a silent read or copy would be wrong."""
+    """A mixin of sharded parameters, which raises errors if a read or copy would be wrong."""
 
     _has_gradient_elsewhere: Callable[[], bool]
-    _rest: int  # the storage of the NaN that the parameter reads while it is sharded
+    _placeholder: int  # the storage of the NaN that the parameter reads while it is sharded
     _is_exposed = False  # whether full_parameters gives it full values now
 
     def _grad(self: Any) -> Tensor | None:
@@ -44,14 +44,14 @@ class _Sharded:
         if not self._is_exposed:
             problem = "only possible before shard_model or within model.full_parameters()"
             raise EngineError(f"copying the module: {problem}")
-        copied: nn.Parameter = deepcopy(self._alone("copying"))
+        copied: nn.Parameter = deepcopy(self._detached("copying"))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return self._alone("pickling").__reduce_ex__(protocol)
+        return self._detached("pickling").__reduce_ex__(protocol)
 
-    def _alone(self: Any, what: str) -> Any:
+    def _detached(self: Any, what: str) -> Any:
         if has_placeholder(self):
             raise impossible_after_sharding(
                 f"{what} the module between steps, when it has no parameters,"
@@ -77,7 +77,7 @@ def mark_sharded(
     element that the parameter reads while it is sharded.
     """
     param.__class__ = _sharded(type(param))
-    param._rest = _storage(placeholder)  # type: ignore[attr-defined]
+    param._placeholder = _storage(placeholder)  # type: ignore[attr-defined]
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
 
 
@@ -87,7 +87,7 @@ def expose_full_param(param: nn.Parameter, *, is_exposed: bool) -> None:
 
 def unmark_sharded(param: nn.Parameter) -> None:
     param.__class__ = _plain(type(param))
-    for name in ("_has_gradient_elsewhere", "_rest", "_is_exposed"):
+    for name in ("_has_gradient_elsewhere", "_placeholder", "_is_exposed"):
         vars(param).pop(name, None)
 
 
@@ -102,7 +102,7 @@ def impossible_after_sharding(what: str) -> EngineError:
 
 def has_placeholder(param: Tensor) -> bool:
     """Return whether the parameter is sharded now, so that it reads NaN."""
-    return getattr(param, "_rest", None) == _storage(param)
+    return getattr(param, "_placeholder", None) == _storage(param)
 
 
 def _storage(tensor: Tensor) -> int:

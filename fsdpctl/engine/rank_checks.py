@@ -10,7 +10,7 @@ from fsdpctl.errors import ModuleError
 
 
 class GradPresence:
-    """Sums over ranks, once per step, which parameters had gradients and which units were gathered.
+    """A sum over ranks, once per step: which parameters had gradients, which units were gathered.
 
     One float64 all-reduce sums a presence bit per parameter and a fingerprint of the gathers. It
     starts with the last backward of a step, so that it overlaps with the last reductions. The
@@ -29,13 +29,13 @@ class GradPresence:
         count = len(self._names) + 1
         self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
         self._num_backwards = 0  # backwards with reductions since the last optimizer step
-        self._usual_number = 1  # number of such backwards in the previous step
+        self._expected_backwards = 1  # number of such backwards in the previous step
         runtime.on_last_reduction = self.backward_ends
 
     def backward_ends(self) -> None:
         """Count a backward whose last reductions have started."""
         self._num_backwards += 1
-        if self._num_backwards >= self._usual_number:
+        if self._num_backwards >= self._expected_backwards:
             self._start()
 
     def _start(self) -> None:
@@ -49,7 +49,7 @@ class GradPresence:
         if self._num_backwards:
             if self._in_flight is None:
                 self._start()
-            self._usual_number, self._num_backwards = self._num_backwards, 0
+            self._expected_backwards, self._num_backwards = self._num_backwards, 0
         if self._in_flight is not None:
             (fingerprint, handle), self._in_flight = self._in_flight, None
             self._sums = handle.wait()

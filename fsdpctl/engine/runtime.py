@@ -36,7 +36,7 @@ _FINGERPRINTS = 1 << 36  # fingerprints are below it: sums over 100,000 ranks ar
 
 
 class ParamSync:
-    """Sends updated master weights to the ranks that store a copy, unit by unit after a step.
+    """The updates of master weights to ranks that store a copy, unit by unit after a step.
 
     This concerns only parameters that are stored separately from the masters. A unit waits for its
     update when it is gathered, or used if it stays unsharded. Units that no forward has called as a
@@ -82,11 +82,13 @@ class ParamSync:
                 self.accounting.free(BufferKind.GRADS, name, number)
                 if each:
                     self.accounting.allocate(BufferKind.OFFLOADING, name, number, each[0].nbytes)
-            self._arriving[name] = [Handle(partial(self._stepped, unit, task, gradients))]
+            self._arriving[name] = [Handle(partial(self._finish_step, unit, task, gradients))]
         if not (self.overlaps or self._strategy.shards_params):
             self.finish()
 
-    def _stepped(self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]) -> Tensor:
+    def _finish_step(
+        self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]
+    ) -> Tensor:
         """Wait until the host has stepped a unit, and send its masters to other ranks."""
         task.wait()
         for number, each in enumerate(gradients):
@@ -125,7 +127,7 @@ class ParamSync:
 
 
 class Runtime:
-    """Gathers, frees and reduces units as their modules run."""
+    """The runtime of a sharded model: gathers, frees and reduces units as their modules run."""
 
     def __init__(
         self, units: Sequence[ShardedUnit], plan: StepPlan, mesh: Mesh, reducer: GradientReducer

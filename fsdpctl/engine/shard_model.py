@@ -98,8 +98,8 @@ def shard_from(
     `mesh`, of a model with the same sharding, reuses the process groups of that model. Collective.
     """
     on_host = Offload.PARAMS in sharding.on_host
-    shares = sharding.share_memory and source.device.type == "cpu" and not on_host
-    make = shared_memory_collectives if shares else partial(collectives_for, source.device)
+    shares_memory = sharding.share_memory and source.device.type == "cpu" and not on_host
+    make = shared_memory_collectives if shares_memory else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
 
     def make_layout() -> tuple[Strategy, ModelLayout]:
@@ -194,11 +194,11 @@ def agree_on(
 
 def _report_difference(lines: Sequence[str], collectives: Collectives) -> NoReturn:
     answers = collectives.all_gather_values(list(lines))
-    other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
+    other = next(rank for rank, other_lines in enumerate(answers) if other_lines != answers[0])
     first, second = next(
-        (mine, theirs)
-        for mine, theirs in zip_longest(answers[0], answers[other], fillvalue="nothing more")
-        if mine != theirs
+        (line, other_lines)
+        for line, other_lines in zip_longest(answers[0], answers[other], fillvalue="nothing more")
+        if line != other_lines
     )
     problem = f"rank 0 has {first}, rank {other} has {second}"
     raise ModuleError(f"the ranks were given different models or settings: {problem}")

@@ -170,7 +170,7 @@ class ShardedModel(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of gathered floating-point parameters; None: each has its own."""
+        """The dtype of gathered floating-point parameters; None: each keeps its dtype."""
         name = self._runtime.plan.precision.param_dtype
         return None if name is None else torch_dtype(str(name))
 
@@ -282,7 +282,7 @@ _REDUCE = ("every", "last")
 
 
 class GradAccumulator:
-    """Makes the gradient the mean over the micro-steps of a window, even of a partial one.
+    """An accumulator of gradients: their mean over the micro-steps of a window, even if partial.
 
     With `reduce="every"` each micro-step reduces into the shards. With `"last"` unsharded gradients
     are held until the window ends, and reduced once.

@@ -101,7 +101,7 @@ class HostParams:
 
 
 class ShardedUnit:
-    """Parameters that are gathered, freed and reduced together."""
+    """The parameters that are gathered, freed and reduced together."""
 
     def __init__(
         self, name: str, buffers: Sequence[FlatBuffer], unshard_buffer: UnshardBuffer

@@ -19,7 +19,7 @@ SHORT_STEP = 0.1
 _MIN_STEPS = 5  # fewest published steps of a kind for a band
 _UNTESTED_RANGE = 0.5, 2.0  # relative to the predicted time, for kinds without a band
 _OUTLIER_SHARE = 0.05  # of the published steps, left out on each side of a band
-_SYMMETRIC_BELOW = 20  # published steps: with fewer, both sides of a band are as wide as the wider
+_SYMMETRIC_BELOW = 20  # with fewer published steps, both sides of a band have the larger width
 TIE = 0.01  # of the step time: a smaller difference is below the accuracy within a kind
 
 

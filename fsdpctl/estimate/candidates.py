@@ -145,10 +145,10 @@ def _strategies(config: Filled) -> tuple[str, ...]:
 
 def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
     """Return the strategy that a strategy runs as on these ranks, and the ranks per replica."""
-    under = config.with_strategy(name)
-    size = fill_auto(under, Stage.STRATEGY).strategy.dp_shard_size
+    changed = config.with_strategy(name)
+    size = fill_auto(changed, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
-    return executed_strategy(under, row, ranks_per_replica(row, config.num_ranks, size))
+    return executed_strategy(changed, row, ranks_per_replica(row, config.num_ranks, size))
 
 
 def _micro_batch_sizes(config: Filled) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The candidates that fit, the selected one first."""
+    """The candidates that fit, the selected candidate first."""
 
     names: tuple[str, ...]  # the settings that are selected
     ranked: tuple[Candidate, ...]  # the best, any two of which differ in more than prefetch

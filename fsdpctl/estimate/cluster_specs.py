@@ -138,8 +138,8 @@ def gpu_of(config: Resolved) -> str:
     """Return the name of the cluster, or of the cluster in conf/ with this machine's GPUs."""
     if config.cluster.name != LOCAL or not torch.cuda.is_available():
         return config.cluster.name
-    known = gpu_by_name(name := torch.cuda.get_device_name(0))
-    return name if known is None else known.cluster
+    gpu = gpu_by_name(name := torch.cuda.get_device_name(0))
+    return name if gpu is None else gpu.cluster
 
 
 def _with_missing(config: Config, specs: ClusterConfig) -> ClusterConfig:
@@ -153,9 +153,9 @@ def _with_missing(config: Config, specs: ClusterConfig) -> ClusterConfig:
 
 def _specs_of_this_gpu() -> tuple[ClusterConfig, str]:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    known = gpu_by_name(name)
-    if known is not None:
-        return _cluster_named(known.cluster), f"specs of cluster={known.cluster}, for {name}"
+    gpu = gpu_by_name(name)
+    if gpu is not None:
+        return _cluster_named(gpu.cluster), f"specs of cluster={gpu.cluster}, for {name}"
     return _cluster_named(_ASSUMED_GPU), f"{ASSUMED} specs of cluster={_ASSUMED_GPU}, for {name}"
 
 

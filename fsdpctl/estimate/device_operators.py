@@ -24,7 +24,7 @@ from fsdpctl.plan.layout import round_up
 
 _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
-# Of the embedding's backward: indices are sorted above this number; gradient rows per thread.
+# The embedding's backward sorts more indices than this number; its gradient rows per thread.
 _SORTED_FROM, _ROWS_PER_THREAD = 3072, 10
 _FLASH_BACKEND = 1  # SDPBackend.FLASH_ATTENTION; importing torch.nn.attention is slow
 
@@ -113,7 +113,7 @@ def _on_cpu(like: Tensor) -> Tensor:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm that saves the tensors of the CUDA kernel: its input, and a float32 per row."""
+    """An RMSNorm that saves the tensors of the CUDA kernel: its input, and a float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -181,8 +181,8 @@ def result_of(
         rows = (len(offsets), left.shape[-2])
     if not is_cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
-    wide = left.new_empty(*rows, round_up(columns, 16 // dtype.itemsize), dtype=dtype)
-    return wide[..., :columns]
+    padded = left.new_empty(*rows, round_up(columns, 16 // dtype.itemsize), dtype=dtype)
+    return padded[..., :columns]
 
 
 def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
@@ -200,11 +200,11 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
         query = inputs[1]  # its float32 gradient, and a float32 sum per row
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
     if op is _aten.embedding_dense_backward.default:
-        tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
+        tokens, rows, embedding_dim = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
             return 0
         partial_sums = tokens // _ROWS_PER_THREAD + min(tokens, rows)
-        return int(4 * 8 * tokens + 4 * partial_sums * round_up(width, 32))
+        return int(4 * 8 * tokens + 4 * partial_sums * round_up(embedding_dim, 32))
     return 0
 
 
@@ -212,16 +212,16 @@ def _flash_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     """Return the bytes for rows of all heads, and for keys and values of grouped heads."""
     query, key = inputs[1], inputs[2]
     if op in _BACKWARDS_OF_ROWS:
-        batch, heads, length, width = query.shape
+        batch, heads, length, head_dim = query.shape
         shared, rows = batch * key.shape[2], batch * heads * round_up(length, 128)
     else:  # packed documents
-        total, heads, width = query.shape
+        total, heads, head_dim = query.shape
         shared, rows = len(key), heads * (total + 128 * (len(inputs[6]) - 1))
     is_later = kernel in (FLASH3, FLASH4) or op is _CUDNN_BACKWARD
     shared *= 4 * key.shape[1] if is_later else query.itemsize * heads
     shared *= key.shape[1] != heads
-    columns = round_up(width, 32 if width <= 128 else 64)
-    return int(rows * 4 * (1 + columns) + 2 * shared * width)
+    columns = round_up(head_dim, 32 if head_dim <= 128 else 64)
+    return int(rows * 4 * (1 + columns) + 2 * shared * head_dim)
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], result: Tensor) -> int:
@@ -312,7 +312,7 @@ _READS_VALUES = (
 
 
 class AssumedRouting:
-    """Results that depend on the routing of tokens to experts.
+    """The results that depend on the routing of tokens to experts.
 
     Meta tensors have no values, so all experts are assumed to receive equally many tokens.
     """

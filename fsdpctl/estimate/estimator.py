@@ -69,7 +69,7 @@ class StepPrediction:
 
 
 class Estimator:
-    """Estimates the memory and predicts the step time of plans.
+    """An estimator of the memory and the step time of plans.
 
     An estimator caches the estimate of each plan. A model is traced once per process.
     """

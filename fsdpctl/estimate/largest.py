@@ -87,8 +87,8 @@ def largest_that_fits(
 
         most //= multiple
         count = largest_true(fits, 0, most, min(max(first // multiple, 1), most))
-        estimate, following = estimates.get(count), estimates.get(count + 1)
-        return LargestFit(key, count * multiple, multiple, estimate, following, names)
+        estimate, next_estimate = estimates.get(count), estimates.get(count + 1)
+        return LargestFit(key, count * multiple, multiple, estimate, next_estimate, names)
 
     if fit == "seq_len" and most >= _LENGTH_MULTIPLE:
         length = largest(most, _LENGTH_MULTIPLE)

@@ -63,24 +63,24 @@ def _unallocated(like: Tensor, *shape: int) -> Tensor:
 def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return the result for values of shape (batch, length, heads, width), and no final state."""
+    """Return the result for values of shape (batch, length, heads, out), and no final state."""
     batch, length, heads, out = value.shape
-    width, rows = key.shape[-1], batch * heads * -(-length // _CHUNK_TOKENS)
+    head_dim, rows = key.shape[-1], batch * heads * -(-length // _CHUNK_TOKENS)
 
     def products(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
-        within = torch.bmm(
-            _unallocated(key, rows, _CHUNK_TOKENS, width),
-            _unallocated(key, rows, width, _CHUNK_TOKENS),
+        chunk_scores = torch.bmm(
+            _unallocated(key, rows, _CHUNK_TOKENS, head_dim),
+            _unallocated(key, rows, head_dim, _CHUNK_TOKENS),
         )
         scores = torch.bmm(
-            _unallocated(query, rows, _CHUNK_TOKENS, width),
-            _unallocated(key, rows, width, _CHUNK_TOKENS),
+            _unallocated(query, rows, _CHUNK_TOKENS, head_dim),
+            _unallocated(key, rows, head_dim, _CHUNK_TOKENS),
         )
-        decayed = torch.bmm(within, _unallocated(key, rows, _CHUNK_TOKENS, width))
-        values = torch.bmm(within, _unallocated(value, rows, _CHUNK_TOKENS, out))
-        states = torch.bmm(_unallocated(key, rows, width, _CHUNK_TOKENS), values)
+        decayed = torch.bmm(chunk_scores, _unallocated(key, rows, _CHUNK_TOKENS, head_dim))
+        values = torch.bmm(chunk_scores, _unallocated(value, rows, _CHUNK_TOKENS, out))
+        states = torch.bmm(_unallocated(key, rows, head_dim, _CHUNK_TOKENS), values)
         values = torch.bmm(decayed, states)
-        torch.bmm(_unallocated(query, rows, _CHUNK_TOKENS, width), states)
+        torch.bmm(_unallocated(query, rows, _CHUNK_TOKENS, head_dim), states)
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
@@ -100,17 +100,17 @@ def _chunk_scan(
     D: Tensor | None = None,  # noqa: N803
     **options: Any,
 ) -> Tensor:
-    """Return the result of Mamba-2 for states of shape (batch, length, heads, width)."""
-    chunk, (batch, length, heads, width) = chunk_size, hidden_states.shape
+    """Return the result of Mamba-2 for states of shape (batch, length, heads, dim)."""
+    chunk, (batch, length, heads, dim) = chunk_size, hidden_states.shape
     chunks, (groups, size) = -(-length // chunk), B.shape[-2:]
     rows = batch * heads * chunks
 
     def products(x: Tensor, _: Tensor, __: Tensor, b: Tensor, c: Tensor, *more: Tensor) -> Tensor:
         shared = batch * groups * chunks
         torch.bmm(_unallocated(c, shared, chunk, size), _unallocated(b, shared, size, chunk))
-        states = torch.bmm(_unallocated(b, rows, size, chunk), _unallocated(x, rows, chunk, width))
+        states = torch.bmm(_unallocated(b, rows, size, chunk), _unallocated(x, rows, chunk, dim))
         torch.bmm(_unallocated(c, rows, chunk, size), states)
-        torch.bmm(_unallocated(x, rows, chunk, chunk), _unallocated(x, rows, chunk, width))
+        torch.bmm(_unallocated(x, rows, chunk, chunk), _unallocated(x, rows, chunk, dim))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def saved(x: Tensor, *others: Tensor) -> Tensor:
@@ -210,23 +210,23 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
         ends = x.new_empty(len(up), dtype=torch.int32)
-        before = F.grouped_mm(_routed_rows(x, weights), up.transpose(-2, -1), offs=ends)
+        gate_up = F.grouped_mm(_routed_rows(x, weights), up.transpose(-2, -1), offs=ends)
         gated = x.new_empty(weights.numel(), down.shape[-1])
         F.grouped_mm(_routed_rows(gated, weights), down.transpose(-2, -1), offs=ends)
-        ctx.save_for_backward(x, up, down, weights, before, ends)
+        ctx.save_for_backward(x, up, down, weights, gate_up, ends)
         return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        x, up, down, weights, before, ends = ctx.saved_tensors
+        x, up, down, weights, gate_up, ends = ctx.saved_tensors
         rows = _routed_rows(gradients[0], weights)
-        grad_before = _routed_rows(torch.empty_like(before), weights)
+        grad_gate_up = _routed_rows(torch.empty_like(gate_up), weights)
         gated = F.grouped_mm(rows, down, offs=ends)
         grad_down = F.grouped_mm(rows.transpose(0, 1), gated, offs=ends)
-        expanded = F.grouped_mm(grad_before, up, offs=ends)
+        expanded = F.grouped_mm(grad_gate_up, up, offs=ends)
         grad_x = torch.zeros_like(x)
         del expanded
-        grad_up = F.grouped_mm(grad_before.transpose(0, 1), _routed_rows(x, weights), offs=ends)
+        grad_up = F.grouped_mm(grad_gate_up.transpose(0, 1), _routed_rows(x, weights), offs=ends)
         return grad_x, grad_up, grad_down, torch.empty_like(weights)
 
 

@@ -33,7 +33,7 @@ KeyValues = Mapping[str, Any]  # the values of settings by their key; None: auto
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Changed settings of a run, and their cost."""
+    """The changed settings of a run, and their cost."""
 
     values: KeyValues
     cost: str  # what takes more time

@@ -144,6 +144,6 @@ def sent_per_step(
     recorder, position = TrafficRecorder(), plan.step.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(
-        recorder.sent(RankGroup.SHARD, position.size),
-        recorder.sent(RankGroup.REPLICAS, position.num_replicas),
+        recorder.sent_bytes(RankGroup.SHARD, position.size),
+        recorder.sent_bytes(RankGroup.REPLICAS, position.num_replicas),
     )

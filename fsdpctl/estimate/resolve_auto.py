@@ -15,7 +15,7 @@ from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.resolve.machine import supported_strategies
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
-# A resumed run selects again if one of these settings has changed.
+# A resumed run selects again if any of these settings has changed.
 _SELECTED_FOR = ("launch.device", "launch.nnodes", "launch.nproc_per_node", "cluster.memory")
 
 

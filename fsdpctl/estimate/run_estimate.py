@@ -24,7 +24,7 @@ _SMALL_PARAMS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes that are only known approximately."""
+    """A number of bytes that is only known approximately."""
 
     low: int
     high: int

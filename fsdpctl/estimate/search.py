@@ -72,7 +72,7 @@ class _CandidateSearch:
         self._leaves_reserve = True
 
     def ranked(self, *, complete: bool) -> list[Candidate]:
-        """Return the selected candidate, then the fastest others.
+        """Return the selected candidate, then other candidates, the fastest first.
 
         All candidates leave the reserve, or no candidate that fits does.
         """
@@ -143,32 +143,32 @@ class _CandidateSearch:
         Memory is nearly linear between two modes, so interpolation finds most results faster than
         bisection.
         """
-        over = self.space.lighter(point)
-        if over is None or self._estimate(over) is None:
+        lighter = self.space.lighter(point)
+        if lighter is None or self._estimate(lighter) is None:
             return point
-        if self._fits(over):
-            return over
+        if self._fits(lighter):
+            return lighter
         for tries in count():
-            gap = point.recomputation - over.recomputation
+            gap = point.recomputation - lighter.recomputation
             if gap == 1:
                 return point
-            steps = self._interpolate(over, point) if tries < _MAX_GUESSES else 0
-            index = over.recomputation + (min(steps, gap - 1) if steps > 0 else gap // 2)
+            steps = self._interpolate(lighter, point) if tries < _MAX_GUESSES else 0
+            index = lighter.recomputation + (min(steps, gap - 1) if steps > 0 else gap // 2)
             middle = point._replace(recomputation=index)
             if self._fits(middle):
                 point = middle
             else:
-                over = middle
+                lighter = middle
         raise AssertionError  # the gap shrinks
 
-    def _interpolate(self, over: Point, fits: Point) -> int:
+    def _interpolate(self, lighter: Point, fitting: Point) -> int:
         """Return the steps from `over` until the line to `fits` is at the limit; 0: unknown."""
-        most, least = self._estimate(over), self._estimate(fits)
+        most, least = self._estimate(lighter), self._estimate(fitting)
         if most is None or least is None:
             return 0
         limit = least.available - (least.reserve if self._leaves_reserve else 0)
         saved = most.peak_reserved - least.peak_reserved
-        gap = fits.recomputation - over.recomputation
+        gap = fitting.recomputation - lighter.recomputation
         return -(gap * (limit - most.peak_reserved) // saved) if saved > 0 else 0
 
     def _frontier(self) -> Iterator[Point]:

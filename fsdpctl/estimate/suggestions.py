@@ -39,8 +39,8 @@ def suggest(
     besides, for pretrained weights or with `more_ranks`.
 
     Suggestions for the same ranks are ordered by the predicted step time. If the hardware is not
-    specified, or if the error bands of two kinds of runs overlap, the order is that of their cost:
-    nothing, a little time, communication, computation.
+    specified, or if the error bands of two kinds of runs overlap, cheaper suggestions come
+    first: no cost, a little time, communication, computation.
     """
     with doing("looking for settings that fit"):
         search = _SuggestionSearch(estimator, plan)
@@ -83,7 +83,7 @@ class _SuggestionSearch:
         return fastest[:_MAX_SHOWN]
 
     def _recomputation(self) -> Iterator[Suggestion]:
-        """Yield the recomputation that is predicted to be fastest of those that suffice."""
+        """Yield the recomputation that suffices and is predicted to be fastest."""
         with suppress(UsageError):
             config = with_auto(self._plan.requested, [RECOMPUTATION])
             for each in rank_candidates(self._estimator, config, complete=False).ranked[:1]:
@@ -103,8 +103,8 @@ class _SuggestionSearch:
                 if needed and needed[0].settings not in [each.settings for each, _ in fitting]:
                     fitting.append(needed)
         fitting = self._by_time(fitting)
-        more = self._on_more_nodes() if more_ranks else None
-        return fitting[:_MAX_SHOWN] if more is None else [*fitting[: _MAX_SHOWN - 1], more]
+        extra = self._on_more_nodes() if more_ranks else None
+        return fitting[:_MAX_SHOWN] if extra is None else [*fitting[: _MAX_SHOWN - 1], extra]
 
     def _on_more_nodes(self) -> FittingSuggestion | None:
         """Return the fewest nodes that suffice, with savings that keep the optimizer states' dtype.
@@ -134,14 +134,14 @@ class _SuggestionSearch:
         fitting = self._fit(_with_savings(base, needed))
         for saving in order if fitting else ():
             fewer = [each for each in needed if each is not saving]
-            if (less := self._fit(_with_savings(base, fewer))) is not None:
-                needed, fitting = fewer, less
-        one = savings.MICRO_BATCH_OF_ONE
-        if fitting and one in needed:
+            if (fit := self._fit(_with_savings(base, fewer))) is not None:
+                needed, fitting = fewer, fit
+        single = savings.MICRO_BATCH_OF_ONE
+        if fitting and single in needed:
             # One sample fits: try larger micro-batches, the largest first.
             for size in halves(base.plan):
-                sized = replace(one, values=partial(micro_batches, sizes=[size]))
-                larger = [sized if each is one else each for each in needed]
+                sized = replace(single, values=partial(micro_batches, sizes=[size]))
+                larger = [sized if each is single else each for each in needed]
                 if (better := self._fit(_with_savings(base, larger))) is not None:
                     return better
         return fitting

@@ -24,14 +24,14 @@ def _reason(ranking: Ranking) -> str:
     first = ranking.ranked[0]
     fastest = min(ranking.ranked, key=lambda each: each.seconds)
     ranks = first.estimate.config.num_ranks
-    among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
-    reason = f"fastest {among} that fits"
+    scope = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
+    reason = f"fastest {scope} that fits"
     if fastest.seconds < first.seconds:
         tied = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
         least = min(each.estimate.peak_reserved for each in tied)
         is_least = first.estimate.peak_reserved <= least
-        what = "least memory" if is_least else "least recomputation"
-        reason = f"{what} among the fastest {among} that fit"
+        criterion = "least memory" if is_least else "least recomputation"
+        reason = f"{criterion} among the fastest {scope} that fit"
     band = ranking.band_of(first)
     sources = ranking.spec_source if band is None else f"{ranking.spec_source}; {band}"
     seconds = f": {first.seconds:.3g} s/step predicted" if ranking.predicts else ""

@@ -41,7 +41,7 @@ from fsdpctl.predict.model_pass import (
 
 
 class _AllocationTracer(TorchDispatchMode):
-    """Records the allocations, the frees and the work of a pass."""
+    """A mode that records the allocations, the frees and the work of a pass."""
 
     def __init__(self, device: str, kernel: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -50,8 +50,7 @@ class _AllocationTracer(TorchDispatchMode):
         self.counts_work = False
         self.events: dict[PassPosition, list[MemoryEvent]] = {}
         self.work: dict[PassPosition, list[Work]] = {}
-        # By number of the pass and position.
-        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}
+        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}  # by pass and position
         self._is_cuda, self._attention_kernel = device == "cuda", kernel
         # By address of the StorageImpl: number of the pass, position, ordinal of the allocation. An
         # address is reused after a free, so the entry is removed when its storage is freed. Weak
@@ -199,7 +198,7 @@ class _AllocationTracer(TorchDispatchMode):
 
 
 class _PositionHooks:
-    """Hooks that set the tracer's position in the pass."""
+    """The hooks that set the tracer's position in the pass."""
 
     def __init__(self, tracer: _AllocationTracer, module: nn.Module, units: Sequence[str]) -> None:
         self._tracer = tracer

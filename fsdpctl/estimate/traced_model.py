@@ -80,8 +80,8 @@ class MetaModule:
             siblings = self.module.get_submodule(parent)
             names = [name for each in of_list for name in each.units[: len(each.traced)]]
             blocks = [deepcopy(self.module.get_submodule(name), memo) for name in names]
-            memo[id(siblings)] = few = copy(siblings)
-            few._modules = {str(index): block for index, block in enumerate(blocks)}
+            memo[id(siblings)] = short_list = copy(siblings)
+            short_list._modules = {str(index): block for index, block in enumerate(blocks)}
         module = deepcopy(self.module, memo)
         if isinstance(module, TransformersDecoder):
             _shorten_config(module.transformers_model.config, repeated)
@@ -136,7 +136,7 @@ def _signature(block: nn.Module) -> object:
 
 
 class PassTracer:
-    """Traces passes through a module that has only a few of its repeated blocks."""
+    """A tracer of passes through a module with only a few of its repeated blocks."""
 
     def __init__(
         self,
@@ -184,11 +184,11 @@ class PassTracer:
             for each in repeated
             for index, name in enumerate(each.units)
         }
-        treated = {names.get(name, name): each for name, each in treatments.items()}
+        checkpointing = {names.get(name, name): each for name, each in treatments.items()}
         copied = [name for each in repeated for name in each.units[: len(each.traced)]]
-        full_key = (tuple(treated.items()), tuple(map(self._module.kind, copied)), key)
+        full_key = (tuple(checkpointing.items()), tuple(map(self._module.kind, copied)), key)
         if full_key not in self._passes:
-            self._passes[full_key] = self._trace(run, repeated, treated)
+            self._passes[full_key] = self._trace(run, repeated, checkpointing)
         return self._passes[full_key]
 
     def _trace(
@@ -229,7 +229,7 @@ def _build(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> nn
 
 
 @lru_cache(maxsize=8)
-def _built(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> BuiltModel:
+def _build_cached(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> BuiltModel:
     """Return a cached model, which callers must not change."""
     module = _build(config, chunk_tokens, facts)
     return BuiltModel(
@@ -247,7 +247,7 @@ class TracedModel:
         """Build the model on the meta device; UsageError if its sizes conflict."""
         self._model = config.model
         self._build_options = config.train.mlp_chunk_tokens or 0, config.engine.emulated
-        built = _built(config.model, *self._build_options)
+        built = _build_cached(config.model, *self._build_options)
         self.units, self.num_trained = tuple(built.module.units), built.num_trained
         self.num_params, self.num_active = built.num_params, built.num_active
         self.num_blocks = len(built.module.blocks)

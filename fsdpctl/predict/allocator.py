@@ -47,7 +47,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Simulates the allocations of a rank, and counts allocated and reserved bytes."""
+    """A simulated allocator of a rank, which counts allocated and reserved bytes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ CATEGORIES = (
 
 
 class EngineBytes(StepRecorder):
-    """Adds up the bytes that the engine has allocated, by category."""
+    """A recorder of the bytes that the engine has allocated, by category."""
 
     def __init__(self) -> None:
         self.nbytes = dict.fromkeys(CATEGORIES, 0)

@@ -77,10 +77,10 @@ class _EngineBuffers:
 
     def take_gradients(self) -> dict[str, list[int]]:
         """Return the keys of the reduced gradients by unit; `end_step` no longer frees them."""
-        taken: dict[str, list[int]] = {}
+        keys: dict[str, list[int]] = {}
         for buffer, unit, index in [each for each in self._keys if each[0] is BufferKind.GRADS]:
-            taken.setdefault(unit, []).append(self._keys.pop((buffer, unit, index)))
-        return taken
+            keys.setdefault(unit, []).append(self._keys.pop((buffer, unit, index)))
+        return keys
 
     def end_step(self) -> None:
         """Free the gradients of the step."""
@@ -258,8 +258,8 @@ class FsdpctlSteps:
         key = None
         recorder.copy(2 * nbytes, f"collect gradients of {unit}")
         if transport is Transport.SHARED:
-            of_others = nbytes - nbytes / self._position.size
-            recorder.copy(2 * of_others, f"copy gradients of {unit}")
+            other_bytes = nbytes - nbytes / self._position.size
+            recorder.copy(2 * other_bytes, f"copy gradients of {unit}")
         else:
             key = recorder.start_collective(
                 self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
@@ -344,15 +344,15 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
             nbytes = step.position.local_share(slot.nbytes)
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", nbytes)
         for layout in layouts:
-            rest, drawn = step.placement(layout), step.dtypes_of(layout).initial
-            for description, nbytes in _on_device(rest, trainable=layout.trainable):
+            placement, dtype = step.placement(layout), step.dtypes_of(layout).initial
+            for description, nbytes in _on_device(placement, trainable=layout.trainable):
                 recorder.allocate(Category.PARAMETERS, unit, description, nbytes)
-            if draws and drawn not in scratch:
-                every = (each for of_unit in step.layouts.values() for each in of_unit)
-                largest = max(e.numel for e in every if step.dtypes_of(e).initial == drawn)
-                description, nbytes = "values being drawn", largest * drawn.itemsize
+            if draws and dtype not in scratch:
+                all_layouts = (each for of_unit in step.layouts.values() for each in of_unit)
+                largest = max(x.numel for x in all_layouts if step.dtypes_of(x).initial == dtype)
+                description, nbytes = "values being drawn", largest * dtype.itemsize
                 key_of_values = recorder.allocate(Category.PARAMETERS, "", description, nbytes)
-                scratch[drawn] = key_of_values
+                scratch[dtype] = key_of_values
         if is_new and step.strategy.shards_params and not slot.is_permanent:
             recorder.free(key)
     recorder.free(*scratch.values())
@@ -361,12 +361,12 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
         recorder.allocate(Category.REDUCE_BUFFERS, step.order.root, description, outbox)
 
 
-def _on_device(rest: ShardPlacement, *, trainable: bool) -> Iterator[tuple[str, int]]:
+def _on_device(placement: ShardPlacement, *, trainable: bool) -> Iterator[tuple[str, int]]:
     """Yield the tensors of a flat buffer that stay on the device, with their bytes."""
-    if rest.param_location is StorageLocation.DEVICE:
-        yield "parts to be gathered", rest.param_span.numel * rest.dtypes.compute.itemsize
-    if rest.master_location is StorageLocation.DEVICE:
-        nbytes = rest.master_span.numel * rest.dtypes.master.itemsize
+    if placement.param_location is StorageLocation.DEVICE:
+        yield "parts to be gathered", placement.param_span.numel * placement.dtypes.compute.itemsize
+    if placement.master_location is StorageLocation.DEVICE:
+        nbytes = placement.master_span.numel * placement.dtypes.master.itemsize
         yield "master weights" if trainable else "frozen weights", nbytes
-    if rest.master_location is not StorageLocation.HOST and rest.remainder_bytes:
-        yield "remainders of master weights", rest.remainder_bytes
+    if placement.master_location is not StorageLocation.HOST and placement.remainder_bytes:
+        yield "remainders of master weights", placement.remainder_bytes

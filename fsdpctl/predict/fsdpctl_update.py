@@ -80,10 +80,10 @@ class HostSchedule:
         for unit, numel in self._owned.items():
             if fetches:
                 label, nbytes = f"gradients of {unit}", numel * dtypes.gradient.itemsize
-                down = recorder.start_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
+                copy = recorder.start_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
             else:
-                down = self._gradient_copies.pop(unit)
-            after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
+                copy = self._gradient_copies.pop(unit)
+            after, nbytes = (*results[-2:-1], copy), numel * _step_traffic(self._plan)
             steps.append(recorder.start_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
             if Offload.PARAMS not in self._plan.step.offload:
                 label, nbytes = f"parameters of {unit}", numel * dtypes.compute.itemsize

@@ -34,7 +34,7 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class RingNetwork:
-    """NCCL's rings and trees over links from a data sheet.
+    """The rings and trees of NCCL over links from a data sheet.
 
     Times are latency + bytes / bandwidth, with NCCL's latencies for its simple protocol
     (NVIDIA/nccl, src/graph/tuning.cc). A ring visits all ranks of a node before it continues on the
@@ -71,8 +71,8 @@ class RingNetwork:
         if group.nodes == 1:
             return intra
         inter = self.inter_bandwidth * _NETWORK_CARD_EFFICIENCY * group.ranks_per_node
-        declines = max(0.0, math.log2(group.nodes / 4)) * _RING_DECLINE
-        return min(intra if group.ranks_per_node > 1 else inter, inter) * max(0.4, 1.0 - declines)
+        loss = max(0.0, math.log2(group.nodes / 4)) * _RING_DECLINE
+        return min(intra if group.ranks_per_node > 1 else inter, inter) * max(0.4, 1.0 - loss)
 
 
 _PCIE_EFFICIENCY = 0.8  # share of the link's rate that is left for data
@@ -144,8 +144,9 @@ class DeviceDataSheet:
         if work.kind is WorkKind.MEMORY:
             return self._memory_seconds(work)
         rate = self.flops[work.itemsize] * self._share(work)
-        moved = work.nbytes / (self.bandwidth * _bandwidth_share(work.nbytes) * self._grouped(work))
-        return max(work.flops / rate, moved) / self.step_efficiency + _KERNEL_LAUNCH
+        bandwidth = self.bandwidth * _bandwidth_share(work.nbytes) * self._grouped(work)
+        seconds = max(work.flops / rate, work.nbytes / bandwidth)
+        return seconds / self.step_efficiency + _KERNEL_LAUNCH
 
     def _memory_seconds(self, work: Work) -> float:
         serialized = 0.0 if self.is_compiled else _ADDED_ROW * max(0, work.dims[-1] - _FREE_ROWS)
@@ -191,13 +192,13 @@ class DeviceDataSheet:
 
     def _share(self, work: Work) -> float:
         if work.kind in _ATTENTION_KINDS:
-            _, _, length, width = work.dims
-            # Narrower heads keep fewer units busy, by the fourth root of their width.
-            by_width = math.sqrt(math.sqrt(min(1.0, width / 128)))
-            long = 1.0 + self.long_sequence_gain * min(
+            _, _, length, head_dim = work.dims
+            # Narrower heads keep fewer units busy, by the fourth root of their dimension.
+            by_dim = math.sqrt(math.sqrt(min(1.0, head_dim / 128)))
+            gain = 1.0 + self.long_sequence_gain * min(
                 1.0, max(0.0, math.log2(length / _LONG_TOKENS) / _DOUBLINGS)
             )
-            return self._attention(work) * long * length / (length + _HALF_LENGTH) * by_width
+            return self._attention(work) * gain * length / (length + _HALF_LENGTH) * by_dim
         _, rows, columns, length = work.dims
         matmul = self.matmul_efficiency * self._grouped(work)
         return matmul * length / (length + _HALF_SUMS) * _alignment(rows, columns, length)

@@ -40,7 +40,7 @@ _ACTIVITIES = {
 
 
 class MemoryRecorder(StepRecorder):
-    """Records the allocations and frees of one rank; the loss follows the unit `last`."""
+    """A recorder of the allocations and frees of one rank; the loss follows the unit `last`."""
 
     def __init__(self, model_pass: ModelPass, last: str, *, last_is_head: bool) -> None:
         self.model_pass, self._last, self._last_is_head = model_pass, last, last_is_head
@@ -51,8 +51,8 @@ class MemoryRecorder(StepRecorder):
         self.streams: dict[int, int] = {}  # by key, unless it is stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
         # For tensors that are freed in the next pass, by key: the current and the previous key.
-        self._held: dict[int, int] = {}
-        self._old: dict[int, int | None] = {}
+        self._keys: dict[int, int] = {}
+        self._old_keys: dict[int, int | None] = {}
         self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
         self._new_keys: dict[int, int] = {}  # by key of such a gradient: the key in this pass
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
@@ -123,13 +123,14 @@ class MemoryRecorder(StepRecorder):
                 new = self.model_pass.num_keys + len(self._purposes)
                 self._purposes.append(self.purpose(key))
                 if outlives:
-                    self._old[key] = self._held.pop(key, None)
-                    self._held[key] = new
+                    self._old_keys[key] = self._keys.pop(key, None)
+                    self._keys[key] = new
                 else:
                     self._new_keys[key] = new
                 yield (new, nbytes)
             elif nbytes == 0 and outlives:
-                old = self._old.pop(key) if key in self._old else self._held.pop(key, None)
+                keys = self._old_keys if key in self._old_keys else self._keys
+                old = keys.pop(key, None)
                 if old is not None:
                     yield (old, 0)
             else:

@@ -58,7 +58,7 @@ class PassPosition(NamedTuple):
 
 
 class Alloc(NamedTuple):
-    """A tensor is allocated."""
+    """An allocation of a tensor."""
 
     ordinal: int  # among the allocations of its part
     nbytes: int
@@ -66,7 +66,7 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A tensor is freed."""
+    """A free of a tensor."""
 
     position: PassPosition  # where it was allocated
     ordinal: int
@@ -74,14 +74,14 @@ class Free(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The workspace of an operator is allocated while the operator runs."""
+    """The workspace of an operator, which is allocated while the operator runs."""
 
     nbytes: int
     description: str
 
 
 class Gradient(NamedTuple):
-    """A tensor becomes the gradient of a parameter, which the engine frees."""
+    """A tensor's change into the gradient of a parameter, which the engine frees."""
 
     position: PassPosition  # where it was allocated
     ordinal: int
@@ -117,7 +117,7 @@ class TracedPass:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnits:
-    """Consecutive units that repeat every `period` units, and the traced units that represent them.
+    """The consecutive units that repeat every `period` units, and the traced units for them.
 
     `traced` are names in the traced model, `units` names in the whole model.
     """
@@ -163,11 +163,11 @@ def num_traced(length: int, period: int) -> int:
     return min(length, edges + 2 * period + (length - edges) % period)
 
 
-def _relative(each: MemoryEvent, index: Mapping[str, int], here: int) -> object:
+def _relative(each: MemoryEvent, index: Mapping[str, int], current: int) -> object:
     if isinstance(each, Alloc | Workspace):
         return each
     unit = each.position.unit
-    relative = index[unit] - here if unit in index else unit
+    relative = index[unit] - current if unit in index else unit
     kind = each.is_previous if isinstance(each, Free) else "gradient"
     return (each.position.part, relative, each.ordinal, kind)
 
@@ -253,15 +253,15 @@ class ModelPass:
         index = self._traced_index[traced]
         return tuple(n for i, n in enumerate(repeated.units) if repeated.representative(i) == index)
 
-    def _referred_units(self, traced: str, here: str) -> tuple[str, ...]:
-        """Return the units that `traced` refers to, as seen from unit `here` of the whole model."""
+    def _referred_units(self, traced: str, unit: str) -> tuple[str, ...]:
+        """Return the units that `traced` refers to, as seen from `unit` of the whole model."""
         repeated = self._traced_repeated.get(traced)
-        if repeated is None or self._repeated.get(here) is not repeated:
+        if repeated is None or self._repeated.get(unit) is not repeated:
             return self._all_represented(traced)
-        shift = self._traced_index[traced] - repeated.representative(self._index[here])
+        shift = self._traced_index[traced] - repeated.representative(self._index[unit])
         if abs(shift) > repeated.edge:  # at the other edge, not a neighbor
             return self._all_represented(traced)
-        return (repeated.units[self._index[here] + shift],)
+        return (repeated.units[self._index[unit] + shift],)
 
     def _operations(self, position: PassPosition) -> list[Operation]:
         operations: list[Operation] = []

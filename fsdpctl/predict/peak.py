@@ -95,7 +95,7 @@ def _peak_position(trace: AllocationTrace, rounding: int) -> tuple[int, int, int
                 continue
             else:
                 raise UnevenStepError(f"freed twice: {key}")
-            # Of equal peaks, take the first in the latest step, which has all optimizer states.
+            # Among equal peaks, take the first in the latest step, which has all optimizer states.
             if total + added >= most and (total + added > most or number > position[0]):
                 most, temporary, position = total + added, added, (number, index)
     return *position, temporary
@@ -108,8 +108,8 @@ def find_peak(trace: AllocationTrace, purpose: Callable[[int], Purpose], roundin
     """
     number, index, temporary = _peak_position(trace, rounding)
     live: dict[int, int] = {}
-    before = chain.from_iterable(map(trace.operations, range(number)))
-    for key, nbytes in chain(before, trace.operations(number)[: index + 1]):
+    earlier_steps = chain.from_iterable(map(trace.operations, range(number)))
+    for key, nbytes in chain(earlier_steps, trace.operations(number)[: index + 1]):
         if nbytes > 0:
             live[key] = nbytes
         elif not nbytes:

@@ -28,7 +28,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work of the compute stream."""
+    """An operation of the compute stream."""
 
     seconds: float
     label: str
@@ -37,7 +37,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A transfer is appended to a queue; each queue runs one transfer at a time."""
+    """The start of a transfer in a queue, which runs one transfer at a time."""
 
     key: int
     queue: str
@@ -48,7 +48,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stream waits until a transfer ends."""
+    """A wait of the compute stream until a transfer ends."""
 
     key: int
     phase: str | None = None  # the phase that includes the wait; None: exposed communication
@@ -124,11 +124,11 @@ class StepSimulator:
         slowdown = sum(each.start.transfer.compute_slowdown for each in heads)
         speed = 1.0 - min(_MAX_SLOWDOWN, slowdown)
         rates = self._rates(flowing, computes=computing is not None)
-        until = [each.latency for each in heads if each.latency > _EPSILON]
-        until += [each.seconds / rates[id(each)] for each in flowing]
+        durations = [each.latency for each in heads if each.latency > _EPSILON]
+        durations += [each.seconds / rates[id(each)] for each in flowing]
         if computing is not None:
-            until.append(computing / speed)
-        step = min(until)
+            durations.append(computing / speed)
+        step = min(durations)
         self._step.seconds += step
         for each in heads:
             if each.latency > _EPSILON:

@@ -63,7 +63,7 @@ class StepRecorder:
         """Begin a phase of the step, such as "gathering" a unit."""
 
     def allocate(
-        self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
+        self, category: Category, unit: str, description: str, nbytes: int, *, stream: int = 0
     ) -> int:
         """Allocate memory on a stream; return the key with which it is freed."""
         return 0
@@ -149,7 +149,7 @@ class Steps(Protocol):
 
 
 class TrafficRecorder(StepRecorder):
-    """Adds up the bytes of collectives by kind and group."""
+    """A recorder of the bytes of collectives by kind and group."""
 
     def __init__(self) -> None:
         self.nbytes: dict[tuple[CollectiveKind, RankGroup], float] = defaultdict(float)
@@ -160,7 +160,7 @@ class TrafficRecorder(StepRecorder):
         self.nbytes[kind, group] += nbytes
         return 0
 
-    def sent(self, group: RankGroup, ranks: int) -> float:
+    def sent_bytes(self, group: RankGroup, ranks: int) -> float:
         """Return the bytes that a rank sends to a group of `ranks` ranks.
 
         In a ring of n ranks, each rank sends (n - 1) / n of a tensor in an all-gather or a

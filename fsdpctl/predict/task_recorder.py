@@ -32,7 +32,7 @@ class Machine:
 
 
 class TaskRecorder(StepRecorder):
-    """Records the tasks of a rank; all ranks have the same tasks.
+    """A recorder of the tasks of a rank; all ranks have the same tasks.
 
     An offloaded input of a block is copied to the host during the block's forward, and back while
     the next block is recomputed.

@@ -22,8 +22,8 @@ class Fsdp2Steps:
     dimension. A unit is all-gathered into one buffer on a side stream, and copied from the buffer
     into one tensor per parameter. The buffer is freed when the next unit has been copied. In
     backward, the previous unit is prefetched. Gradients are copied into one buffer, which is
-    freed after the next unit's backward. They are reduced into another buffer, of which sharded
-    gradients are views.
+    freed after the next unit's backward. The collective reduces into another buffer, of
+    which sharded gradients are views.
 
     The host requests memory for the next forward gather only after it has issued the kernels of
     the current block, but the transfer overlaps with these kernels. So `_start_gather` and
@@ -57,14 +57,12 @@ class Fsdp2Steps:
         # all-gather stream starts the next transfer early, but allocates only explicit prefetches.
         self._backward_prefetch = max(1, prefetch.backward)
         self._forward_prefetch = prefetch.forward if prefetch.forward > 1 else 0
-        self._num_started_ahead = max(
-            self._forward_prefetch, int(position.transport is Transport.NCCL)
-        )
+        self._early_gathers = max(self._forward_prefetch, int(position.transport is Transport.NCCL))
         # Parameters by unit. The root has all parameters outside the blocks.
         self._root = units[0].name
         blocks = {unit.name: unit.params for unit in units if unit.kind == "block"}
-        rest = tuple(p for unit in units if unit.name not in blocks for p in unit.params)
-        self._params = {self._root: rest, **blocks}
+        others = tuple(p for unit in units if unit.name not in blocks for p in unit.params)
+        self._params = {self._root: others, **blocks}
         self._blocks = list(blocks)
         self._units = [unit.name for unit in units[1:]]
         # Keys by unit.
@@ -176,10 +174,10 @@ class Fsdp2Steps:
             is_block = name in self._params
             if is_block:
                 self._copy_out(name, forward=True)
-                following = self._blocks[self._blocks.index(name) + 1 :]
-                for prefetched in following[: self._num_started_ahead]:
+                next_blocks = self._blocks[self._blocks.index(name) + 1 :]
+                for prefetched in next_blocks[: self._early_gathers]:
                     self._start_gather(prefetched)
-                for prefetched in following[: self._forward_prefetch]:
+                for prefetched in next_blocks[: self._forward_prefetch]:
                     self._allocate_gather(prefetched)
             recorder.compute(PassPart.FORWARD, name)
             if is_block and self._reshards and name != self._blocks[-1]:
