@@ -21,7 +21,7 @@ from fsdpctl.plan.attention_kernels import (
 from fsdpctl.plan.precision import TF32
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM = 256  # of flash and cuDNN kernels
+_MAX_HEAD_DIM = 256  # limit of flash and cuDNN kernels
 _IMPLEMENTATIONS = {FLASH3: "FA3", FLASH4: "FA4"}  # torch's names of FlashAttention 2's successors
 # Fallbacks if the selected kernel does not support the input, such as float32 or a mask.
 _FALLBACKS = {CUDNN: (FLASH, EFFICIENT, MATH), EFFICIENT: (MATH,), MATH: ()}

@@ -56,7 +56,7 @@ def build_base_model(
 
 
 def count_active_parameters(module: Any) -> int:
-    """Count the parameters that a token uses, which omits experts that routers do not select."""
+    """Count the parameters that a token uses, without the experts that routers do not select."""
     return sum(count_weights(module).values()) - idle_parameters(module.transformers_model)
 
 

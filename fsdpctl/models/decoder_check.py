@@ -33,15 +33,15 @@ from fsdpctl.plan.batch_plan import ContextParallel
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # lengths of the documents in two sequences
 _TOKENS_PER_RANK = 12  # tokens of each rank that shares a row
-_MAX_TOKENS = 512  # in a sequence
-_WINDOW, _RANGE = 4, 7  # of sliding windows; of positions before rotary embeddings change
+_MAX_TOKENS = 512  # maximum length of a sequence
+_WINDOW, _RANGE = 4, 7  # size of windows; positions before rotary embeddings change
 _WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _RANGE_KEYS = ("original_max_position_embeddings", "max_position_embeddings")
 _POSITION_KEYS = ("n_positions", "max_position_embeddings")
 _SWITCHING_ROPE_TYPES = ("longrope", "'su'", "dynamic")  # types of rotary embeddings
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_TOLERANCE = 1e-4  # of the largest logit; rounding differs by 1e-6, mixed documents by 1e-3
-_TIMEOUT_SECONDS = 60.0  # that a thread waits for the other threads
+_TOLERANCE = 1e-4  # share of the largest logit; rounding: 1e-6, mixed documents: 1e-3
+_TIMEOUT_SECONDS = 60.0  # timeout of a thread that waits for other threads
 _CPU = torch.device("cpu")
 
 

@@ -51,8 +51,8 @@ def map_stored_tensors(module: TransformersDecoder, names: Sequence[str]) -> dic
         order = tuple(_order_parts(name, by_pattern, renames))
         copies = order[1:] if set(by_pattern) == {""} else ()
         if name in shapes or not renames.ignores(name):
-            first_names = order[: len(order) - len(copies)]
-            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, first_names, copies)
+            originals = order[: len(order) - len(copies)]
+            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, originals, copies)
     return parts
 
 

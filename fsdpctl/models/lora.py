@@ -210,6 +210,7 @@ class NameFilter:
         return any(each.search(name) for each in self.patterns.values())
 
     def matches_because_of(self, word: str, name: str) -> bool:
+        """Return whether a pattern matches `name` and needs `word` for this match."""
         masked = name.replace(word, "")
         matches = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
         return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in matches)

@@ -54,7 +54,7 @@ def _is_lookup(module: nn.Module) -> bool:
 
 
 def module_units(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
-    """Return the units of a module, root first: modules of `classes`, or blocks without it."""
+    """Return the units of a module, root first: modules of `classes`, or blocks if None."""
     return divide_into_units(
         module_spec(module),
         classes=classes,

@@ -22,7 +22,7 @@ class PackedDocuments:
     # int32: the begin of each document in the concatenated rows, then the end, repeated so that the
     # number of documents is a power of two. So there are few sizes, and few recompilations.
     offsets: Tensor
-    max_length: int  # of documents, rounded up to a power of two or a full row
+    max_length: int  # longest document, rounded up to a power of two or a full row
     device_type: str  # kernels of this device type are used
     context: ContextParallel | None = None  # this rank's part of the rows; None: full rows
     one_per_row: bool = False  # every row has one document and padding

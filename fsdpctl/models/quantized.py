@@ -187,7 +187,7 @@ def code_pairs(device: torch.device) -> Tensor:
 def dequantize_parts(
     target: Tensor, rows: Tensor, blocks: int, num_parts: int, format_name: str
 ) -> None:
-    """Write the weights of rows of bytes, of `blocks` each, in `num_parts` equal parts.
+    """Write the weights of `rows`, the bytes of groups of `blocks`, in `num_parts` equal parts.
 
     A fused kernel needs no memory for parts.
     """

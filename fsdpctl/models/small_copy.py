@@ -27,7 +27,7 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 VOCABULARY = 64
 _MAX_KINDS = 4  # kinds of blocks in the copy
 _HEAD_DIM = 8
-# Widths that don't affect which tokens see each other.
+# Sizes that don't affect which tokens attend to each other.
 _MAX_SIZES = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "intermediate_size": 64,
     "moe_intermediate_size": 32, "ffn_dim": 64, "shared_expert_intermediate_size": 32,
@@ -38,7 +38,7 @@ _MAX_SIZES = {
     "mamba_d_state": 16, "ssm_state_size": 16, "n_positions": 512,
     "max_position_embeddings": 1 << 16, "encoder_hash_byte_group_vocab": VOCABULARY,
 }  # fmt: skip
-_MAX_PARAMETERS = 1 << 27  # in the copy; a check has three instances of it
+_MAX_PARAMETERS = 1 << 27  # parameters of a copy; a check has three copies in memory
 _HEAD_COUNTS, _HEAD_DIMS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
 _DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_HEAD_COUNTS, _HEAD_DIMS)]
 # Layer counts of nested configurations, such as an image encoder's.
@@ -133,10 +133,10 @@ def _shrink(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _check_forward(module: TransformersDecoder) -> None:
-    copied = copy.deepcopy(module).train(False)
-    allocate(copied)
-    copied.attention.use(fsdpctl=False)  # only sizes are checked
-    copied(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
+    module_copy = copy.deepcopy(module).train(False)
+    allocate(module_copy)
+    module_copy.attention.use(fsdpctl=False)  # only sizes are checked
+    module_copy(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
 
 
 @torch.no_grad()

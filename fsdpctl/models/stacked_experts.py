@@ -94,7 +94,7 @@ class _QuantizedGroupedMm(torch.autograd.Function):
 class ExpertAdapter(nn.Module):
     """A low-rank pair for each expert: B_e A_e x, with A (rank experts, in), B (out, rank experts).
 
-    Rows of A are sorted by expert; in a row of B, the ranks come before the experts.
+    Rows of A are sorted by expert, and columns of B by rank, then by expert.
     """
 
     def __init__(self, in_features: int, out_features: int, total_rank: int) -> None:
@@ -103,7 +103,7 @@ class ExpertAdapter(nn.Module):
         self.lora_B = UninitializedLinear(total_rank, out_features, bias=False, device="meta")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Project rows that are sorted by expert, from (rows, in) to (rows, out)."""
+        """Project rows that are sorted by expert, up to `ends`, from (rows, in) to (rows, out)."""
         lora_a, lora_b, count = self.lora_A.weight, self.lora_B.weight, len(ends)
         a_matrices = lora_a.view(count, -1, lora_a.shape[1]).transpose(-2, -1)
         b_matrices = lora_b.view(len(lora_b), -1, count).permute(2, 1, 0).contiguous()
@@ -122,8 +122,8 @@ class StackedExperts(QuantizedModule):
         return self.shapes if self.quant_format is not None else {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, (tokens, width)."""
-        this: Any = self
+        """Return the weighted sum of the outputs of each token's experts, (tokens, hidden)."""
+        this: Any = self  # has the attributes of transformers' class
         tokens, top_k = top_k_index.shape
         expert_ids, order = torch.sort(top_k_index.reshape(-1))
         indices = expert_ids.float() if expert_ids.device.type == "cpu" else expert_ids.int()
@@ -141,7 +141,7 @@ class StackedExperts(QuantizedModule):
         return rows[inverse].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
     def _multiply(self, matrix: str, x: Tensor, expert_ids: Tensor, ends: Tensor) -> Tensor:
-        this: Any = self
+        this: Any = self  # has the attributes of transformers' class
         weight: Tensor = getattr(self, matrix)
         out: Tensor
         if self.quant_format is None:

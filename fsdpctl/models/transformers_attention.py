@@ -222,7 +222,7 @@ def _attention(
 def _rotary_per_document(
     forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Return the rotary embeddings that each document would have in a forward of its own.
+    """Return the rotary embeddings that each document would have in a separate forward.
 
     Dynamic rotary embeddings depend on the largest position in a forward. So `forward` is called
     once for each length of documents, with the last position of that length appended.

@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.attention_kernels import TRANSFORMERS
 
-_TRIED_WIDTH = 8  # of the norms that `_fused_class` runs
+_TRIED_WIDTH = 8  # hidden size of the norms that `_fused_class` runs
 _fused_classes: dict[tuple[object, ...], type | None] = {}
 
 
@@ -76,7 +76,7 @@ def fill_buffers(module: TransformersDecoder) -> None:
 
 
 def initializer(module: TransformersDecoder, name: str) -> Callable[[nn.Module], None]:
-    """Return the function that initializes a submodule, of the innermost PreTrainedModel."""
+    """Return the initialization function of the innermost PreTrainedModel around a submodule."""
     innermost: Any = module.transformers_model
     owner: nn.Module = module
     for key in filter(None, name.split(".")):

@@ -271,7 +271,7 @@ class TransformersDecoder(nn.Module):
             chunk_tokens: The number of tokens whose logits exist at a time; backward recomputes
                 them.
             cache: The cache of earlier tokens, which `tokens` follow.
-            documents: The documents that are packed into rows without seeing one another.
+            documents: The documents in each row, which do not attend to one another.
         """
         kwargs: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
@@ -320,10 +320,10 @@ class TransformersDecoder(nn.Module):
 
 
 def _supports_cache(config: Any) -> bool:
-    """Return whether transformers' cache counts tokens, which it does not if all layers recur."""
+    """Return whether transformers' cache counts tokens. A cache of recurrent layers does not."""
     import transformers
 
     try:
         return bool(transformers.DynamicCache(config=config).get_seq_length() == 0)
-    except (ValueError, AttributeError):  # no layers, or several lists of them
+    except (ValueError, AttributeError):  # no layers, or several lists of layers
         return False

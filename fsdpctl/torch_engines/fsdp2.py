@@ -148,6 +148,7 @@ class _TimedCollective:
         self._collective, self._waits = collective, waits
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer, as `fully_shard` requires of its collectives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:

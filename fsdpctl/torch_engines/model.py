@@ -138,6 +138,7 @@ def build_torch_engine(
 
 
 def _report_progress(name: str, block: nn.Module) -> None:
+    """Record the last block of forward and backward in this rank's status."""
 
     def backward(gradient: Tensor) -> None:
         RANK_STATUS.at(f"backward {name}")
