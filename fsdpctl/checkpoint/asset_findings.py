@@ -9,7 +9,7 @@ from typing import Any
 from fsdpctl.checkpoint.findings import Finding, lost_finding
 from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, parameter_name
 from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
-from fsdpctl.config.decoder_config import read_configuration
+from fsdpctl.config.decoder_config import read_hf_config
 from fsdpctl.data.tokenizer_files import (
     TEMPLATE_FILE,
     TEMPLATE_JSON,
@@ -98,7 +98,7 @@ def compare_assets(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
     configs = [assets.json(CONFIG_JSON) for assets in (export, base)]
     model_type, base_type = (config.get("model_type") for config in configs)
     with suppress(UsageError):  # not a text model of transformers
-        configs = [read_configuration(config, CONFIG_JSON).to_dict() for config in configs]
+        configs = [read_hf_config(config, CONFIG_JSON).to_dict() for config in configs]
     if model_type != base_type:
         yield lost_finding(CONFIG_JSON, f"model_type {model_type}; the base has {base_type}")
     elif keys := _differing_keys(configs[0], configs[1], _UNCOMPARED_KEYS):

@@ -28,7 +28,7 @@ from fsdpctl.config.decoder_config import (
     CONFIG_LOCATION,
     config_dict,
     model_type_of,
-    read_configuration,
+    read_hf_config,
 )
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -146,7 +146,7 @@ def _tensors(
 
 
 def _transformers_config(model: ModelConfig) -> Any:
-    return read_configuration(config_dict(model), CONFIG_LOCATION)
+    return read_hf_config(config_dict(model), CONFIG_LOCATION)
 
 
 def _write(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import modeling_gguf_pytorch_utils
 
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name
-from fsdpctl.config.gguf_model import SCALINGS
+from fsdpctl.config.gguf_model import ROPE_FACTORS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import open_regular, os_errors_as
@@ -50,7 +50,7 @@ class GgufTensors:
         self._architecture = header.architecture
         # transformers ties the output head of Falcon, even if the file has one.
         tied = ["output.weight"] if self._architecture == "falcon" else []
-        unused = header.tensors.keys() - {*SCALINGS, *tied}
+        unused = header.tensors.keys() - {*ROPE_FACTORS, *tied}
         self._stored: dict[str, _StoredRows] = {}
         kinds = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(kinds[self._architecture], model.num_layers)

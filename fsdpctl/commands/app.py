@@ -24,11 +24,11 @@ from fsdpctl.io.texts import refuse_credentials
 class CommandInfo(NamedTuple):
     """A command, whose module is imported when it runs or shows its own help."""
 
-    module: str  # in fsdpctl.commands
+    module: str  # name in fsdpctl.commands
     takes_settings: bool
     help: str  # at most 50 characters
     examples: tuple[str, ...] = ()  # command lines without `fsdpctl`
-    function: str = ""  # of the module; "": the command's name
+    function: str = ""  # function of the module; "": the command's name
 
 
 COMMANDS = {
@@ -126,9 +126,9 @@ class _Commands(TyperGroup):
             formatter.write_dl([(name, info.help) for name, info in COMMANDS.items()])
 
 
-def print_version(wanted: bool) -> None:
+def print_version(value: bool) -> None:
     """Print versions and devices, and exit."""
-    if not wanted:
+    if not value:
         return
     import torch
     from torch.cuda import nccl
@@ -175,8 +175,8 @@ def about(
     """Define the options of `fsdpctl` itself."""
 
 
-def _raise_signal(number: int, frame: FrameType | None) -> None:
-    raise SignalError(number)
+def _raise_signal(signum: int, frame: FrameType | None) -> None:
+    raise SignalError(signum)
 
 
 def _print_error(message: str) -> None:
@@ -188,9 +188,9 @@ def _print_error(message: str) -> None:
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """After an error or a signal in the block, print one line and exit with its code."""
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _raise_signal)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, _raise_signal)
     try:
         yield
     except (FsdpctlError, SignalError) as error:
@@ -229,18 +229,18 @@ def main() -> None:
     """Run the command line. An error is printed in one line and determines the exit code."""
     typed = list(pairwise(["", *sys.argv[1:]]))
     args = [
-        each for before, each in typed if each not in _QUIET or before in _FREE_TEXT_OPTIONS
+        each for previous, each in typed if each not in _QUIET or previous in _FREE_TEXT_OPTIONS
     ] or ["--help"]
     if len(args) < len(typed):
         os.environ[QUIET] = "1"
     sys.stdout = output = open_stdout(sys.stdout)
     with exit_on_error():
         # Credentials are rejected before a message or a file contains them.
-        for before, each in typed:
+        for previous, each in typed:
             name = each.partition("://")[0].partition("=")[0]
-            if before not in _FREE_TEXT_OPTIONS and name not in _FREE_TEXT_OPTIONS:
+            if previous not in _FREE_TEXT_OPTIONS and name not in _FREE_TEXT_OPTIONS:
                 refuse_credentials(each, name)
-        _refuse_repeated(each for before, each in typed if before not in _FREE_TEXT_OPTIONS)
+        _refuse_repeated(each for previous, each in typed if previous not in _FREE_TEXT_OPTIONS)
         if is_first_process():
             DISPLAY.start(sys.stderr, f"fsdpctl {args[0]}")
         code = app(args, standalone_mode=False)

@@ -7,7 +7,7 @@ from typing import Any
 from fsdpctl.estimate.run_estimate import RunEstimate
 
 _WIDTH, _BAR, _MARGIN = 9.5, 0.42, 1.75  # inches: width, height per bar, margin
-_BAR_SHARE = 0.62  # of the height per bar
+_BAR_SHARE = 0.62  # share of the height per bar
 # Okabe and Ito's colors, which people with color blindness can distinguish.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"

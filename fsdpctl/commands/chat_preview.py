@@ -24,18 +24,18 @@ def preview(
     chats: DocumentSet, tokenizer: FileTokenizer, *, count: int = 2, color: bool = True
 ) -> list[Text]:
     """Return the first `count` samples as text, with trained tokens in color or in brackets."""
-    numbers = range(min(count, len(chats)))
-    return [_sample_text(chats, tokenizer, number, color=color) for number in numbers]
+    indices = range(min(count, len(chats)))
+    return [_sample_text(chats, tokenizer, index, color=color) for index in indices]
 
 
-def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, color: bool) -> Text:
-    tokens, trained = chats[number]
+def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, index: int, *, color: bool) -> Text:
+    tokens, trained = chats[index]
     text = Text()
-    done = ""
+    decoded = ""
     ids = [int(each) for each in tokens[:_MAX_TOKENS]]
     edges = [0, *(np.flatnonzero(np.diff(trained[:_MAX_TOKENS])) + 1).tolist(), len(ids)]
     for start, stop in zip(edges, edges[1:], strict=False):
-        done, piece = _piece(tokenizer, ids, done, (start, stop))
+        decoded, piece = _piece(tokenizer, ids, decoded, (start, stop))
         piece = printable(piece)
         if trained[start]:
             text.append(piece if color else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
@@ -47,18 +47,18 @@ def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, c
 
 
 def _piece(
-    tokenizer: FileTokenizer, tokens: Sequence[int], done: str, span: tuple[int, int]
+    tokenizer: FileTokenizer, tokens: Sequence[int], decoded: str, span: tuple[int, int]
 ) -> tuple[str, str]:
     """Return the text up to the end of `span`, and the part of the text that is in `span`.
 
     The part is cut from the whole text, because tokenizers write spaces depending on the tokens
-    before. `done` is the text before `span`.
+    before. `decoded` is the text before `span`.
     """
     start, stop = span
-    whole = tokenizer.decode(tokens[:stop], skip_special_tokens=False)
-    if whole.startswith(done):
-        return whole, whole[len(done) :]
-    return whole, tokenizer.decode(tokens[start:stop], skip_special_tokens=False)
+    text = tokenizer.decode(tokens[:stop], skip_special_tokens=False)
+    if text.startswith(decoded):
+        return text, text[len(decoded) :]
+    return text, tokenizer.decode(tokens[start:stop], skip_special_tokens=False)
 
 
 def histogram(chats: Sequence[DocumentSet]) -> list[str]:

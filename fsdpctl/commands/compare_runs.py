@@ -11,12 +11,12 @@ from msgspec import UNSET
 from fsdpctl.commands.printing import AsJson, say, show_json, show_table
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.run_files import METRICS
-from fsdpctl.run.environment import RECORD, read_settings, read_starts
+from fsdpctl.run.environment import EVENTS_KEY, read_settings, read_starts
 from fsdpctl.run.metrics import read_metrics
 
 _COMPARED_METRICS = ("loss", "val_loss", "grad_norm")
 _DECIDING = _COMPARED_METRICS[:2]  # a difference makes the runs different
-_NOT_COMPARED = ("train.run_dir", "started", "command", RECORD)
+_NOT_COMPARED = ("train.run_dir", "started", "command", EVENTS_KEY)
 
 
 def compare_runs(
@@ -86,9 +86,9 @@ def _first(series: Mapping[str, Any]) -> str:
 
 def _shown(first: Mapping[str, Any]) -> str:
     """Return both values, with the digits in which they differ."""
-    both = [first["a"], first["b"]]
-    rounded, exact = ([format(x or 0.0, form) for x in both] for form in (".9g", ""))
-    texts = zip(both, exact if len({*rounded}) == 1 else rounded, strict=True)
+    values = [first["a"], first["b"]]
+    rounded, exact = ([format(x or 0.0, form) for x in values] for form in (".9g", ""))
+    texts = zip(values, exact if len({*rounded}) == 1 else rounded, strict=True)
     return " and ".join("not finite" if x is None else text for x, text in texts)
 
 
@@ -118,8 +118,8 @@ def _metrics_by_step(run_dir: Path) -> dict[str, dict[int, float | None]]:
 
 
 def _compared(name: str, a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[str, Any]:
-    both = sorted(a.keys() & b.keys())
-    steps = ({"step": step, "a": a[step], "b": b[step]} for step in both)
+    keys = sorted(a.keys() & b.keys())
+    steps = ({"step": step, "a": a[step], "b": b[step]} for step in keys)
     first = next((each for each in steps if each["a"] != each["b"]), None)
     only = len(a.keys() ^ b.keys())
-    return {"name": name, "compared": len(both), "only_in_one": only, "first": first}
+    return {"name": name, "compared": len(keys), "only_in_one": only, "first": first}

@@ -34,12 +34,12 @@ def show_all(
     say(*notes_on_price(config) if has_length(config) else ())
     shown = {each.config.strategy.name for each in estimates}
     engine = config.engine.name
-    known = engine_strategies(engine)
-    if missing := [name for name in STRATEGIES if name not in known]:
+    strategies = engine_strategies(engine)
+    if missing := [name for name in STRATEGIES if name not in strategies]:
         say(f"engine={engine} does not support {', '.join(missing)}")
-    if same := [name for name in known if not is_distinct_on_cluster(config, name)]:
-        say(f"on one node, {', '.join(same)} do the same as strategies above")
-    if refused := [name for name in known if name not in {*shown, *same}]:
+    if duplicates := [name for name in strategies if not is_distinct_on_cluster(config, name)]:
+        say(f"on one node, {', '.join(duplicates)} do the same as strategies above")
+    if refused := [name for name in strategies if name not in {*shown, *duplicates}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {fit_line(fit)}")

@@ -134,10 +134,10 @@ def show_verdicts(
 ) -> int:
     """Print a line with the verdict of each file of another tool; return the exit code."""
     verdicts, failed = set(), []
-    for number, files in enumerate(runs, start=1):
+    for index, files in enumerate(runs, start=1):
         file = " and ".join(map(str, files))
         try:
-            with doing(f"estimating {file} ({number} of {len(runs)})"):
+            with doing(f"estimating {file} ({index} of {len(runs)})"):
                 imported = import_config(read_other_tool(*files), settings)
                 [(estimate, _)] = estimates_of(Estimator(), imported.composed, all_strategies=False)
         except (UsageError, CheckpointError) as error:

@@ -55,16 +55,16 @@ def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = Fa
     loss, perplexity = evaluation.mean, math.exp(min(evaluation.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
     is_seen = not has_other_data and not is_hugging_face(source)  # the data of the run
-    part = "validation" if opened.data.val else "training" if is_seen else "all"
+    split = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
         show_json({
-            "path": str(folder), "part": part, "loss": loss, "perplexity": perplexity,
+            "path": str(folder), "part": split, "loss": loss, "perplexity": perplexity,
             "bits_per_byte": bits, "tokens": evaluation.tokens,
             "loss_by_source": evaluation.by_source,
         })  # fmt: skip
         return
     in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
-    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
+    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(split, "")
     say(f"{folder}: {opened.data.description}{seen}", *opened.data.format_notes)
     say(f"loss {loss:.4f} nats per token, perplexity {perplexity:.2f}{in_bits}")
     say(*(f"{name}: loss {each:.4f}" for name, each in evaluation.by_source.items()))

@@ -89,12 +89,12 @@ def show_table(
     filled: list[_Column] = []
     for name, *cells in zip(head, *rows, strict=True):
         texts = [one_line(each) for each in (name, *cells)]
-        known = [each for each in texts if each.strip() not in _NOTHING]
-        if not set(known) & set(texts[1:]):
+        cells = [each for each in texts if each.strip() not in _NOTHING]
+        if not set(cells) & set(texts[1:]):
             continue
         wraps = bool(filled) and any(each.count(" ") >= _FEW_WORDS for each in texts[1:])
-        words = [w for each in known for w in (each.split() if wraps or each == name else [each])]
-        widths = (max(map(cell_len, each)) for each in (words, known))
+        words = [w for each in cells for w in (each.split() if wraps or each == name else [each])]
+        widths = (max(map(cell_len, each)) for each in (words, cells))
         filled.append(_Column(texts, name in right, *widths))
     if out.is_terminal and filled and len(filled[0].texts) <= _MANY_ROWS:
         for number, part in enumerate(_parts(filled, out.width)):

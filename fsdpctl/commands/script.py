@@ -44,7 +44,7 @@ def train(
         recipe: The name or path of a recipe.
         settings: Settings, KEY=VALUE, as on the command line.
     """
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         with exit_on_error():
             if is_first_process():
@@ -58,5 +58,5 @@ def train(
             )
             train_task(task, composed, overrides, Reporter(say, partial(info, show=note), info))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)

@@ -25,7 +25,7 @@ from fsdpctl.io.files import last_line, latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
 from fsdpctl.io.texts import format_bytes
 from fsdpctl.io.untrusted import MIB
-from fsdpctl.run.environment import StartRecord, read_settings, read_start_records
+from fsdpctl.run.environment import StartEvents, read_settings, read_start_events
 from fsdpctl.run.heartbeat import (
     FAILED,
     RUNNING,
@@ -39,7 +39,7 @@ from fsdpctl.run.progress import format_seconds
 
 STARTING, FINISHED, NOT_STARTED, KILLED = "starting", "finished", "not started", "killed"
 _STEPS, _PATIENCE = "train.steps", "train.patience"
-_METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: about 30,000 steps
+_METRICS_BYTES = 16 * MIB  # read from the end of metrics.jsonl: about 30,000 steps
 _RECENT = 50  # steps
 _MOST_WARNINGS = 5
 _MOST_LOGS = 64
@@ -134,7 +134,7 @@ def _step_line(status: Status) -> str:
 def read_status(run_dir: Path) -> Status:
     """Return the state of the run in `run_dir`; UsageError if a file is corrupted."""
     total, patience = (_setting(run_dir, key) for key in (_STEPS, _PATIENCE))
-    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_start_records(run_dir)
+    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_start_events(run_dir)
     newest, progress = _newest_checkpoint(run_dir, time.time())
     steps = [line for line in lines if line.is_step]
     recent, last = _of_newest_start(steps, starts), steps[-1] if steps else None
@@ -166,7 +166,7 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _of_newest_start(
-    steps: Sequence[MetricsLine], starts: Sequence[StartRecord]
+    steps: Sequence[MetricsLine], starts: Sequence[StartEvents]
 ) -> list[MetricsLine]:
     """Return the last steps of the newest start: earlier starts may have had other ranks."""
     first = next((each.step for each in reversed(starts) if each.step is not None), 0)
@@ -179,8 +179,8 @@ def _lines(run_dir: Path) -> list[MetricsLine]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
 
 
 def _setting(run_dir: Path, key: str) -> int | None:

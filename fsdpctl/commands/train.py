@@ -327,8 +327,8 @@ def _hint(cause: Failure) -> str:
     if cause.out_of_memory:
         return f"use fewer ranks per node, or a smaller micro-batch; {RESUME_HINT}"
     if cause.exit_code == -signal.SIGKILL:
-        few = "use fewer ranks per node, or a smaller micro-batch"
-        return f"often the kernel, out of memory: {few}; {RESUME_HINT}"
+        fewer_ranks = "use fewer ranks per node, or a smaller micro-batch"
+        return f"often the kernel, out of memory: {fewer_ranks}; {RESUME_HINT}"
     if "could not be written" in cause.message:
         return f"free disk space, or set another train.run_dir; {RESUME_HINT}"
     if cause.description.startswith(COMPILE_FAILED):

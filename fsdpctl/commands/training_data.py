@@ -42,19 +42,19 @@ def tokenize(
 ) -> None:
     """Tokenize text into token files.
 
-    After an interruption, the same command continues.
+    After an interruption, run the same command to continue.
     """
     if not source:
         raise UsageError("SRC: empty; expected a file, a directory or a glob")
     if destination.suffix != ".bin":
         raise UsageError(f"{destination}: expected a name that ends in .bin")
     output = TokenOutput(destination, shard_tokens)
-    done = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
+    result = tokenize_files(source, output, open_tokenizer(tokenizer), overwrite=overwrite)
     location = str(destination)
     if shard_tokens is not None:
-        location = f"{done.files:,} files {destination.stem}-*.bin"
-    read = f"{done.tokens:,} tokens of {done.num_bytes:,} bytes of {done.about}"
-    say(f"{location}: {read}", *done.notes)
+        location = f"{result.files:,} files {destination.stem}-*.bin"
+    read = f"{result.tokens:,} tokens of {result.num_bytes:,} bytes of {result.about}"
+    say(f"{location}: {read}", *result.notes)
 
 
 def data(
@@ -68,21 +68,21 @@ def data(
 ) -> None:
     """Show the training samples of one step."""
     run = run or latest_run(Path(RUNS)) or Path(RUNS, LATEST)
-    samples, rejected = samples_of_step(run, step)
-    say(f"step {step}: {len(samples)} samples{rejected and '; '}{rejected}")
+    samples, rejection = samples_of_step(run, step)
+    say(f"step {step}: {len(samples)} samples{rejection and '; '}{rejection}")
     for sample in samples:
         if rank is None or rank in sample.ranks:
-            names = ", ".join(map(str, sample.ranks))
-            of_ranks = f" (rank{'s' * (len(sample.ranks) > 1)} {names})" if names else ""
-            say(f"--- sample {sample.number}{of_ranks}\n{sample.text}")
+            ranks_text = ", ".join(map(str, sample.ranks))
+            of_ranks = f" (rank{'s' * (len(sample.ranks) > 1)} {ranks_text})" if ranks_text else ""
+            say(f"--- sample {sample.index}{of_ranks}\n{sample.text}")
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
     """A sample of a step."""
 
-    number: int  # in the training data
-    ranks: tuple[int, ...]  # that computed the sample; () if unknown
+    index: int  # position in the training data
+    ranks: tuple[int, ...]  # ranks that computed the sample; () if unknown
     text: str  # the decoded tokens, including the last target
 
 
@@ -95,45 +95,45 @@ def samples_of_step(run_dir: Path, step: int) -> tuple[list[StepSample], str]:
     from fsdpctl.resolve.run_plan import stored_plan
     from fsdpctl.run.directory import read_config
 
-    location = f"--run {run_dir}"
-    if not (run_dir / METRICS).is_file():
+    location, metrics = f"--run {run_dir}", run_dir / METRICS
+    if not metrics.is_file():
         raise UsageError(f"{location}: not found; expected a run with at least one completed step")
     config = read_config(run_dir)
     if config.model.is_script_module:
         raise UsageError(f"{location}: {NO_DECODER}")
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
-    rejected, after = _find_step(run_dir / METRICS, step)
+    rejected, samples_after = _find_step(metrics, step)
     if rejected is not None:
-        rank: tuple[int, ...] = () if rejected.rank is None else (rejected.rank,)
-        ranks, numbers = dict.fromkeys(rejected.rank_samples, rank), rejected.samples
+        failed_rank: tuple[int, ...] = () if rejected.rank is None else (rejected.rank,)
+        ranks, indices = dict.fromkeys(rejected.rank_samples, failed_rank), rejected.samples
     else:
         plan = stored_plan(config).batches
         rows = data.train.samples(config.train.seq_len)
         batches = Batches(rows, plan, config.train.seed, data.vocab_size)
-        position = after - config.train.global_batch_size
+        position = samples_after - config.train.global_batch_size
         if position < 0:
-            raise UsageError(f"{run_dir / METRICS}: corrupted: {after} samples after step {step}")
-        numbers = batches.sample_indices(position)
+            raise UsageError(f"{metrics}: corrupted: {samples_after} samples by step {step}")
+        indices = batches.sample_indices(position)
         ranks = {
             each: tuple(group)
             for group in context_groups(plan.world_size, plan.context_parallel)
             for each in batches.sample_indices(position, group[0])
         }
-    texts = zip(numbers, _texts(data, config.train.seq_len, numbers), strict=True)
+    texts = zip(indices, _texts(data, config.train.seq_len, indices), strict=True)
     samples = [StepSample(n, ranks.get(n, ()), text) for n, text in texts]
     return samples, "" if rejected is None else _describe_rejection(rejected)
 
 
 def _find_step(metrics: Path, step: int) -> tuple[RejectedRecord | None, int]:
-    rejected, after, last = None, 0, 0
+    rejected, samples_after, last = None, 0, 0
     for line in read_metrics(metrics):
         last = max(last, line.step)
         if line.step == step:
-            rejected, after = line.rejected_step or rejected, line.samples or after
-    if rejected is None and not after:
+            rejected, samples_after = line.rejected_step or rejected, line.samples or samples_after
+    if rejected is None and not samples_after:
         raise UsageError(f"--step {step}: not found; {metrics.parent} has completed {last} steps")
-    return rejected, after
+    return rejected, samples_after
 
 
 def _describe_rejection(record: RejectedRecord) -> str:
@@ -147,14 +147,14 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None:
         return
-    known = CheckpointReader(newest).manifest.progress.data_fingerprint
-    check_same_data(run_dir, data, recorded_fingerprint(run_dir, known), f"--run {run_dir}")
+    fingerprint = CheckpointReader(newest).manifest.progress.data_fingerprint
+    check_same_data(run_dir, data, recorded_fingerprint(run_dir, fingerprint), f"--run {run_dir}")
 
 
-def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:
+def _texts(data: DataSet, seq_len: int, indices: list[int]) -> Iterator[str]:
     rows = data.train.samples(seq_len)
-    if outside := next((each for each in numbers if each >= len(rows)), None):
-        raise UsageError(f"{METRICS}: corrupted: sample {outside} of {len(rows):,}")
-    for number in numbers:
-        documents = rows[number].documents()
+    if excess := next((each for each in indices if each >= len(rows)), None):
+        raise UsageError(f"{METRICS}: corrupted: sample {excess}; the data has {len(rows):,}")
+    for index in indices:
+        documents = rows[index].documents()
         yield "\n".join(data.tokenizer.decode(each) for each in documents)

@@ -91,8 +91,8 @@ def compose_config(
     cluster = dict([*base, *typed]).get("cluster")
     with _with_location(path):
         _refuse_duplicates(base)
-        before, base = base, expand_shorthands(base, [])
-    written_names = {*dict(before), *(_split(text)[0] for text in settings)}
+        old_base, base = base, expand_shorthands(base, [])
+    written_names = {*dict(old_base), *(_split(text)[0] for text in settings)}
     typed_names = {*dict(typed := expand_shorthands(typed, base))}
     base, dropped = _drop_replaced(base, typed_names)
     base = without_missing(path, base, typed_names) if path else base
@@ -171,8 +171,8 @@ def _check_all(check: Callable[..., T], arguments: Sequence[tuple[str, ...]]) ->
             messages += error.args
     if messages:
         more = len(messages) - _MAX_MISTAKES
-        rest = [f"and {more} more mistakes"] if more > 0 else []
-        raise UsageError(*messages[:_MAX_MISTAKES], *rest)
+        summary = [f"and {more} more mistakes"] if more > 0 else []
+        raise UsageError(*messages[:_MAX_MISTAKES], *summary)
     return results
 
 
@@ -286,12 +286,12 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
             return f"; model={HF_OPTION} model.path={text} loads a directory"
         # Suggest only models of the same number: llama3 for llama4 would be wrong.
         size = re.findall(r"\d+", text)
-        same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
-        return hint(text, same) or f"; model={HF_OPTION} model.path=DIR loads another model"
+        similar = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
+        return hint(text, similar) or f"; model={HF_OPTION} model.path=DIR loads another model"
     if group == "cluster" and (cards := clusters_with_memory(text)):
         return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
-    if group == "cluster" and (same := clusters_like(text)):
-        return f"; did you mean {' or '.join(same)}?"
+    if group == "cluster" and (similar := clusters_like(text)):
+        return f"; did you mean {' or '.join(similar)}?"
     elsewhere = STRATEGY_ALIASES if group == "strategy" else ()
     return hint(text, [*choices, *elsewhere])
 

@@ -77,7 +77,7 @@ _CONFIG = re.compile(r"^[\s-]*config_name:\s*(\S.*?)\s*$", re.MULTILINE)
 class DataFiles:
     """The files of a path that are data."""
 
-    option: str  # of `data`; data=text also reads rows
+    option: str  # value of `data`; data=text also reads rows
     train: tuple[Path, ...]  # the validation files, if the path is data.val_path
     validation: tuple[Path, ...] = ()
     unused: tuple[tuple[str, str], ...] = ()  # the split ("": none) and the name of each file
@@ -233,13 +233,13 @@ def select_files(
     if is_folder and kind != TEXT:
         _check_is_one_set(groups, root, location)
     train, validation = _parts_of(groups, location, is_folder=is_folder)
-    used, empty = {*train, *validation}, set(kinds[_EMPTY])
+    selected, empty = {*train, *validation}, set(kinds[_EMPTY])
     # Files that describe token files are not reported as left out.
     neighbors = TOKEN_NEIGHBORS if kind == TOKENS else ()
     left_out = tuple(
         ("".join(splits.get(each, ())), f"{each.name}{' (empty)' * (each in empty)}")
         for each in files
-        if each not in used and each.suffix not in neighbors
+        if each not in selected and each.suffix not in neighbors
     )
     return DataFiles(kind, tuple(train), tuple(validation), left_out)
 

@@ -64,9 +64,9 @@ def sources_in(text: str, key: str = "data.path") -> list[DataSource]:
 def _source(text: str, key: str) -> DataSource:
     """Return the source in a text; `=` and colons belong to the path if such a path exists."""
     name, equals, rest = text.partition("=")
-    whole = os.path.expanduser(text)
-    matches = glob.iglob(whole), glob.iglob(re.sub(r":[\d.e+-]+$", "", whole))
-    if not equals or "/" in name or os.path.exists(whole) or any(map(any, matches)):
+    expanded = os.path.expanduser(text)
+    matches = glob.iglob(expanded), glob.iglob(re.sub(r":[\d.e+-]+$", "", expanded))
+    if not equals or "/" in name or os.path.exists(expanded) or any(map(any, matches)):
         name, rest = "", text
     path, share = os.path.expanduser(rest), None
     start, colon, last = path.rpartition(":")

@@ -23,18 +23,18 @@ _FILE_KEYS = (
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 # Types of class attributes of transformers' configurations that a file must not replace.
-_METHODS = (FunctionType, classmethod, staticmethod, dict)
+_RESERVED_TYPES = (FunctionType, classmethod, staticmethod, dict)
 # Keys under which transformers looks for the text model of a multimodal model.
 _SUBCONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 # Keys that fsdpctl sets when it writes a config.json, and their allowed values.
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "auto")
 _FILE_VALUES = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "use_cache": ("true", "false")}
-# Messages of transformers' validators: one with key, type and value; the prefix of others.
-_FIELD = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
-_VALIDATOR = re.compile(r"Class validation error for validator '\w+': \w+: ")
+# Messages of transformers' validators: of a wrong type, and the prefix of all other messages.
+_TYPE_ERROR = re.compile(r"Field '(\w+)' expected (\w+), got \w+ \(value: (.*)\)")
+_VALIDATOR_PREFIX = re.compile(r"Class validation error for validator '\w+': \w+: ")
 _TYPES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
-# fsdpctl's names of sizes, and attributes of transformers' configurations. The first one that a
-# configuration has counts.
+# fsdpctl's names of sizes, and attributes of transformers' configurations. The first attribute
+# that a configuration has is read.
 SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
@@ -46,7 +46,7 @@ SIZE_NAMES = {
 
 
 def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str]:
-    """Return the sizes and the canonical config.json of a model, without the prefix `model.`.
+    """Return the sizes and the canonical config.json of a model, by key without `model.`.
 
     `location` begins messages. UsageError if the installed transformers has no causal decoder of
     this type, or rejects a value.
@@ -55,14 +55,15 @@ def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str
         raise UsageError(f"{location}: quantization_config: not supported; expected full weights")
     _check_file_values(content, location)
     model_keys = _without_file_keys(content)
-    config = read_configuration(model_keys, location, has_code="auto_map" in content)
-    if config.model_type != model_keys["model_type"]:  # the text part of a multimodal model
-        model_keys = {**_without_file_keys(config.to_diff_dict()), "model_type": config.model_type}
+    hf_config = read_hf_config(model_keys, location, has_code="auto_map" in content)
+    model_type = hf_config.model_type
+    if model_type != model_keys["model_type"]:  # the text part of a multimodal model
+        model_keys = {**_without_file_keys(hf_config.to_diff_dict()), "model_type": model_type}
     settings = {"config_json": canonical_json(model_keys)}
-    for ours, theirs in SIZE_NAMES.items():
-        value = _value(config, theirs)
+    for name, hf_names in SIZE_NAMES.items():
+        value = _value(hf_config, hf_names)
         if value is not None and value >= 0:  # a negative number means no limit
-            settings[ours] = str(value).lower()
+            settings[name] = str(value).lower()
     return {"num_kv_heads": settings.get("num_heads", "1"), **settings}
 
 
@@ -72,13 +73,13 @@ def config_dict(model: ModelConfig) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _configuration(text: str) -> Any:
-    return read_configuration(parse_json(text, dict[str, Any], CONFIG_LOCATION), CONFIG_LOCATION)
+def _hf_config(text: str) -> Any:
+    return read_hf_config(parse_json(text, dict[str, Any], CONFIG_LOCATION), CONFIG_LOCATION)
 
 
 def config_value(model: ModelConfig, name: str) -> Any:
     """Return a value of config.json, else its default in transformers, else None."""
-    return getattr(_configuration(str(model.config_json)), name, None)
+    return getattr(_hf_config(str(model.config_json)), name, None)
 
 
 def model_type_of(model: ModelConfig) -> str:
@@ -98,20 +99,20 @@ def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -
     copied.
     """
     content = config_dict(model)
-    family = content["model_type"]
+    model_type = content["model_type"]
     from transformers.models.auto import modeling_auto
 
-    source_keys = dict(source) if source.get("model_type") == family else {}
+    source_keys = dict(source) if source.get("model_type") == model_type else {}
     source_keys.pop("torch_dtype", None)
     try:
-        config = read_configuration({**source_keys, **content}, CONFIG_LOCATION)
+        hf_config = read_hf_config({**source_keys, **content}, CONFIG_LOCATION)
     except UsageError:  # another key of the source, such as a label, is invalid
-        config = read_configuration({**_without_file_keys(source_keys), **content}, CONFIG_LOCATION)
-    class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    config.architectures = source_keys.get("architectures") or [class_name]
-    config.dtype = dtype
-    written: dict[str, Any] = json.loads(config.to_json_string())
-    return written
+        hf_config = read_hf_config({**_without_file_keys(source_keys), **content}, CONFIG_LOCATION)
+    class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    hf_config.architectures = source_keys.get("architectures") or [class_name]
+    hf_config.dtype = dtype
+    exported: dict[str, Any] = json.loads(hf_config.to_json_string())
+    return exported
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
@@ -127,18 +128,19 @@ def resize(content: Mapping[str, Any], sizes: Mapping[str, Any], location: str) 
 
     Lists with one item per block, such as kinds of attention, are repeated or cut.
     """
-    config, changed = read_configuration(content, location), dict(content)
-    for ours, value in sizes.items():
-        names = [name for name in SIZE_NAMES.get(ours, ()) if _value(config, [name]) is not None]
-        if not names or value is None:
+    hf_config, resized = read_hf_config(content, location), dict(content)
+    for size, value in sizes.items():
+        hf_names = [x for x in SIZE_NAMES.get(size, ()) if _value(hf_config, [x]) is not None]
+        if not hf_names or value is None:
             continue
-        before, name = _value(config, names), config.attribute_map.get(names[0], names[0])
-        if value != before or ours == "vocab_size":
-            changed[name] = value
-        for kinds, each in content.items() if ours == "num_layers" else ():
-            if isinstance(each, list) and len(each) == before:
-                changed[kinds] = (each * -(-value // len(each)))[:value]
-    return changed
+        old_value = _value(hf_config, hf_names)
+        name = hf_config.attribute_map.get(hf_names[0], hf_names[0])
+        if value != old_value or size == "vocab_size":
+            resized[name] = value
+        for key, items in content.items() if size == "num_layers" else ():
+            if isinstance(items, list) and len(items) == old_value:
+                resized[key] = (items * -(-value // len(items)))[:value]
+    return resized
 
 
 def _without_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def canonical_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def read_configuration(content: Mapping[str, Any], location: str, *, has_code: bool = False) -> Any:
+def read_hf_config(content: Mapping[str, Any], location: str, *, has_code: bool = False) -> Any:
     """Return transformers' configuration object for the content of a config.json.
 
     `location` begins messages. `has_code`: the directory has Python code, which fsdpctl never runs.
@@ -163,40 +165,40 @@ def read_configuration(content: Mapping[str, Any], location: str, *, has_code: b
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    family, version = str(content.get("model_type")), transformers.__version__
+    model_type, version = str(content.get("model_type")), transformers.__version__
     class_names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if family not in class_names:
-        hint = did_you_mean(family, list(class_names))
+    if model_type not in class_names:
+        hint = did_you_mean(model_type, list(class_names))
         hint = f"{', and fsdpctl runs no code from model directories' * has_code}{hint}"
-        problem = f"model_type {family}: not a causal decoder of transformers {version}{hint}"
+        problem = f"model_type {model_type}: not a causal decoder of transformers {version}{hint}"
         raise UsageError(f"{location}: {problem}")
-    if not class_names[family].endswith(("ForCausalLM", "LMHeadModel")):
+    if not class_names[model_type].endswith(("ForCausalLM", "LMHeadModel")):
         raise UsageError(
-            f"{location}: model_type {family}: {class_names[family]} is not a text decoder; "
-            f"expected the {CONFIG_JSON} of a text model"
+            f"{location}: model_type {model_type}: {class_names[model_type]} is not a text "
+            f"decoder; expected the {CONFIG_JSON} of a text model"
         )
     try:
         with _silent(transformers.logging):
-            config_class = configuration_auto.CONFIG_MAPPING[family]
+            config_class = configuration_auto.CONFIG_MAPPING[model_type]
             for name in content:
-                if isinstance(getattr_static(config_class, name, None), _METHODS):
-                    raise UsageError(f"{location}: {name}: not a key of such a file")
-            _check_parts(content, location, config_class.sub_configs)
-            numbers = json.loads(json.dumps(content), object_hook=_special_float)
-            return config_class.from_dict(numbers).get_text_config()
+                if isinstance(getattr_static(config_class, name, None), _RESERVED_TYPES):
+                    raise UsageError(f"{location}: {name}: not a key of config.json")
+            _check_subconfigs(content, location, config_class.sub_configs)
+            plain_content = json.loads(json.dumps(content), object_hook=_special_float)
+            return config_class.from_dict(plain_content).get_text_config()
     except UsageError:
         raise
     except Exception as error:  # validators of transformers raise arbitrary exceptions
         raise UsageError(f"{location}: {_rejection(error)} (transformers {version})") from None
 
 
-def known_names(config: Any) -> dict[str, Collection[str]]:
+def known_names(hf_config: Any) -> dict[str, Collection[str]]:
     """Return the keys of a configuration of transformers, each with the keys of its mapping."""
     from transformers.modeling_rope_utils import RopeParameters
 
     names: dict[str, Collection[str]] = {
         name: [*value] if isinstance(value, dict) else ()
-        for name, value in {**config.to_dict(), **config.attribute_map}.items()
+        for name, value in {**hf_config.to_dict(), **hf_config.attribute_map}.items()
         if name not in _FILE_KEYS and not name.startswith("_")
     }
     if "rope_parameters" in names:
@@ -221,11 +223,11 @@ def _special_float(content: dict[str, Any]) -> Any:
     return float(content["__float__"]) if [*content] == ["__float__"] else content
 
 
-def _value(config: Any, names: Sequence[str]) -> int | float | None:
+def _value(hf_config: Any, names: Sequence[str]) -> int | float | None:
     """Return the first attribute that is a number; a size that differs by layer is a list."""
     for name in names:
         try:
-            value = getattr(config, name)
+            value = getattr(hf_config, name)
         except Exception:  # attributes may be properties that raise arbitrary exceptions
             continue
         if isinstance(value, int | float):
@@ -233,11 +235,11 @@ def _value(config: Any, names: Sequence[str]) -> int | float | None:
     return None
 
 
-def _check_parts(content: Mapping[str, Any], location: str, parts: Collection[str]) -> None:
-    for name in {*_SUBCONFIGS, *parts} & content.keys():
+def _check_subconfigs(content: Mapping[str, Any], location: str, allowed: Collection[str]) -> None:
+    for name in {*_SUBCONFIGS, *allowed} & content.keys():
         value = content[name]
-        if value is not None and name not in parts:
-            problem = f"{name}: not supported; {content.get('model_type')} has no such part"
+        if value is not None and name not in allowed:
+            problem = f"{name}: not supported by model_type {content.get('model_type')}"
             raise UsageError(f"{location}: {problem}")
         if value is not None and not isinstance(value, Mapping):
             raise UsageError(f"{location}: {name}: expected a mapping, got {_shown(value)}")
@@ -255,10 +257,10 @@ def _check_file_values(content: Mapping[str, Any], location: str) -> None:
 def _rejection(error: Exception) -> str:
     """Return the reason of a rejection: `KEY VALUE: expected TYPE`, or transformers' message."""
     reason = " ".join(str(error).split()) or type(error).__name__
-    if match := _FIELD.search(reason):
-        name, kind, value = match.groups()
-        return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(kind, kind)}"
-    return _VALIDATOR.sub("", reason)
+    if match := _TYPE_ERROR.search(reason):
+        name, type_name, value = match.groups()
+        return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(type_name, type_name)}"
+    return _VALIDATOR_PREFIX.sub("", reason)
 
 
 def _shown(value: object) -> str:

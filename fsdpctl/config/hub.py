@@ -145,4 +145,4 @@ def hub_models() -> dict[str, dict[str, Any]]:
     """
     content = read_json(TABLE, dict[str, Any])
     models: dict[str, dict[str, Any]] = content["models"]
-    return {**models, **{name: models[same] for name, same in content["aliases"].items()}}
+    return {**models, **{name: models[target] for name, target in content["aliases"].items()}}

@@ -98,8 +98,8 @@ class Key:
         if self.choices and text not in self.choices:
             raise self._error(text, did_you_mean(text, self.choices))
         if not text:
-            what = "a path" if self.is_path else "text"
-            raise UsageError(f"{self.name}=: empty; expected {what}")
+            noun = "a path" if self.is_path else "text"
+            raise UsageError(f"{self.name}=: empty; expected {noun}")
         refuse_credentials(text, self.name)
         return os.path.expanduser(text) if self.is_path else text
 
@@ -108,14 +108,14 @@ class Key:
             number = self._size(text) if self.unit and text[-1:].isalpha() else float(text)
         except ValueError:
             raise self._error(text) from None
-        whole = self.type == "whole number"
-        if not math.isfinite(number) or (whole and number != int(number)):
+        is_whole = self.type == "whole number"
+        if not math.isfinite(number) or (is_whole and number != int(number)):
             raise self._error(text)
-        least = number if self.minimum is None else self.minimum
-        least, most = self.within or (least, _LARGEST_WHOLE if whole else number)
-        if not least <= number <= most:
+        lowest = number if self.minimum is None else self.minimum
+        lowest, highest = self.within or (lowest, _LARGEST_WHOLE if is_whole else number)
+        if not lowest <= number <= highest:
             raise self._error(text)
-        if not whole:
+        if not is_whole:
             return number
         try:
             return int(text)  # exact, unlike the float above 2**53

@@ -8,7 +8,7 @@ from typing import Any
 from fsdpctl.config.decoder_config import (
     SIZE_NAMES,
     model_type_in,
-    read_configuration,
+    read_hf_config,
     resize,
     sizes_and_config,
 )
@@ -126,8 +126,8 @@ def _check_weights(settings: Settings, stored: Settings, changed: Settings, loca
 def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str) -> None:
     family = model_type_in(str(values[CONFIG_JSON_KEY]))
     for name in _SIZES:
-        wanted = KEYS[name].parse(settings[name]) if name in settings else None
-        if wanted is not None and values.get(name) != wanted:
+        requested = KEYS[name].parse(settings[name]) if name in settings else None
+        if requested is not None and values.get(name) != requested:
             raise UsageError(f"{name}={settings[name]}: {location}: {family} has no such size")
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, groups, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
@@ -138,7 +138,7 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
     if CONFIG_JSON_KEY in settings:  # a run's config.json may spell out defaults
         texts = (settings[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
         stored, current = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
-        if read_configuration(stored, CONFIG_JSON_KEY) != read_configuration(current, location):
+        if read_hf_config(stored, CONFIG_JSON_KEY) != read_hf_config(current, location):
             raise UsageError(
                 f"{CONFIG_JSON_KEY}: differs from that of {location}; leave {CONFIG_JSON_KEY} out"
             )

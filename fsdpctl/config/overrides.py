@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.decoder_config import canonical_json, known_names, read_configuration
+from fsdpctl.config.decoder_config import canonical_json, known_names, read_hf_config
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.untrusted import parse_json
@@ -56,7 +56,7 @@ def apply_overrides(content: Mapping[str, Any], changes: str, location: str) -> 
     """
     overrides = parse_json(changes, dict[str, Any], OVERRIDES_KEY)
     family = overrides.get("model_type", content["model_type"])
-    keys = known_names(read_configuration({**content, "model_type": family}, location))
+    keys = known_names(read_hf_config({**content, "model_type": family}, location))
     named, alias = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
     overrides = {named if name == alias else name: value for name, value in overrides.items()}
     if named == _ROPE and "rope_theta" in overrides:

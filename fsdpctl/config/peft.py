@@ -76,26 +76,26 @@ def adapter_settings(path: str) -> dict[str, str]:
 
     UsageError if the directory has no adapters, or unsupported ones.
     """
-    where, about = f"model.lora.path={path}", _read_config(path)
+    location, config = f"model.lora.path={path}", _read_config(path)
     settings = {
-        "model.lora.rank": str(about.r),
-        "model.lora.alpha": str(about.lora_alpha),
-        "model.lora.dropout": str(about.lora_dropout),
-        "model.lora.rslora": str(about.use_rslora).lower(),
+        "model.lora.rank": str(config.r),
+        "model.lora.alpha": str(config.lora_alpha),
+        "model.lora.dropout": str(config.lora_dropout),
+        "model.lora.rslora": str(config.use_rslora).lower(),
     }
-    modules = about.target_modules
-    if isinstance(modules, list) or (modules is None and about.target_parameters):
+    modules = config.target_modules
+    if isinstance(modules, list) or (modules is None and config.target_parameters):
         # `target_modules` as a string is a regular expression, which is not run since the file is
         # untrusted: the names of tensors are checked instead. As in PEFT, one of the listed modules
         # has to exist, not all.
-        targets = {*(modules or ()), *map(_layer_of_parameter, about.target_parameters or ())}
+        targets = {*(modules or ()), *map(_layer_of_parameter, config.target_parameters or ())}
         settings["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
-    if fully_trained := sorted({*(about.modules_to_save or ())}):
+    if fully_trained := sorted({*(config.modules_to_save or ())}):
         # As in PEFT, a name also matches the end of a longer word: norm matches input_layernorm.
         settings["model.lora.also"] = f"({'|'.join(map(re.escape, fully_trained))})$"
-    if isinstance(modules, str) and about.target_parameters:
+    if isinstance(modules, str) and config.target_parameters:
         raise UsageError(
-            f"{where}: target_parameters with target_modules={str(modules)[:80]}: set "
+            f"{location}: target_parameters with target_modules={str(modules)[:80]}: set "
             "model.lora.targets to the names of all layers and experts"
         )
     return settings

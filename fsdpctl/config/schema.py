@@ -79,8 +79,8 @@ class StrategyConfig:
             return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
-        before = STRATEGIES.get(self.name)
-        is_unused = self.owner_map == "even" and before is not None and not before.has_owner_map
+        preset = STRATEGIES.get(self.name)
+        is_unused = self.owner_map == "even" and preset is not None and not preset.has_owner_map
         keeps = row.has_owner_map and not is_unused
         on_host = self.on_host if row.can_offload_params else self.on_host & ~Offload.PARAMS
         return StrategyConfig(name, size, self.owner_map if keeps else None, str(on_host))
@@ -294,24 +294,24 @@ class Config:
     def changed(self, values: Mapping[str, Any], origin: Origin | None = None) -> Self:
         """Return the configuration with other values by key, and their origin if it's not None."""
         origins = {} if origin is None else dict.fromkeys(values, origin)
-        changed = replace(self, origins={**self.origins, **origins}) if origins else self
+        config = replace(self, origins={**self.origins, **origins}) if origins else self
         for name, value in values.items():
             section, _, key = name.partition(".")
             if section == "model" and key in SIZE_NAMES:  # config.json must change too
-                changed = replace(changed, model=with_sizes(changed.model, **{key: value}))
+                config = replace(config, model=with_sizes(config.model, **{key: value}))
             else:
-                changed = _set(changed, [section, *(key or "name").split(".")], value)
-        return changed
+                config = _set(config, [section, *(key or "name").split(".")], value)
+        return config
 
     def with_strategy(self, strategy: str, origin: Origin | None = None) -> Self:
         """Return the configuration with another strategy, without keys that it doesn't use."""
-        changed = replace(self, strategy=self.strategy.with_name(strategy))
-        return changed if origin is None else changed.changed({"strategy": strategy}, origin)
+        config = replace(self, strategy=self.strategy.with_name(strategy))
+        return config if origin is None else config.changed({"strategy": strategy}, origin)
 
 
-def _set(part: Any, path: list[str], value: Any) -> Any:
+def _set(node: Any, path: list[str], value: Any) -> Any:
     first, *rest = path
-    return replace(part, **{first: _set(getattr(part, first), rest, value) if rest else value})
+    return replace(node, **{first: _set(getattr(node, first), rest, value) if rest else value})
 
 
 C = TypeVar("C", bound=Config)  # for functions that return the stage that they receive

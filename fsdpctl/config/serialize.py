@@ -88,8 +88,8 @@ def user_settings(config: Config) -> dict[str, str]:
 
 
 def _is_in_unused_subsection(config: Config, name: str) -> bool:
-    part = name.rpartition(".")[0]
-    return "." in part and (inner := config.value(part)) == type(inner)()
+    section = name.rpartition(".")[0]
+    return "." in section and (value := config.value(section)) == type(value)()
 
 
 def only_model_settings(settings: Settings) -> dict[str, str]:

@@ -81,8 +81,8 @@ def _cluster(
 def translate_strategy(pairs: list[Setting]) -> tuple[list[Setting], tuple[str, ...]]:
     """Replace the name of a strategy in another tool; also return a line that names both."""
     typed = dict(pairs).get("strategy", "")
-    ours = STRATEGY_ALIASES.get(typed.lower(), typed)
-    if ours == typed:
+    strategy = STRATEGY_ALIASES.get(typed.lower(), typed)
+    if strategy == typed:
         return pairs, ()
-    pairs = [(name, ours if name == "strategy" else text) for name, text in pairs]
-    return pairs, (f"strategy={typed}: runs as {ours}",)
+    pairs = [(name, strategy if name == "strategy" else text) for name, text in pairs]
+    return pairs, (f"strategy={typed}: runs as {strategy}",)

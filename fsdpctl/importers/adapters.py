@@ -69,9 +69,9 @@ def read_stacked(
 
 def read_modules_to_save(target: Translation) -> None:
     """Translate the modules that are trained whole in addition to adapters."""
-    if whole := target.source.take_enabled("lora_modules_to_save"):
+    if modules := target.source.take_enabled("lora_modules_to_save"):
         note = "an embedding and a head that are one parameter stay one"
-        target.map(whole, f"model.lora.also=[{','.join(whole.items)}]", note=note)
+        target.map(modules, f"model.lora.also=[{','.join(modules.items)}]", note=note)
 
 
 def check_heads(target: Translation, value: SourceKey | None) -> None:

@@ -77,14 +77,14 @@ def _read_schedule(target: Translation, steps: int | None) -> None:
         if (value := target.value(key)) and not value.is_off:
             target.refuse(value, "lr_scheduler", "not supported")
     warmup, share = target.value("warmup_steps"), target.get("warmup_ratio")
-    most = 100 if target.value("warmup_ratio") is None else NO_LIMIT
+    limit = 100 if target.value("warmup_ratio") is None else NO_LIMIT
     is_share = hf.is_fraction(share.text) or not share.text.strip("0.")
     if warmup is None and (steps is None or not is_share):
         target.leave_out(share, "if that is 1 step, axolotl warms up over 2 steps, fsdpctl over 1")
-        settings = f"lr_scheduler.warmup_ratio={share.text} {_WARMUP_STEPS}={most}"
+        settings = f"lr_scheduler.warmup_ratio={share.text} {_WARMUP_STEPS}={limit}"
         add_schedule(target, schedule, (share, settings))
     else:
-        from_ratio = 0 if warmup else min(int(float(share.text) * (steps or 0)), most)
+        from_ratio = 0 if warmup else min(int(float(share.text) * (steps or 0)), limit)
         count = warmup.text.strip() if warmup else str(from_ratio)
         count = str(_MIN_WARMUP) if count == "1" else count
         add_schedule(target, schedule, (warmup or share, f"{_WARMUP_STEPS}={count}"))

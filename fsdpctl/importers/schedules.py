@@ -71,15 +71,15 @@ def _schedule_words(
 
 
 def _arguments(values: Mapping[str, SourceKey]) -> dict[str, str]:
-    whole = values.get("lr_scheduler_kwargs")
-    if whole is None:
+    kwargs = values.get("lr_scheduler_kwargs")
+    if kwargs is None:
         return {key.rpartition(".")[2]: each.text for key, each in values.items()}
     try:
-        target = json.loads(whole.text)
+        target = json.loads(kwargs.text)
     except (ValueError, RecursionError):
         target = None
     if not isinstance(target, dict):
-        return {"lr_scheduler_kwargs": whole.text}
+        return {"lr_scheduler_kwargs": kwargs.text}
     return {key: str(value) for key, value in target.items()}
 
 

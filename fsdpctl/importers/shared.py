@@ -63,11 +63,11 @@ def read_context(target: Translation, *keys: str) -> None:
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
     """Refuse kinds of parallelism, such as `tensor`, if a key has a degree other than 1."""
-    for what, keys in degrees.items():
+    for noun, keys in degrees.items():
         value = source.take_enabled(*keys)
         if value and value.text.strip() != "1":
             raise source.error(
-                value, f"fsdpctl does not support {NOT_SUPPORTED[f'{what}_parallel']}; leave the "
+                value, f"fsdpctl does not support {NOT_SUPPORTED[f'{noun}_parallel']}; leave the "
                 "key out to estimate the training without it"
             )  # fmt: skip
 
@@ -104,21 +104,21 @@ def read_optimizer(target: Translation, value: SourceKey | None, default: str) -
 
 
 def read_offload(
-    target: Translation, value: SourceKey, note: str, what: Offload = Offload.ALL
+    target: Translation, value: SourceKey, note: str, offload: Offload = Offload.ALL
 ) -> None:
     """Translate model states in host memory, and add them to those translated before."""
     if target.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
         target.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
-    what |= Offload.parse(target.settings.get("strategy.offload", "none"))
+    offload |= Offload.parse(target.settings.get("strategy.offload", "none"))
     row = get_strategy(target.settings.get("strategy", "full_shard"))
     has_frozen = "model.lora.rank" in target.settings or "model.trainable" in target.settings
-    can_rest = row.can_offload_params and (has_frozen or Offload.STATES in what)
-    if Offload.PARAMS in what and not can_rest:
-        what, note = what & ~Offload.PARAMS, ""
+    can_rest = row.can_offload_params and (has_frozen or Offload.STATES in offload)
+    if Offload.PARAMS in offload and not can_rest:
+        offload, note = offload & ~Offload.PARAMS, ""
         target.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
-    if what:
-        target.map(value, f"strategy.offload={what}", note=note)
+    if offload:
+        target.map(value, f"strategy.offload={offload}", note=note)
 
 
 def check_attention(source: SourceConfig) -> None:
@@ -138,7 +138,7 @@ def read_recomputation(target: Translation, default: str) -> bool:
     """
     source, names = target.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), target.settings.get(names[0])
-    every = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
+    every_n = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
     leaves = source.take_enabled(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
     recomputes = (set_before or default) == "full" if value is None else not value.is_off
     if value is not None or set_before is None:
@@ -146,8 +146,8 @@ def read_recomputation(target: Translation, default: str) -> bool:
         target.map(value, option, default=names[1])
     if recomputes and value is not None and not value.is_on:  # the value is "offload"
         leaves = leaves or value
-    if recomputes and every and every > 1:
-        _read_distance(target, SourceKey("every_n_layers", str(every)), sends=leaves is not None)
+    if recomputes and every_n and every_n > 1:
+        _read_distance(target, SourceKey("every_n_layers", str(every_n)), sends=leaves is not None)
     elif leaves and recomputes:
         read_activation_offload(target, leaves)
     if leaves and not recomputes:
@@ -155,16 +155,16 @@ def read_recomputation(target: Translation, default: str) -> bool:
     return recomputes
 
 
-def _read_distance(target: Translation, every: SourceKey, *, sends: bool) -> None:
+def _read_distance(target: Translation, every_n: SourceKey, *, sends: bool) -> None:
     """Translate every_n_layers: fsdpctl recomputes the same number of blocks, the first ones."""
     if layers := model_of(target).get("model.num_layers"):
-        count = -(-int(layers) // int(every.text))
+        count = -(-int(layers) // int(every_n.text))
         blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
         note = "the same number of blocks, the first ones"
-        target.map(every, "activation_checkpointing=none", blocks, note=note)
+        target.map(every_n, "activation_checkpointing=none", blocks, note=note)
     else:
         advice = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
-        target.require("activation_checkpointing", every, f"number of blocks unknown; {advice}")
+        target.require("activation_checkpointing", every_n, f"number of blocks unknown; {advice}")
 
 
 def read_activation_offload(target: Translation, value: SourceKey) -> None:
@@ -279,18 +279,18 @@ def read_zero(target: Translation, source: SourceConfig, section: str, stage_key
     hpz = source.whole(f"{section}zero_hpz_partition_size") or 1
     if stage not in _STAGES:
         raise source.error(SourceKey(f"{section}{stage_key}", str(stage)), "expected 0 to 3")
-    ours: tuple[str, ...] = (f"strategy={_STAGES[stage]}",)
+    settings: tuple[str, ...] = (f"strategy={_STAGES[stage]}",)
     if stage == 3 and hpz > 1:
-        ours = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")
+        settings = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")
     note = "estimated for fsdpctl's engine, without DeepSpeed's buffers"
-    target.map(SourceKey(f"{section}{stage_key}", str(stage)), *ours, note=note)
-    for what in ("optimizer", "param"):
-        keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
+    target.map(SourceKey(f"{section}{stage_key}", str(stage)), *settings, note=note)
+    for states in ("optimizer", "param"):
+        keys = (f"{section}offload_{states}_device", f"{section}offload_{states}.device")
         offload = source.take_enabled(*keys)
-        if offload and what == "param" and stage < 3:
+        if offload and states == "param" and stage < 3:
             target.source.seen.add(offload.key)
         elif offload:
-            read_offload(target, offload, *_ZERO_OFFLOADS[what])
+            read_offload(target, offload, *_ZERO_OFFLOADS[states])
 
 
 def _is_known(name: str) -> bool:

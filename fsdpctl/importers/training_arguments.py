@@ -128,15 +128,15 @@ def hides_text(row: Mapping[str, Any]) -> bool:
 
 
 def _read_interval(
-    target: Translation, steps: int | None, key: str, per_epoch: str, ours: str
+    target: Translation, steps: int | None, key: str, per_epoch: str, setting: str
 ) -> None:
     value, count = target.value(key), target.value(per_epoch)
     if count is not None and not count.is_off:
         value = count
-    elif _by_strategy(target, value, key, ours):
+    elif _by_strategy(target, value, key, setting):
         return
     elif value is None or not is_fraction(value.text):
-        target.add_same({key: ours})
+        target.add_same({key: setting})
         return
     epochs = target.value("num_epochs")
     try:
@@ -147,31 +147,31 @@ def _read_interval(
         share = 0
     held = target.value("test_datasets", "val_set_size", "eval_strategy")
     if not 0 < share < math.inf:
-        target.leave_out(value, f"expected a number above 0; set {ours}")
+        target.leave_out(value, f"expected a number above 0; set {setting}")
     elif key == "eval_steps" and (held is None or held.is_off or not held.text.strip("0.")):
         target.leave_out(value, "nothing is held out")
     elif steps is not None:
         every = min(steps, math.ceil(steps * share))
-        target.add(value, f"{ours}={every}", note=f"of {steps} steps", decides=False)
+        target.add(value, f"{setting}={every}", note=f"of {steps} steps", decides=False)
     else:
-        target.require_for_training(ours, f"{value.key}: {value.text}: {_BY_DATA} {ours}")
+        target.require_for_training(setting, f"{value.key}: {value.text}: {_BY_DATA} {setting}")
 
 
-def _by_strategy(target: Translation, value: SourceKey | None, key: str, ours: str) -> bool:
+def _by_strategy(target: Translation, value: SourceKey | None, key: str, setting: str) -> bool:
     """Add an interval from a strategy such as epoch; return whether the strategy decides it."""
     strategy = target.value(key.replace("steps", "strategy"))
     if strategy is None or (value is not None and target.tool == "axolotl"):
         return False
-    how = strategy.text.strip().lower()
-    if how == "epoch":
-        target.require_for_training(ours, f"{strategy.key}: epoch: {_BY_DATA} {ours}")
-    elif how == "best" or strategy.is_off:
-        target.add(strategy, f"{ours}=0", decides=False)
+    mode = strategy.text.strip().lower()
+    if mode == "epoch":
+        target.require_for_training(setting, f"{strategy.key}: epoch: {_BY_DATA} {setting}")
+    elif mode == "best" or strategy.is_off:
+        target.add(strategy, f"{setting}=0", decides=False)
     else:
         log = (target.get if target.tool == "TRL" else target.value)("logging_steps")
         if log is None or value is not None or key != "eval_steps":
             return False
-        target.add(log, f"{ours}={log.text}", note="eval_steps is not set", decides=False)
+        target.add(log, f"{setting}={log.text}", note="eval_steps is not set", decides=False)
     return True
 
 
@@ -251,7 +251,7 @@ def _absent(target: Translation, paths: Mapping[str, str], name: str) -> str:
     `paths` maps a path to the suffix of a name on the Hub. If the file selects a part of a split,
     the message has the names of whole splits.
     """
-    lost, splits, locations = [], [], []
+    missing, splits, locations = [], [], []
     for path, part in paths.items():
         at, _, split = part.rpartition("/")
         if (location := _locate(target, path, part)) is not None:
@@ -261,9 +261,9 @@ def _absent(target: Translation, paths: Mapping[str, str], name: str) -> str:
         whole = [x for each in names if (x := _locate(target, path, f"{at}/{each}")) is not None]
         locations += whole
         splits += [f"{path}: {split}"] if whole else []
-        lost += [] if whole else [path]
-    if lost:
-        return f"{', '.join(lost)[:200]}: not found here, nor a name on the Hub; set {name}=FILE"
+        missing += [] if whole else [path]
+    if missing:
+        return f"{', '.join(missing)[:200]}: not found here, nor a name on the Hub; set {name}=FILE"
     why = "part of a split, or a sum of splits, is not supported; for all rows, set"
     return f"{', '.join(splits)[:200]}: {why} {name}={','.join(locations)}" if splits else ""
 

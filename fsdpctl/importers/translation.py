@@ -146,16 +146,16 @@ class Translation:
 
     def add_same(self, names: Mapping[str, str]) -> None:
         """Add the values of keys (`names` maps them to fsdpctl's) that have the same meaning."""
-        for theirs, ours in names.items():
-            value = self.get(theirs) if theirs in self.defaults else self.value(theirs)
-            if value is None or ours in self.settings:
+        for key, setting in names.items():
+            value = self.get(key) if key in self.defaults else self.value(key)
+            if value is None or setting in self.settings:
                 continue
-            if not value.text or ("$" in value.text and theirs in self.defaults):
+            if not value.text or ("$" in value.text and key in self.defaults):
                 why = f"required by {self.tool}"
                 why = f"{value.text[:80]}: a variable that is not known" if value.text else why
-                self.require_for_training(ours, f"{value.key}: {why}; set {ours}")
+                self.require_for_training(setting, f"{value.key}: {why}; set {setting}")
             else:
-                self.add(value, f"{ours}={value.text}", decides=theirs in self.defaults)
+                self.add(value, f"{setting}={value.text}", decides=key in self.defaults)
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set."""
@@ -201,16 +201,16 @@ class Translation:
         patterns = tuple(unused)
         for value in self.source.rest():
             last = value.key.rsplit(".", 1)[-1]
-            ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
-            name, reason = ours.partition("=")[0], NOT_SUPPORTED.get(last)
+            setting = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
+            name, reason = setting.partition("=")[0], NOT_SUPPORTED.get(last)
             is_other = (name in KEYS or name in GROUPS) and not affects_memory(name)
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):
                 self.source.seen.add(value.key)
             elif reason is not None:
                 if not value.is_off:
                     self.exclude(value, f"fsdpctl does not support {reason}")
-            elif ours in KEYS and affects_memory(ours):
-                self.map(value, f"{ours}={value.text}")
+            elif setting in KEYS and affects_memory(setting):
+                self.map(value, f"{setting}={value.text}")
             elif last in NOT_NEEDED or is_other:
                 self.source.seen.add(value.key)
             else:

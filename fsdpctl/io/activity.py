@@ -41,7 +41,7 @@ class Reporter(NamedTuple):
 
 @dataclass
 class _Activity:
-    what: str
+    label: str
     unit: str
     total: int | None
     done: int = 0
@@ -53,16 +53,16 @@ class _Activity:
     def text(self) -> str:
         """Return a line such as `validating: 12 of 40 batches, 0:07`."""
         seconds = int(time.monotonic() - self.began)
-        how_far = left = ""
+        how_far = remaining = ""
         if self.unit == BYTES and self.total:
             how_far = f": {format_bytes(self.done)} of {format_bytes(self.total)}"
             if 0 < self.done < self.total and seconds:
                 more = int(seconds * (self.total - self.done) / self.done)
-                left = f", {more // 60}:{more % 60:02d} left"
+                remaining = f", {more // 60}:{more % 60:02d} left"
         elif self.done or self.total:
             of = f" of {self.total:,}" if self.total else ""
             how_far = f": {self.done:,}{of} {self.unit}"
-        return f"{one_line(self.what)}{how_far}, {seconds // 60}:{seconds % 60:02d}{left}"
+        return f"{one_line(self.label)}{how_far}, {seconds // 60}:{seconds % 60:02d}{remaining}"
 
 
 def is_first_process() -> bool:
@@ -94,12 +94,12 @@ class Display:
         self._startup: _Activity | None = None
         self._stream: IO[str] | None = None  # None: nothing is shown
 
-    def start(self, stream: IO[str] | None, what: str) -> None:
-        """Show activities on `stream` unless quiet. Until `end_startup`, show `what` by default."""
+    def start(self, stream: IO[str] | None, label: str) -> None:
+        """Show activities on `stream` unless quiet, and by default `label` until `end_startup`."""
         if stream is None or os.environ.get(QUIET):
             return
         with self._lock:
-            self._startup = _Activity(what, "", None)
+            self._startup = _Activity(label, "", None)
             self._stream = stream
         threading.Thread(target=self._show, args=(stream,), name="activity", daemon=True).start()
 
@@ -122,9 +122,9 @@ class Display:
             self._bar = bar
 
     @contextmanager
-    def doing(self, what: str, unit: str = "", total: int | None = None) -> Iterator[Advance]:
-        """Show `what` while the block runs; yield a function that adds to the completed units."""
-        activity = _Activity(what, unit, total)
+    def doing(self, label: str, unit: str = "", total: int | None = None) -> Iterator[Advance]:
+        """Show `label` while the block runs; yield a function that adds to the completed units."""
+        activity = _Activity(label, unit, total)
         with self._lock:
             self._activities.append(activity)
         try:

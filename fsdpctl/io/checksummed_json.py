@@ -24,8 +24,8 @@ def checksummed(content: Mapping[str, Any], kind: str = FORMAT) -> str:
     """
     document = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
     text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-    before, _, after = text.rpartition(_BLANK)
-    return before + _checksum(text) + after
+    head, _, tail = text.rpartition(_BLANK)
+    return head + _checksum(text) + tail
 
 
 def _checksum(text: str) -> str:
@@ -48,7 +48,7 @@ def read_checksummed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> 
     content = parse_json(text, dict[str, Any], location, CheckpointError, finite=False)
     noun = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
     check_version(content, (kind, _VERSIONS[kind]), noun, str(path), CheckpointError)
-    before, digest, after = text.rpartition(str(content.get("xxh3")))
-    if not digest or _checksum(before + _BLANK + after) != digest:
+    head, digest, tail = text.rpartition(str(content.get("xxh3")))
+    if not digest or _checksum(head + _BLANK + tail) != digest:
         raise CheckpointError(f"{path}: corrupted: the checksum does not match")
     return content

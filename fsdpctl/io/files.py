@@ -14,7 +14,7 @@ from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 
 _MAX_NAMED_RUNS = 5
 ErrorType = type[FsdpctlError]
-MAX_READ_BYTES = 1 << 30  # of a file, or of a line, that is read into memory
+MAX_READ_BYTES = 1 << 30  # size of a file or a line that is read into memory
 _LAST_BYTES, _MAX_LINE = 4096, 300  # bytes searched for the last line of a log; its characters
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _CACHE_VARIABLE = "FSDPCTL_CACHE"  # the environment variable for ranks that this process starts

@@ -109,9 +109,9 @@ def read_header(path: Path) -> GgufHeader:
     header = GgufHeader(metadata, tensors)
     if problem := _problem(header):
         raise UsageError(f"{path}: {problem}")
-    if (parts := metadata.get("split.count", 1)) != 1:
+    if (num_files := metadata.get("split.count", 1)) != 1:
         merge = "merge them with `llama-gguf-split --merge FIRST_FILE MERGED_FILE`"
-        raise UsageError(f"{path}: one of {parts} files of a model; {merge}")
+        raise UsageError(f"{path}: one of {num_files} files of a model; {merge}")
     return header
 
 
@@ -123,11 +123,11 @@ def _metadata(content: Any, library: Any) -> tuple[dict[str, Any], int, int]:
     for _ in range(count):
         name, position = library._read_string(content, position)
         (kind,) = struct.unpack_from("<I", content, position)
-        value, after = library._read_value(content, position + 4, kind)
+        value, end = library._read_value(content, position + 4, kind)
         is_list = kind == 9 and isinstance(value, int)
         if name in metadata:
             raise ValueError(f"{name} is in it twice")
-        metadata[name], position = TextList(value) if is_list else value, after
+        metadata[name], position = TextList(value) if is_list else value, end
     if "general.architecture" not in metadata:
         raise ValueError("general.architecture not found")
     return metadata, tensors, position

@@ -30,7 +30,7 @@ from fsdpctl.io.untrusted import MIB
 
 Choose = Callable[[Collection[str]], Collection[str]]
 T = TypeVar("T")
-_SLACK = 64 * MIB  # for files of unknown size, and downloads that restart
+_SLACK = 64 * MIB  # reserve for files of unknown size and restarted downloads
 _CHUNK = MIB // 4  # bytes between two checks for a stop; an interrupted download loses one chunk
 # Base classes of the errors that libraries raise without a network.
 _NO_NETWORK = {"NetworkError", "TimeoutException", "ProxyError", "OfflineModeIsEnabled"}
@@ -154,7 +154,7 @@ class Repository:
                     Path(folder).mkdir(parents=True, exist_ok=True)  # missing without files
         return names
 
-    def _announce(self, what: str, count: int, size: int) -> None:
+    def _announce(self, noun: str, count: int, size: int) -> None:
         above = next(each for each in (hub_cache(), *hub_cache().parents) if each.is_dir())
         free = shutil.disk_usage(above).free
         figures = f"{format_bytes(size)}, {format_bytes(free)} free in {hub_cache()}"
@@ -162,13 +162,13 @@ class Repository:
             way = "set HF_HOME to a directory with more space"
             raise UsageError(f"{self.location}: {figures}; {way}")
         files = "1 file" if count == 1 else f"{count} files"
-        DISPLAY.print_line(f"{what} {self.name}: {files}, {figures}")
+        DISPLAY.print_line(f"{noun} {self.name}: {files}, {figures}")
 
     @contextmanager
     def hub_errors(self) -> Iterator[None]:
         """Raise what the library raises as a UsageError, without the URLs in its messages."""
         logger = logging.getLogger("huggingface_hub")
-        before = logger.level
+        level = logger.level
         logger.setLevel(logging.CRITICAL)  # its warnings quote signed URLs
         try:
             yield
@@ -179,7 +179,7 @@ class Repository:
         except Exception as error:
             raise UsageError(f"{self.location}: {self._reason(error)}") from None
         finally:
-            logger.setLevel(before)
+            logger.setLevel(level)
 
     def _reason(self, error: BaseException) -> str:
         from huggingface_hub import errors
@@ -189,16 +189,16 @@ class Repository:
         chain = [error]
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
-        known = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
+        http = next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), error)
         host = hub_host()
-        if isinstance(known, errors.GatedRepoError):
+        if isinstance(http, errors.GatedRepoError):
             return f"gated; ask for access on {host}/{self.name}, and set HF_TOKEN"
-        if isinstance(known, errors.RevisionNotFoundError):
+        if isinstance(http, errors.RevisionNotFoundError):
             return f"{self.name} has no such revision on {host}"
-        if isinstance(known, errors.RepositoryNotFoundError):
+        if isinstance(http, errors.RepositoryNotFoundError):
             return f"{self._absent}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
-        if isinstance(known, errors.HfHubHTTPError):
-            status = known.response.status_code
+        if isinstance(http, errors.HfHubHTTPError):
+            status = http.response.status_code
             return f"{host} answers {status}{'; check HF_TOKEN' if status in (401, 403) else ''}"
         if isinstance(error, OSError) and error.filename:
             return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"

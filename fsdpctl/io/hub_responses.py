@@ -165,11 +165,11 @@ def _check_headers(response: Any) -> None:
         raise HubError(f"answers {response.status_code}, and to try again after {wait[:9]} s")
 
 
-def _content(response: Any, is_listing: bool, most: int) -> bytes:
+def _content(response: Any, is_listing: bool, max_bytes: int) -> bytes:
     content, end = bytearray(), time.monotonic() + _MAX_SECONDS
-    for part in response.iter_bytes():
-        content += part
-        if len(content) > most:
+    for chunk in response.iter_bytes():
+        content += chunk
+        if len(content) > max_bytes:
             raise HubError(f"sends more than {_MAX_BYTES // MIB} MiB about a repository")
         if time.monotonic() > end:
             raise HubError(f"takes more than {_MAX_SECONDS:.0f} s for an answer")

@@ -13,7 +13,7 @@ from fsdpctl.io.hub_repository import Repository, hub_host, is_offline
 from fsdpctl.io.hub_responses import MAX_SILENCE_S, checked_responses
 
 _NAME = re.compile(r"hf://([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
-_INITIAL_FILES = {".gitattributes"}  # of a new repository
+_INITIAL_FILES = {".gitattributes"}  # files of a new repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class UploadTarget:
         return match[1]
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[Any]:
+    def _asking(self, action: str) -> Iterator[Any]:
         from huggingface_hub import HfApi, constants
 
         repository = Repository(self.name, None, "model", self.url, is_upload=True)
         responses = checked_responses(constants.ENDPOINT, MAX_SILENCE_S)
-        with repository.hub_errors(), responses, doing(what):
+        with repository.hub_errors(), responses, doing(action):
             yield HfApi()
 
     def check(self) -> None:

@@ -127,14 +127,14 @@ def open_store(url: str, location: str, error_type: ErrorType = FsdpctlError) ->
 
 def with_retries(url: str, request: Callable[[], Any], error_type: ErrorType = FsdpctlError) -> Any:
     """Return the result of `request`. After several failed attempts, raise an `error_type`."""
-    for number in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
             return request()
         except Exception as error:  # drivers raise arbitrary exceptions of their libraries
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
             reason = printable(" ".join(f"{kind}{error}".split())[:200])
-            if isinstance(error, _FINAL) or number == _ATTEMPTS - 1:
+            if isinstance(error, _FINAL) or attempt == _ATTEMPTS - 1:
                 raise error_type(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
-            time.sleep(_FIRST_PAUSE * 2**number)
+            time.sleep(_FIRST_PAUSE * 2**attempt)
     raise AssertionError

@@ -65,8 +65,8 @@ def resolve_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
         resolved = [_format_address(info[4]) for info in infos]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{location}: {host}: {getattr(error, 'strerror', error)}") from None
-    every = (ip_address(x) for addresses in _addresses().values() for x in addresses)
-    local = [str(each) for each in every if not (each.is_loopback or each.is_link_local)]
+    all_addresses = (ip_address(x) for addresses in _addresses().values() for x in addresses)
+    local = [str(each) for each in all_addresses if not (each.is_loopback or each.is_link_local)]
     only_ipv6 = bool(local) and all(map(_is_ipv6, local))
     address = min(resolved, key=lambda each: _is_ipv6(each) != only_ipv6)
     if for_others and ip_address(address).is_loopback and host not in (address, "localhost"):
@@ -104,10 +104,10 @@ def local_address(towards: str, interface: str | None) -> tuple[str, str]:
             for name, of_interface in _addresses().items()
         }
         if not addresses.get(interface):
-            known = ", ".join(sorted(filter(addresses.get, addresses)))
+            interfaces = ", ".join(sorted(filter(addresses.get, addresses)))
             raise UsageError(
                 f"launch.interface={interface}: no {'IPv6' if family else 'IPv4'} address found; "
-                f"expected one of {known}"
+                f"expected one of {interfaces}"
             )
         return addresses[interface][0], interface
     with socket.socket(_FAMILIES[_is_ipv6(towards)], socket.SOCK_DGRAM) as probe:
@@ -146,9 +146,9 @@ def create_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     return store, port
 
 
-def open_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
+def open_store(address: str, port: int, patience: float, *, hosts_store: bool) -> TCPStore:
     """Return the store at an address, as its server or as a client; UsageError if unreachable."""
-    return create_store(address, port)[0] if is_first else connect_store(address, port, patience)
+    return create_store(address, port)[0] if hosts_store else connect_store(address, port, patience)
 
 
 def connect_store(address: str, port: int, patience: float) -> TCPStore:

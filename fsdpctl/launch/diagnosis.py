@@ -17,10 +17,10 @@ class RankState:
     rank: int
     host: str
     process_state: str  # the kernel's letter, EXITED or UNKNOWN
-    seconds: float  # since its last heartbeat
+    seconds: float  # time since the rank's last heartbeat
     step: int | None
     phase: str
-    is_waiting: bool  # for other ranks
+    is_waiting: bool  # whether it waits for other ranks
     # Number of collectives that the rank has started, by process group.
     started_collectives: dict[str, int] = field(default_factory=dict)
     pending: str = ""  # the last started collective, if it is not complete
@@ -67,8 +67,8 @@ def blamed_ranks(states: Sequence[RankState]) -> list[int]:
             for each in states
             if group in each.started_collectives
         }
-        least, most = min(counts.values()), max(counts.values())
-        behind.update(rank for rank, count in counts.items() if count == least < most)
+        lowest, highest = min(counts.values()), max(counts.values())
+        behind.update(rank for rank, count in counts.items() if count == lowest < highest)
     if behind:
         return sorted(behind)
     busy = [each.rank for each in states if not each.is_waiting]

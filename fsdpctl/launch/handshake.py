@@ -41,7 +41,7 @@ class Invitation:
 
     run_dir: str = ""
     token: str = ""  # contents of the file HANDSHAKE in the run directory
-    versions: str = ""  # of fsdpctl, torch, transformers and Python
+    versions: str = ""  # versions of fsdpctl, torch, transformers and Python
     code: str = ""  # digest of fsdpctl's source
     nproc_per_node: int = 0
     refusal: str = ""  # why the run does not start

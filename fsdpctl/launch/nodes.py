@@ -21,7 +21,7 @@ _LONGEST_HEARTBEAT = 2.0
 # After this silence of a node, node 0 forwards the node's last report.
 _FORWARD_AFTER_SECONDS = 3.0
 _UNREACHABLE_SECONDS = 30.0  # a shorter network failure does no harm
-_STATES_SECONDS = 10.0  # for other nodes to send the states of their ranks
+_STATES_SECONDS = 10.0  # time in which other nodes send the states of their ranks
 _LEAVE_SECONDS = 2.0
 _CLUSTER_REPORT = "cluster"
 
@@ -40,7 +40,7 @@ class NodeReport:
 
     heartbeat: int = 0  # differs in every report
     round_index: int = 0  # the round of the following fields
-    states: list[RankState] = field(default_factory=list)  # of the node's ranks
+    states: list[RankState] = field(default_factory=list)  # states of the node's ranks
     is_stuck: bool = False  # ranks of this node or of another one hang
     outcome: NodeOutcome | None = None
     # By the index of the round before; only node 0 decides.
@@ -56,8 +56,8 @@ class ClusterReport:
     heartbeat: int = 0
     # By node: reports of failures, hangs and restarts, and the last ones of silent nodes.
     reports: dict[int, NodeReport] = field(default_factory=dict)
-    silent_seconds: dict[int, float] = field(default_factory=dict)  # of silent nodes
-    host: str = ""  # of node 0
+    silent_seconds: dict[int, float] = field(default_factory=dict)  # silent nodes only
+    host: str = ""  # host of node 0
 
 
 class NodeExchange:
@@ -73,7 +73,7 @@ class NodeExchange:
         self.is_reporter = True  # False: another rank of this host writes the report
         self._store, self._patience = store, patience
         self._report, self._cluster_report = NodeReport(), ClusterReport()
-        self._last_reports = dict[int, NodeReport]()  # on node 0
+        self._last_reports = dict[int, NodeReport]()  # empty except on node 0
         self._silent_seconds = dict.fromkeys(self.members, 0.0)
         self._collected_at = self._last_contact = time.monotonic()
         self._is_lost = self._is_over = False
@@ -88,8 +88,8 @@ class NodeExchange:
 
     def has_failed_elsewhere(self, round_index: int) -> bool:
         """Return whether another node's ranks failed in a round; True if node 0 has exited."""
-        others = self._other_reports(round_index).values()
-        return self._is_lost or any(each.outcome and each.outcome.has_failed for each in others)
+        reports = self._other_reports(round_index).values()
+        return self._is_lost or any(each.outcome and each.outcome.has_failed for each in reports)
 
     def is_stuck_elsewhere(self, round_index: int) -> bool:
         return any(each.is_stuck for each in self._other_reports(round_index).values())
@@ -110,24 +110,24 @@ class NodeExchange:
             _STATES_SECONDS,
             lambda report: (report.round_index, report.is_stuck) > (round_index, False),
         )
-        all_states, others = list(states), self._other_reports(round_index)
-        for node, report in others.items():
+        all_states, reports = list(states), self._other_reports(round_index)
+        for node, report in reports.items():
             silent = self._cluster_report.silent_seconds.get(node, 0.0)
             for state in report.states:
-                late = replace(
+                silent_state = replace(
                     state, is_responsive=False, is_waiting=False, seconds=state.seconds + silent
                 )
-                all_states.append(state if report.is_stuck else late)
-        responding = [node for node, report in others.items() if report.is_stuck]
+                all_states.append(state if report.is_stuck else silent_state)
+        responding = [node for node, report in reports.items() if report.is_stuck]
         return all_states, min([self.node, *responding])
 
-    def leave(self, after: int | None = None) -> None:
-        """Leave the run, but not before node `after`.
+    def leave(self, after_node: int | None = None) -> None:
+        """Leave the run, but not before `after_node`.
 
         Node 0 waits a moment for the other nodes, because its store exits with it.
         """
-        if after is not None:
-            self._wait_for_reports(_STATES_SECONDS, lambda report: False, [after])
+        if after_node is not None:
+            self._wait_for_reports(_STATES_SECONDS, lambda report: False, [after_node])
         self._publish_now(has_left=True)
         if self.node == 0:
             self._wait_for_reports(_LEAVE_SECONDS, lambda report: False)
@@ -137,8 +137,8 @@ class NodeExchange:
 
     def _other_reports(self, round_index: int) -> Mapping[int, NodeReport]:
         reports = self._cluster_report.reports
-        others = [node for node in self.members if node != self.node and node in reports]
-        return {node: reports[node] for node in others if reports[node].round_index == round_index}
+        nodes = [node for node in self.members if node != self.node and node in reports]
+        return {node: reports[node] for node in nodes if reports[node].round_index == round_index}
 
     def _wait_for_reports(
         self,
@@ -203,12 +203,12 @@ class NodeExchange:
 
     def _collect(self, heartbeat: int) -> ClusterReport:
         now = time.monotonic()
-        passed, self._collected_at = min(now - self._collected_at, _LONGEST_HEARTBEAT), now
+        elapsed, self._collected_at = min(now - self._collected_at, _LONGEST_HEARTBEAT), now
         for node in self.members:
-            self._silent_seconds[node] += passed
-        known = [x for x in self.members if x in self._last_reports or self._store.check([_key(x)])]
-        texts = self._store.multi_get(list(map(_key, known)))
-        for node, text in zip(known, texts, strict=True):
+            self._silent_seconds[node] += elapsed
+        nodes = [x for x in self.members if x in self._last_reports or self._store.check([_key(x)])]
+        texts = self._store.multi_get(list(map(_key, nodes)))
+        for node, text in zip(nodes, texts, strict=True):
             report = decode(text, NodeReport)
             if report.heartbeat != self._last_reports.get(node, NodeReport()).heartbeat:
                 self._silent_seconds[node] = 0.0
@@ -241,11 +241,11 @@ class NodeLauncher(NodeExchange):
         endpoint = resolve_endpoint(launch.rdzv_endpoint, for_others=True)
         self.endpoint_address, self.port = endpoint
         _, self.interface = local_address(endpoint[0], launch.interface)
-        self.store = open_store(*endpoint, launch.timeout, is_first=node == 0)
+        self.store = open_store(*endpoint, launch.timeout, hosts_store=node == 0)
         self.handshake = Handshake(
             self.store, node, launch.nnodes, noun="node", timeout=launch.timeout
         )
-        # The thread has a connection of its own, which may block.
+        # A second connection: a blocked call of the thread must not block `self.store`.
         store = TCPStore(*endpoint, is_master=False)
         super().__init__(store, node, launch.nnodes, launch.hang_limit)
 

@@ -38,7 +38,7 @@ class Failure:
     host: str
     exit_code: int  # negative: the signal that killed it
     message: str  # empty if the worker reported no error
-    timestamp: int  # of the error, or when the exit was noticed; seconds since the epoch
+    timestamp: int  # when the error or the exit was noticed; seconds since the epoch
     out_of_memory: bool = False  # killed by the kernel's out-of-memory killer
 
     @property
@@ -70,8 +70,8 @@ def _innermost_error(message: str) -> str:
     line is from its output.
     """
     text = re.split(r"\n\s*(?:Set TORCH|from user code)", message)[0]
-    inner = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
-    lines = (inner if inner.strip() else text).strip("\n").splitlines()
+    output = re.split(r"Output:\n|Traceback \(most recent call last\):\n", text)[-1]
+    lines = (output if output.strip() else text).strip("\n").splitlines()
     specific = [line for line in lines if line[:1].strip() and not _UNSPECIFIC.search(line)]
     return next(filter(_NAMES_ERROR.search, specific), (*specific, *lines, "no message")[0])
 
@@ -100,7 +100,7 @@ class RoundOutcome:
 
     failures: tuple[Failure, ...]
     stop_signal: int | None  # received by this launcher
-    stop_requested: bool = False  # of this or another launcher
+    stop_requested: bool = False  # whether any launcher received a stop signal
     stopped_early: bool = False  # before workers were started
     unreachable_nodes: Mapping[int, str] = field(default_factory=dict)  # their hosts, by node
     hang: str = ""  # the hung ranks, in one line
@@ -116,14 +116,14 @@ class RoundOutcome:
         unreachable: Mapping[int, str] | None = None,
     ) -> "RoundOutcome":
         """Combine the outcomes of the launchers of all nodes; this launcher's node is `node`."""
-        local, every = outcomes[node], outcomes.values()
+        local, all_outcomes = outcomes[node], outcomes.values()
         return cls(
-            tuple(failure for number in sorted(outcomes) for failure in outcomes[number].failures),
+            tuple(failure for index in sorted(outcomes) for failure in outcomes[index].failures),
             local.stop_signal,
-            stop_requested=any(each.stop_signal is not None for each in every),
-            stopped_early=any(each.stopped_early for each in every),
+            stop_requested=any(each.stop_signal is not None for each in all_outcomes),
+            stopped_early=any(each.stopped_early for each in all_outcomes),
             unreachable_nodes=unreachable or {},
-            hang=next((each.hang for each in every if each.hang), ""),
+            hang=next((each.hang for each in all_outcomes if each.hang), ""),
             failed_at=local.failed_at,
             were_killed=local.were_killed,
         )
@@ -215,7 +215,7 @@ def count_oom_kills(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int
 def _count_in(file: Path) -> int | None:
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "oom_kill" and number.strip().isdecimal():
-                return int(number)
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.strip().isdecimal():
+                return int(count)
     return None

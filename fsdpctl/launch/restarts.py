@@ -21,7 +21,7 @@ from fsdpctl.launch.prepare_run import PreparedRun
 from fsdpctl.launch.workers import launch_workers
 from fsdpctl.resolve.run_plan import make_run_plan
 from fsdpctl.run.directory import changed_settings, inspect_run_dir, prepare_restart
-from fsdpctl.run.environment import Restart, read_start_records
+from fsdpctl.run.environment import Restart, read_start_events
 from fsdpctl.run.metrics import last_step
 from fsdpctl.training.callbacks.reporting import RESTART
 from fsdpctl.training.requests import take_stop_request
@@ -94,7 +94,7 @@ def _next_round(
         return None
     state = inspect_run_dir(config, "auto", ignores_remote=True)
     prepare_restart(state, round_index + 1)
-    changed = changed_settings(replace(state, previous_settings=to_settings(run.config)), config)
+    changes = changed_settings(replace(state, previous_settings=to_settings(run.config)), config)
     run.config, run.step = config, state.step
     ranks, lost_steps = config.launch.nproc_per_node, max(0, last - state.step)
     assert ranks is not None
@@ -102,7 +102,7 @@ def _next_round(
         f"restart {round_index + 1} of {run.launch.max_restarts}: {outcome.reason}; "
         f"{len(members) * ranks} ranks resume at step {state.step}, {lost_steps} steps lost"
     )
-    for text in changed:
+    for text in changes:
         say(f"{'changed':<8}{text}")
     # The workers record the restart after their first step.
     failed_at = outcome.failed_at or time.time()
@@ -128,7 +128,7 @@ def _may_restart(run_dir: Path, outcome: RoundOutcome, say: Say) -> bool:
 def made_progress(run_dir: Path, restart: int) -> bool:
     """Return whether the ranks of restart number `restart`, the newest, completed a step."""
     with suppress(UsageError):  # commands that need the file report that it is corrupted
-        newest = read_start_records(run_dir)[-1:]
+        newest = read_start_events(run_dir)[-1:]
         return any(x.restart is not None and x.restart.number == restart for x in newest)
     return False
 

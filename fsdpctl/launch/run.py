@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Prepare = Callable[[], PreparedRun | None]  # None: the run is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
-_tasks: "list[ScriptTask]" = []  # the task that this process has trained, if any
+_trained_tasks: "list[ScriptTask]" = []  # the task that this process has trained, if any
 
 
 def train_on_node(
@@ -46,18 +46,18 @@ def train_on_node(
 
         composed = on_this_machine(composed)
     role = role_of(composed.config.launch)
-    rank, alone = role.rank, role.starts_all_ranks
+    this_rank = role.rank
     model = composed.config.model
-    if not alone and model.path is not None:
+    if not role.starts_all_ranks and model.path is not None:
         # Every node needs the model's files, but only one process prepares the run.
         from fsdpctl.config.hub import local_model, part_for_training
 
         local_model(model.path, part_for_training(model))
     prepare = partial(_prepare, composed, settings, resume, reporter, role)
-    if rank is not None:
-        _run_as_rank(composed.config, role, rank, prepare, reporter)
+    if this_rank is not None:
+        _run_as_rank(composed.config, role, this_rank, prepare, reporter)
         return None
-    if not alone:
+    if not role.starts_all_ranks:
         return _run_as_node(composed.config, role, prepare, reporter)
     prepared = prepare()
     if prepared is None:
@@ -71,22 +71,22 @@ def train_task(
     task: "ScriptTask", composed: "Composed", settings: list[str], reporter: Reporter
 ) -> None:
     """Train a module of a script as one rank; the process exits if the run is not complete."""
-    if _tasks:
-        raise UsageError("fsdpctl.train: called before in this process; start another one")
-    _tasks.append(task)
-    before = dict(os.environ)
+    if _trained_tasks:
+        raise UsageError("fsdpctl.train: this process has called it before; start another process")
+    _trained_tasks.append(task)
+    environment = dict(os.environ)
     os.environ[_STARTED] = str(time.time())
     role = role_of_script(composed.config.launch)
     assert role.rank is not None
     prepare = partial(_prepare, composed, settings, "auto", reporter, role, task=task)
-    done = _run_as_rank(composed.config, role, role.rank, prepare, reporter, task)
+    prepared = _run_as_rank(composed.config, role, role.rank, prepare, reporter, task)
     from fsdpctl.launch.prepare_run import PreparedRun
 
-    if isinstance(done, PreparedRun):
-        done.lock.release()
-        reporter.result(f"done: {done.run_dir}")
-    os.environ.clear()  # programs that the script starts must not take themselves for ranks
-    os.environ.update(before)
+    if isinstance(prepared, PreparedRun):
+        prepared.lock.release()
+        reporter.result(f"done: {prepared.run_dir}")
+    os.environ.clear()  # programs that the script starts must not become ranks
+    os.environ.update(environment)
 
 
 def _prepare(*args: Any, **kwargs: Any) -> "PreparedRun | None":
@@ -107,24 +107,24 @@ def _run_as_node(
         f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}"
     )
     with doing("connecting"):
-        nodes = NodeLauncher(launch)
+        launcher = NodeLauncher(launch)
     try:
-        if nodes.node == 0:
-            prepared = _invite(nodes.handshake, prepare, reporter)
+        if launcher.node == 0:
+            prepared = _invite(launcher.handshake, prepare, reporter)
             if prepared is None:
                 return None
-            return train_with_restarts(prepared, reporter.result, nodes), prepared.run_dir
+            return train_with_restarts(prepared, reporter.result, launcher), prepared.run_dir
         with doing("waiting for node 0"):
-            invitation = _accept(nodes.handshake, launch)
+            invitation = _accept(launcher.handshake, launch)
         if invitation is None:
             reporter.result("node 0: the run is finished; nothing to do")
             return None
-        count = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
+        ranks_text = "1 rank" if launch.nproc_per_node == 1 else f"{launch.nproc_per_node} ranks"
         run_dir = Path(invitation.run_dir)
-        reporter.info(f"run     {run_dir}: {count} on this node; node 0 shows the progress")
-        return follow_restarts(run_dir, launch, nodes, reporter.result), run_dir
+        reporter.info(f"run     {run_dir}: {ranks_text} on this node; node 0 shows the progress")
+        return follow_restarts(run_dir, launch, launcher, reporter.result), run_dir
     finally:
-        nodes.leave()
+        launcher.leave()
 
 
 def _invite(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "PreparedRun | None":
@@ -133,11 +133,11 @@ def _invite(handshake: "Handshake", prepare: "Prepare", reporter: Reporter) -> "
         if prepared is None:
             handshake.cancel("the run is finished; nothing to do", is_finished=True)
             return None
-        others = f"the other {handshake.count - 1} of {handshake.count} {handshake.noun}s"
+        others_text = f"the other {handshake.count - 1} of {handshake.count} {handshake.noun}s"
         if handshake.count > 1:
-            reporter.info(f"waiting for {others}")
+            reporter.info(f"waiting for {others_text}")
         assert prepared.launch.nproc_per_node is not None
-        with doing(f"waiting for {others}"):
+        with doing(f"waiting for {others_text}"):
             handshake.invite(prepared.run_dir, prepared.launch.nproc_per_node)
     except FsdpctlError as error:
         handshake.cancel(str(error))
@@ -160,10 +160,15 @@ def _accept(handshake: "Handshake", launch: "LaunchConfig") -> "Invitation | Non
     return None if invitation.is_finished else invitation
 
 
+def _print_line(descriptor: int, text: str) -> None:
+    with suppress(OSError):
+        os.write(descriptor, f"fsdpctl: {text}\n".encode())
+
+
 def _run_as_rank(
     config: "Config",
     role: LaunchRole,
-    rank: LauncherRank,
+    this_rank: LauncherRank,
     prepare: "Prepare",
     reporter: Reporter,
     task: "ScriptTask | None" = None,
@@ -173,43 +178,41 @@ def _run_as_rank(
     Returns only to a script. Otherwise, the lock that rank 0 holds is released when the process
     exits. Without an address of rank 0, this rank is the only one.
     """
-    variables = config.launch.rank_environment(1 if is_pinned() else rank.local_world_size)
+    variables = config.launch.rank_environment(1 if is_pinned() else this_rank.local_world_size)
     os.environ.update({**variables, **os.environ})  # torch reads them when it is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint
     from fsdpctl.resolve.machine import assign_ranks
 
     launch = assign_ranks(config, role).launch
-    nodes = rank.world_size // rank.local_world_size
+    rank, world_size = this_rank.rank, this_rank.world_size
+    num_nodes = world_size // this_rank.local_world_size
     address, port = loopback(), 0
-    if rank.address:
-        address, port = resolve_endpoint(endpoint_of(rank.address, rank.port), for_others=nodes > 1)
-    is_first = rank.rank == 0 and not rank.has_store
-    shared = open_store(address, port, launch.timeout, is_first=is_first)
+    if this_rank.address:
+        endpoint = endpoint_of(this_rank.address, this_rank.port)
+        address, port = resolve_endpoint(endpoint, for_others=num_nodes > 1)
+    hosts_store = rank == 0 and not this_rank.has_store
+    shared = open_store(address, port, launch.timeout, hosts_store=hosts_store)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", local_address(address, launch.interface)[1])
     names = "rank", "world_size", "local_rank", "local_world_size"
-    os.environ.update({name.upper(): str(getattr(rank, name)) for name in names})
+    os.environ.update({name.upper(): str(getattr(this_rank, name)) for name in names})
     from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.nodes import NodeExchange
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
-    store = PrefixStore(attempt := f"attempt-{rank.attempt}", shared)
-    joined = Handshake(store, rank.rank, rank.world_size, noun="rank", timeout=launch.timeout)
-    prepared = _invite(joined, prepare, reporter) if rank.rank == 0 else _accept(joined, launch)
+    store = PrefixStore(store_prefix := f"attempt-{this_rank.attempt}", shared)
+    handshake = Handshake(store, rank, world_size, noun="rank", timeout=launch.timeout)
+    prepared = _invite(handshake, prepare, reporter) if rank == 0 else _accept(handshake, launch)
     if prepared is None:
         return None
-    terminal, exchange = os.dup(2), None
-    if nodes > 1:
-        # The exchange's thread has a connection of its own, which may block.
-        own_store = PrefixStore(attempt, TCPStore(address, port, is_master=False))
-        node = rank.rank // rank.local_world_size
-        exchange = NodeExchange(own_store, node, nodes, launch.hang_limit)
-
-    def say(text: str) -> None:
-        with suppress(OSError):
-            os.write(terminal, f"fsdpctl: {text}\n".encode())
-
-    watch_as_rank(rank, launch, store, exchange, say)
+    # The worker redirects standard error to its log; messages still go to the terminal.
+    print_line, exchange = partial(_print_line, os.dup(2)), None
+    if num_nodes > 1:
+        # A second connection: a blocked call of the exchange's thread must not block `store`.
+        exchange_store = PrefixStore(store_prefix, TCPStore(address, port, is_master=False))
+        node = rank // this_rank.local_world_size
+        exchange = NodeExchange(exchange_store, node, num_nodes, launch.hang_limit)
+    watch_as_rank(this_rank, launch, store, exchange, print_line)
     become_rank(Path(prepared.run_dir), store, task)  # returns to a script only
     return prepared

@@ -120,8 +120,8 @@ def _experts(opened: Prepared) -> str:
 
 def _in_float32(opened: Prepared) -> str:
     module, dtype = opened.module, opened.config.precision.param_dtype
-    parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
-    names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]
+    keys = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
+    names = [name for name, _ in module.named_parameters() if any(key in name for key in keys)]
     if dtype == "float32" or not names:
         return ""
     return (
@@ -207,14 +207,14 @@ def _length(opened: Prepared) -> str:
     unit = "samples" if config.model.is_script_module else "tokens"
     warmup = warmup_steps(config.lr_scheduler, steps)
     reached = f" at step {warmup}" if warmup >= steps > 0 else ""
-    few = ""
+    hint = ""
     if steps < _FEW_STEPS and config.is_auto("train.steps"):
-        few = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
+        hint = f"; only {steps}: set train.epochs or a smaller train.global_batch_size for more"
     origin = " (default)" if not config.is_set(*LENGTH_KEYS) else ""
     passes = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return (
         f"{steps:,} step{'s' * (steps != 1)}{origin}, {_count(tokens)} {unit}, {passes} "
-        f"epoch{'s' * (passes != '1')}{few}; peak learning "
+        f"epoch{'s' * (passes != '1')}{hint}; peak learning "
         f"rate {config.optimizer.lr:g}{_origin(opened, 'optimizer.lr')}{reached}"
     )
 
@@ -244,11 +244,11 @@ def _changed_versions(state: RunDirState) -> str:
     if state.resume_state is not ResumeState.RESUMES:
         return ""
     source = state.source
-    before = source.manifest.versions if source else newest_versions(state.run_dir)
+    previous = source.manifest.versions if source else newest_versions(state.run_dir)
     parts = [
-        f"{name} was {before[name]}, is {now}"
+        f"{name} was {previous[name]}, is {now}"
         for name, now in versions().items()
-        if before.get(name, now) != now
+        if previous.get(name, now) != now
     ]
     return f"{'; '.join(parts)}, which may change the losses" if parts else ""
 

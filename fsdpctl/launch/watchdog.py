@@ -38,10 +38,10 @@ _POLL_SECONDS = 0.25
 # After the watchdog was suspended, it must not blame the ranks for the time that has passed.
 _LONGEST_POLL = 1.0
 _START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
-_GRACE_SECONDS = 10.0  # for ranks to exit on their own after another rank has exited
-_REPORT_SECONDS = 5.0  # for ranks to write their stacks and to answer
-_STACK_SECONDS = 0.5  # to write stacks
-_TAKEOVER_SECONDS = 5.0  # of silence, after which the next rank's watchdog decides
+_GRACE_SECONDS = 10.0  # time for ranks to exit after another rank has exited
+_REPORT_SECONDS = 5.0  # time for ranks to write their stacks and to answer
+_STACK_SECONDS = 0.5  # time to write stacks
+_TAKEOVER_SECONDS = 5.0  # silence after which the next rank's watchdog decides
 
 Ranks = dict[int, psutil.Process]  # running ranks, by local rank
 
@@ -98,26 +98,26 @@ class Watchdog:
     def _run(self) -> None:
         polled = time.monotonic()
         while not self._done.wait(_POLL_SECONDS):
-            passed, polled = time.monotonic() - polled, time.monotonic()
-            self._poll(min(passed, _LONGEST_POLL))
+            elapsed, polled = time.monotonic() - polled, time.monotonic()
+            self._poll(min(elapsed, _LONGEST_POLL))
             if self._is_deciding() and self._check():
                 return
 
-    def _poll(self, passed: float) -> None:
+    def _poll(self, elapsed: float) -> None:
         RANK_STATUS.heartbeat()
         statuses, silent = self._pages.statuses(), self._watchdog_silent_seconds
         for local, (status, last) in enumerate(zip(statuses, self._statuses, strict=True)):
             moved = status.count != last.count or status.phase == FINISHING
-            self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + passed
+            self._silent_seconds[local] = 0.0 if moved else self._silent_seconds[local] + elapsed
             runs = status.heartbeats != last.heartbeats
-            silent[local] = 0.0 if runs else silent[local] + passed
+            silent[local] = 0.0 if runs else silent[local] + elapsed
         self._statuses = statuses
 
     def _is_deciding(self) -> bool:
-        before = self._watchdog_silent_seconds[: self._local_rank]
+        lower_ranks = self._watchdog_silent_seconds[: self._local_rank]
         # If states are requested already, another watchdog reports a hang.
         is_reported = any(each.is_requested for each in self._statuses)
-        decides = not is_reported and all(each > _TAKEOVER_SECONDS for each in before)
+        decides = not is_reported and all(each > _TAKEOVER_SECONDS for each in lower_ranks)
         if self._exchange:
             self._exchange.is_reporter = decides
         return decides
@@ -133,11 +133,11 @@ class Watchdog:
         all_run = len(ranks) == self._count
         if not all_run:
             self.failed_at = self.failed_at or time.time()
-        late = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
+        stalled = [each for each in ranks if self._silent_seconds[each] > self._limit_of(each)]
         # fsdpctl's launcher notices ranks that have exited; other launchers may not. Then, ranks
         # that wait for an exited rank hang.
-        is_stuck = late and (
-            all_run or (not self._pids and any(self._statuses[x].is_waiting for x in late))
+        is_stuck = stalled and (
+            all_run or (not self._pids and any(self._statuses[x].is_waiting for x in stalled))
         )
         if is_stuck or (exchange and exchange.is_stuck_elsewhere(round_index)):
             self._kill_stuck(ranks)
@@ -191,7 +191,7 @@ class Watchdog:
             self._say(self.hang)
         # Ranks of other hosts fail once these ranks are killed: the report must come first.
         if self._say and exchange:
-            exchange.leave(after=first)
+            exchange.leave(after_node=first)
         _kill(ranks)
         if self._say:
             os._exit(ExitCode.FAILED)
@@ -199,13 +199,13 @@ class Watchdog:
     def _collect_states(self, ranks: Ranks) -> list[RankState]:
         until = time.monotonic() + _REPORT_SECONDS
         # Before its first heartbeat, a rank has no handler of the signal, which would kill it.
-        asked = [local for local in ranks if self._statuses[local].count]
-        for local in asked:
+        requested = [local for local in ranks if self._statuses[local].count]
+        for local in requested:
             self._pages.request(local)
             with contextlib.suppress(psutil.Error):
                 ranks[local].send_signal(signal.SIGUSR2)
         time.sleep(_STACK_SECONDS)
-        while time.monotonic() < until and None in map(self._pages.answer, asked):
+        while time.monotonic() < until and None in map(self._pages.answer, requested):
             time.sleep(_POLL_SECONDS)
         running = sorted(self._running().items())
         return [self._state(x, _process_state(pid) if x in ranks else EXITED) for x, pid in running]

@@ -162,13 +162,13 @@ def _environment(launch: LaunchConfig, launcher: NodeLauncher | None) -> Iterato
         # On several nodes, NCCL selects its interfaces, unless `launch.interface` is set.
         if launcher is None or launch.interface is not None:
             (values if launcher else forced)["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    before = dict(os.environ)
-    os.environ.update({**values, **before, **forced})
+    original = dict(os.environ)
+    os.environ.update({**values, **original, **forced})
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(original)
 
 
 class _StoppedEarlyError(BaseException):
@@ -189,25 +189,25 @@ class _StopRequests:
     def __enter__(self) -> "_StopRequests":
         # A signal that is ignored stays ignored, such as SIGHUP under nohup.
         handled = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in handled}
+        self._old_handlers = {signum: signal.signal(signum, self._handle) for signum in handled}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self._is_last else handler)
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, signal.SIG_IGN if self._is_last else handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.first is not None
-        if again and number != signal.SIGINT:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        is_repeated = self.first is not None
+        if is_repeated and signum != signal.SIGINT:
             return  # schedulers and closing terminals repeat signals
-        self.first = self.first or number
-        if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
-            line = b"killing\n" if again else b"stopping; Ctrl-C again kills\n"
+        self.first = self.first or signum
+        if signum == signal.SIGINT:  # written directly, because a progress bar may own the terminal
+            line = b"killing\n" if is_repeated else b"stopping; Ctrl-C again kills\n"
             with suppress(OSError):  # the terminal may be closed
                 os.write(_STDERR, b"\n" + line)
         children = psutil.Process().children()
         for child in children:
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+                child.send_signal(signal.SIGKILL if is_repeated else signal.SIGTERM)
         if not children and not self._have_begun():
             raise _StoppedEarlyError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdpctl.config.decoder_config import (
     CONFIG_LOCATION,
     config_dict,
-    read_configuration,
+    read_hf_config,
     resize,
     with_config,
 )
@@ -63,7 +63,7 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 @lru_cache(maxsize=2)  # building all blocks of a large model takes seconds
 def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     content = config_dict(model)
-    keys = read_configuration(content, CONFIG_LOCATION).to_dict()  # with defaults
+    keys = read_hf_config(content, CONFIG_LOCATION).to_dict()  # with defaults
     tokens = {name: token for name, token in _TOKENS.items() if keys.get(name) is not None}
     content = {**content, **_shrink(keys), **tokens}
     head_dims = {name: keys[name] for name in keys if name.endswith("head_dim")}
@@ -105,7 +105,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    keys, (factor, heads) = read_configuration(content, CONFIG_LOCATION).to_dict(), by
+    keys, (factor, heads) = read_hf_config(content, CONFIG_LOCATION).to_dict(), by
     named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
     sizes = {name: each for name, each in keys.items() if type(each) is int and named.search(name)}
     return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
@@ -113,7 +113,7 @@ def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
 
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce the width of heads, if that reduces the width of the residual stream."""
-    config = read_configuration(content, CONFIG_LOCATION)
+    config = read_hf_config(content, CONFIG_LOCATION)
     head_dim = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
     hidden_size = min(config.num_attention_heads * head_dim, config.hidden_size)
     narrow = resize(content, {"hidden_size": hidden_size}, CONFIG_LOCATION)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.decoder_config import CONFIG_LOCATION, config_dict, read_configuration
+from fsdpctl.config.decoder_config import CONFIG_LOCATION, config_dict, read_hf_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -36,7 +36,7 @@ def build_transformers(
 def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    hf_config = read_configuration(config_dict(config), CONFIG_LOCATION)
+    hf_config = read_hf_config(config_dict(config), CONFIG_LOCATION)
     try:
         auto_class: Any = transformers.AutoModelForCausalLM
         return auto_class.from_config(hf_config, dtype=dtype)

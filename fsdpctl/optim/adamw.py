@@ -46,7 +46,7 @@ def _update(
     shard: FlatShard,
     gradient: Tensor,
     scalars: HostScalars,
-    written: Callable[[Span], None],
+    on_tile: Callable[[Span], None],
 ) -> None:
     """Step a shard in host memory, with the same bits as torch's step."""
     if scalars.grad_scale is not None and gradient.dtype == torch.float64:
@@ -56,7 +56,7 @@ def _update(
     if in_tiles:
         tiled = TiledStep([each.run for each in runs], scalars)
         for run, state, options in () if tiled.is_skipped else runs:
-            tiled.step(run, shard.view(gradient, run.span), options, state, written)
+            tiled.step(run, shard.view(gradient, run.span), options, state, on_tile)
         return
     for run, state, options in runs:
         count, arguments = state["step"].clone(), {**options}
@@ -78,7 +78,7 @@ def _update(
                 **scalars._asdict(),
                 **arguments,
             )
-            written(span)
+            on_tile(span)
 
 
 class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
@@ -159,8 +159,8 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
         stepped = [(x, x.param.grad, group) for x, group in self.spans if x.param.grad is not None]
         scalars = HostScalars(self.grad_scale, self.found_inf)
         tiled = TiledStep([run for run, *_ in stepped], scalars, is_fused=True)
-        for run, gradient, number in stepped:
-            group, state = self.param_groups[number], self.state[run.param]
+        for run, gradient, group_index in stepped:
+            group, state = self.param_groups[group_index], self.state[run.param]
             if not state:
                 state.update(self._new_state(run, group))
             if not tiled.is_skipped:
@@ -169,10 +169,10 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
     def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
         """Start to step each shard in host memory, with the current options of the groups."""
         of_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
-        for run, number in self.spans:
+        for run, group_index in self.spans:
             if not run.shard.has_grad or (absent and run.names <= absent):
                 continue
-            group = self.param_groups[number]
+            group = self.param_groups[group_index]
             if not (state := self.state[run.param]):
                 state.update(self._new_state(run, group))
             of_shard[run.shard].append(HostSpan(run, state, {x: group[x] for x in _OPTIONS}))

@@ -83,10 +83,10 @@ class ShardedMuon(ShardedAdamW):
 
     def _before_step(self) -> None:
         """Step the matrices, and drop their gradients so that AdamW does not step them."""
-        for run, number in self.spans:
+        for run, group_index in self.spans:
             if run.separate_param is None or run.param.grad is None:
                 continue
-            group, state = self.param_groups[number], self.state[run.param]
+            group, state = self.param_groups[group_index], self.state[run.param]
             if not state:
                 state.update(self._new_state(run, group))
             values = run.param.detach(), run.param.grad, state["momentum_buffer"]

@@ -134,13 +134,13 @@ def record_step(
     for index, flag in enumerate(local_stats.flags, start=3):
         if flag:
             summed[index].fill_(1.0)
-    after = 3 + len(local_stats.flags)
-    ranks = summed[after : after + 2 * world.size].view(2, world.size)
+    offset = 3 + len(local_stats.flags)
+    ranks = summed[offset : offset + 2 * world.size].view(2, world.size)
     ranks[0, world.rank].copy_(loss_sum / tokens.clamp(min=1))
     if local_stats.grad_norm is not None:
         ranks[1, world.rank].copy_(local_stats.grad_norm)
     if local_stats.by_source is not None:
-        summed[after + 2 * world.size :].copy_(local_stats.by_source.flatten())
+        summed[offset + 2 * world.size :].copy_(local_stats.by_source.flatten())
     world.all_reduce(summed)
     squares, loss, count = summed[:3].unbind()
     num_tokens = count.clamp(min=1)  # a step without a target has the loss 0, and no gradient

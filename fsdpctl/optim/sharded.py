@@ -26,8 +26,8 @@ class SteppedSpan:
     """A span of a shard that the optimizer steps as one parameter."""
 
     shard: FlatShard
-    span: Span  # in the flat buffer
-    names: frozenset[str]  # of the parameters in the span
+    span: Span  # elements of the flat buffer
+    names: frozenset[str]  # names of the parameters in the span
     param: nn.Parameter  # a view of the shard's master
     separate_param: ParamSpec | None = None  # the only parameter, if it is stepped separately
 
@@ -44,7 +44,7 @@ class SteppedSpan:
 class ShardedOptimizerMixin(torch.optim.Optimizer):
     """Mixin for torch optimizers, which makes them step this rank's shards."""
 
-    spans: tuple[tuple[SteppedSpan, int], ...]  # with the index of each span's group
+    spans: tuple[tuple[SteppedSpan, int], ...]  # spans, each with the index of its group
     steps_on_host = False  # whether the optimizer can step master weights in host memory
     splits_compressible = False  # whether spans end between compressible and other parameters
 
@@ -167,8 +167,8 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         """
         self._synchronize()
         spans: list[tuple[SteppedSpan, int]] = []
-        known = sorted(frozenset().union(*(run.names for run, _ in self.spans)))
-        order = {name: index for index, name in enumerate(known)}
+        all_names = sorted(frozenset().union(*(run.names for run, _ in self.spans)))
+        order = {name: index for index, name in enumerate(all_names)}
         for run, group in self.spans:
             if len(run.names) == 1 or run.names.isdisjoint(names):
                 spans.append((run, group))
@@ -180,8 +180,8 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
                 if state:
                     self.state[piece.param] = _state_within(state, run.span, part.span)
         self.spans = tuple(spans)
-        for number, group_options in enumerate(self.param_groups):
-            group_options["params"] = [run.param for run, group in spans if group == number]
+        for group_index, group_options in enumerate(self.param_groups):
+            group_options["params"] = [run.param for run, group in spans if group == group_index]
 
     def span_states(self) -> Iterator[tuple[SteppedSpan, dict[str, Tensor]]]:
         """Yield each span and its states, by torch's names; empty before the first step."""
@@ -216,12 +216,12 @@ def _group_numbers(
                 f"keys {', '.join(map(str, group))}"
             )
     groups = enumerate(param_groups, start=2)
-    group_of = {name: number for number, group in groups for name in group["names"]}
-    known = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
+    group_of = {name: index for index, group in groups for name in group["names"]}
+    trainable = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
     for name in group_of:
-        if name not in known:
+        if name not in trainable:
             raise UsageError(
-                f"param_groups: no trainable parameter {name}{did_you_mean(name, known)}"
+                f"param_groups: no trainable parameter {name}{did_you_mean(name, trainable)}"
             )
     return lambda param: group_of.get(param.name, decay_group(param))
 
@@ -235,8 +235,8 @@ def _stepped_span(
     return SteppedSpan(shard, span, names, param, separate_param)
 
 
-def _state_within(state: Mapping[str, Tensor], whole: Span, span: Span) -> dict[str, Tensor]:
-    within = span.shift(-whole.start)
+def _state_within(state: Mapping[str, Tensor], state_span: Span, span: Span) -> dict[str, Tensor]:
+    within = span.shift(-state_span.start)
     inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, SCALE_BLOCK))
     return {
         name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()

@@ -103,28 +103,28 @@ class TiledStep:
         gradient: Tensor,
         group: Mapping[str, Any],
         state: dict[str, Tensor],
-        written: Callable[[Span], None] = lambda _: None,
+        on_tile: Callable[[Span], None] = lambda _: None,
     ) -> None:
-        """Step a span with its gradient, and call `written` with each tile that is stepped."""
+        """Step a span with its gradient, and call `on_tile` with each tile that is stepped."""
         count = state["step"] + 1
-        number = float(count) if count.device.type == "cpu" else count.double()
-        factors = Factors.of(group, number, self._scale)
+        step_count = float(count) if count.device.type == "cpu" else count.double()
+        factors = Factors.of(group, step_count, self._scale)
         if self._fuses:
             factors = factors.as_tensors(self._device)
         first, second = get_moment(state, "exp_avg"), get_moment(state, "exp_avg_sq")
         for start in range(0, run.span.numel, self._size):
             span = Span(start, min(start + self._size, run.span.numel))
-            part = gradient[span.start : span.stop]
+            grad_tile = gradient[span.start : span.stop]
             inside, shard = span.shift(run.span.start), run.shard
             master, low = shard.view(shard.param.detach(), inside), shard.remainder
             low = None if low is None else shard.view(low, inside)
             moments, weights = (first.window(span), second.window(span)), (master, low)
-            tile = (part, moments, weights, factors, self._skip)
+            tile = (grad_tile, moments, weights, factors, self._skip)
             if self._fuses and span.numel > SCALE_BLOCK:
                 run_fused(_step_tile, *tile)
             else:
                 _step_tile(*tile, self._tiles[:, : span.numel].unbind())
-            written(inside)
+            on_tile(inside)
         masked_copy_(state["step"], count, self._skip)
 
     @cached_property

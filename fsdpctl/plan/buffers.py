@@ -58,10 +58,10 @@ def _flat_bytes(plan: StepPlan, layout: FlatLayout, pieces: int) -> FlatBytes:
     dtypes, position = plan.dtypes_of(layout), plan.position
     numel = layout.shard_spans[position.rank].numel if plan.strategy.shards_grads else layout.numel
     workspace = _workspace(plan, layout.shard_spans, position.rank) * dtypes.reduce.itemsize
-    total, whole = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
+    total, unsharded = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
     replica_workspace, aliases_grad = _combining(plan, layout, numel), layout.shares_per_shard == 1
     workspace = 0 if plan.uses_all_reduce else workspace
-    held = ReductionBuffers(whole, workspace, total, replica_workspace, aliases_grad)
+    held = ReductionBuffers(unsharded, workspace, total, replica_workspace, aliases_grad)
     fresh: tuple[ReductionBuffers, ...] = (held,)
     if pieces > 1:
         piece_sizes = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
@@ -75,10 +75,10 @@ def piece_buffers(plan: StepPlan, layout: FlatLayout, size: int) -> ReductionBuf
     owned = size * layout.shares_per_shard
     spans = EvenSpans(owned, position.size)
     workspace = _workspace(plan, spans, position.rank) * dtypes.reduce.itemsize
-    whole = owned * position.size * dtypes.reduce.itemsize
+    unsharded = owned * position.size * dtypes.reduce.itemsize
     total = owned * dtypes.gradient.itemsize
     combining = _combining(plan, layout, owned)
-    return ReductionBuffers(whole, workspace, total, combining, aliases_grad=False)
+    return ReductionBuffers(unsharded, workspace, total, combining, aliases_grad=False)
 
 
 def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
@@ -159,9 +159,9 @@ class _Piece:
 
     def numbered(self) -> Iterator[tuple[int, int, ReductionBuffers]]:
         """Yield the index of each flat buffer that is reduced, and the reduction with its index."""
-        for number, sending in enumerate(self.buffers):
-            if sending.unsharded_grads:
-                yield number, self.first + number, sending
+        for flat_index, memory in enumerate(self.buffers):
+            if memory.unsharded_grads:
+                yield flat_index, self.first + flat_index, memory
 
 
 class _Replay:
@@ -222,8 +222,8 @@ class _Replay:
     def _free_offloaded(self, name: str | None) -> None:
         """Free the gradients that were copied to the host before those of unit `name`."""
         if self._offloaded is not None:
-            for number in range(len(self.units[self._offloaded].flats)):
-                self._free(BufferKind.GRADS, self._offloaded, number)
+            for flat_index in range(len(self.units[self._offloaded].flats)):
+                self._free(BufferKind.GRADS, self._offloaded, flat_index)
         self._offloaded = name
 
     def _hold(self, name: str, unit: UnitBytes) -> None:
@@ -233,53 +233,53 @@ class _Replay:
                 self._allocate(BufferKind.UNSHARDED_GRADS, name, index, flat.held.unsharded_grads)
 
     def _start(self, name: str, unit: UnitBytes) -> _Piece:
-        was_held, number = name in self._holding, self._next_piece[name]
+        was_held, piece_index = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
-        buffers = [each.held if was_held else each.by_piece[number] for each in unit.flats]
-        is_last = was_held or all(number + 1 == len(each.by_piece) for each in unit.flats)
-        self._next_piece[name] = 0 if is_last else number + 1
-        piece = _Piece(buffers, number * len(unit.flats), is_last)
-        for _, index, sending in piece.numbered():
+        buffers = [each.held if was_held else each.by_piece[piece_index] for each in unit.flats]
+        is_last = was_held or all(piece_index + 1 == len(each.by_piece) for each in unit.flats)
+        self._next_piece[name] = 0 if is_last else piece_index + 1
+        piece = _Piece(buffers, piece_index * len(unit.flats), is_last)
+        for _, index, memory in piece.numbered():
             if not was_held:
-                nbytes = sending.unsharded_grads
+                nbytes = memory.unsharded_grads
                 self._allocate(BufferKind.UNSHARDED_GRADS, name, index, nbytes, is_last)
-            if sending.workspace:
-                self._allocate(BufferKind.WORKSPACE, name, index, sending.workspace, is_last)
+            if memory.workspace:
+                self._allocate(BufferKind.WORKSPACE, name, index, memory.workspace, is_last)
         self._reducing[name].append(piece)
         return piece
 
     def _combine(self, name: str, piece: _Piece) -> int:
         """Start the second collective; return the bytes that this rank sends."""
-        for _, index, sending in piece.numbered() if self.chained else ():
-            self._allocate(BufferKind.SUM, name, index, sending.sum)
-        for _, index, sending in piece.numbered():
-            if sending.replica_workspace:
-                self._allocate(BufferKind.REPLICA_WORKSPACE, name, index, sending.replica_workspace)
+        for _, index, memory in piece.numbered() if self.chained else ():
+            self._allocate(BufferKind.SUM, name, index, memory.sum)
+        for _, index, memory in piece.numbered():
+            if memory.replica_workspace:
+                self._allocate(BufferKind.REPLICA_WORKSPACE, name, index, memory.replica_workspace)
         return sum(each.sum for each in piece.buffers)
 
     def _finish(self, name: str, unit: UnitBytes, piece: _Piece) -> None:
-        for number, index, sending in piece.numbered():
-            flat = unit.flats[number]
+        for flat_index, index, memory in piece.numbered():
+            flat = unit.flats[flat_index]
             if flat.reduces_in_place:
                 self._free(BufferKind.UNSHARDED_GRADS, name, index, into=(BufferKind.SUM, index))
             if not self.chained:
-                self._allocate(BufferKind.SUM, name, index, sending.sum)
+                self._allocate(BufferKind.SUM, name, index, memory.sum)
             if (BufferKind.WORKSPACE, name, index) in self._held:
                 self._free(BufferKind.WORKSPACE, name, index)
             if not flat.reduces_in_place:
                 self._free(BufferKind.UNSHARDED_GRADS, name, index)
 
     def _accumulate(self, name: str, unit: UnitBytes, piece: _Piece) -> None:
-        for number, index, sending in piece.numbered():
-            grads = unit.flats[number].grads
-            is_new = (BufferKind.GRADS, name, number) not in self._held
-            aliases_grad = is_new and sending.aliases_grad
-            if sending.replica_workspace:
+        for flat_index, index, memory in piece.numbered():
+            grads = unit.flats[flat_index].grads
+            is_new = (BufferKind.GRADS, name, flat_index) not in self._held
+            aliases_grad = is_new and memory.aliases_grad
+            if memory.replica_workspace:
                 self._free(BufferKind.REPLICA_WORKSPACE, name, index)
             if aliases_grad:
-                self._free(BufferKind.SUM, name, index, into=(BufferKind.GRADS, number))
+                self._free(BufferKind.SUM, name, index, into=(BufferKind.GRADS, flat_index))
             if is_new:
-                self._allocate(BufferKind.GRADS, name, number, grads)
+                self._allocate(BufferKind.GRADS, name, flat_index, grads)
             if not aliases_grad:
                 self._free(BufferKind.SUM, name, index)
         waiting = self._reducing[name] or self._combining[name] or self._next_piece[name]

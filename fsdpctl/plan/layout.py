@@ -191,10 +191,10 @@ class FlatLayout:
         """Return the non-empty slices of parameters within a span, in order."""
         slices = []
         for param_span in self.param_spans:
-            both = param_span.span.intersect(within)
-            if both is not None:
-                in_param = both.shift(-param_span.span.start)
-                slices.append(ParamSlice(param_span.param, in_param, both))
+            overlap = param_span.span.intersect(within)
+            if overlap is not None:
+                in_param = overlap.shift(-param_span.span.start)
+                slices.append(ParamSlice(param_span.param, in_param, overlap))
         return tuple(slices)
 
 

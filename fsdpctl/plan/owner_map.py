@@ -24,7 +24,7 @@ class OwnerMap:
     """The span of each block that each rank owns; the spans cover a block once."""
 
     sizes: tuple[int, ...]  # elements of each block
-    spans: tuple[tuple[Span, ...], ...]  # by block, then by rank; may be empty
+    spans: tuple[tuple[Span, ...], ...]  # spans by block, then by rank; may be empty
 
     @property
     def num_blocks(self) -> int:
@@ -162,5 +162,5 @@ def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap
         return OwnerMap.contiguous(len(sizes), world_size, sizes)
     if name == "balanced":
         return OwnerMap.balanced(sizes, world_size)
-    known = ", ".join(OWNER_MAPS)
-    raise UsageError(f"owner_map={name}: expected one of {known}{did_you_mean(name, OWNER_MAPS)}")
+    names = ", ".join(OWNER_MAPS)
+    raise UsageError(f"owner_map={name}: expected one of {names}{did_you_mean(name, OWNER_MAPS)}")

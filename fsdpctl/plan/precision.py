@@ -25,10 +25,10 @@ class Dtype(str):
 class BufferDtypes:
     """The dtypes of a flat buffer."""
 
-    compute: Dtype  # of gathered parameters
-    master: Dtype  # of the weights that the optimizer updates; frozen parameters: as `compute`
-    reduce: Dtype  # of gradients while they are summed over ranks
-    gradient: Dtype  # of reduced gradients
+    compute: Dtype  # dtype of gathered parameters
+    master: Dtype  # dtype of weights that the optimizer updates; equals `compute` if frozen
+    reduce: Dtype  # dtype of gradients while they are summed over ranks
+    gradient: Dtype  # dtype of reduced gradients
     has_remainder: bool  # masters have 8 more bits each
 
     @property

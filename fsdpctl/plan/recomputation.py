@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fsdpctl.errors import UsageError, did_you_mean
 
-MODES = ("none", "selective", "full")  # from the least to the most recomputation
+MODES = ("none", "selective", "full")  # ordered from the least to the most recomputation
 OFFLOAD = "offload"  # `full`, with the inputs of the blocks in host memory
 LEVELS = (*MODES, OFFLOAD)
 BLOCKS = "activation_checkpointing.blocks"
@@ -19,7 +19,7 @@ BLOCKS = "activation_checkpointing.blocks"
 class BlockCheckpointing(NamedTuple):
     """The activation checkpointing of one block."""
 
-    mode: str  # of `MODES`
+    mode: str  # one of `MODES`
     offloads_input: bool = False  # the block's input is copied to the host
 
 
@@ -29,10 +29,10 @@ def normalize_blocks(text: str) -> str:
     UsageError if a mode or a number is not allowed, or a mode follows a mode that recomputes less.
     """
     counts = parse_counts(text)
-    for (one, _), (other, _) in pairwise(counts):
-        if LEVELS.index(one) <= LEVELS.index(other):
+    for (mode, _), (later, _) in pairwise(counts):
+        if LEVELS.index(mode) <= LEVELS.index(later):
             order = ", ".join(LEVELS[:0:-1])
-            raise UsageError(f"{BLOCKS}={text}: {other} after {one}; expected the order {order}")
+            raise UsageError(f"{BLOCKS}={text}: {later} after {mode}; expected the order {order}")
     return ",".join(f"{mode}:{count}" for mode, count in counts)
 
 

@@ -32,7 +32,7 @@ class EventKind(StrEnum):
     REDUCED = "reduced"
     COMBINE = "combine"
     COMBINED = "combined"
-    SYNC = "sync"  # after the optimizer's step, ranks receive parameters that others updated
+    SYNC = "sync"  # ranks receive the parameters that other ranks' optimizers updated
     ALLOCATE = "allocate"
     DEALLOCATE = "deallocate"
 
@@ -41,10 +41,10 @@ class BufferKind(StrEnum):
     """The purpose of a buffer."""
 
     PARAMS = "params"  # an unshard buffer
-    UNSHARDED_GRADS = "whole gradients"  # of a unit, held or in reduction
-    WORKSPACE = "workspace"  # of a reduction
+    UNSHARDED_GRADS = "whole gradients"  # a unit's gradients, held or in reduction
+    WORKSPACE = "workspace"  # memory of a reduction
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
-    REPLICA_WORKSPACE = "workspace over replicas"  # of the second collective
+    REPLICA_WORKSPACE = "workspace over replicas"  # memory of the second collective
     GRADS = "gradients"  # reduced
     OUTBOX = "outbox"  # gradients in shared memory, where other ranks read them
     OFFLOADING = "leaving gradients"  # reduced, until the host has stepped with them
@@ -56,8 +56,8 @@ class Event:
 
     kind: EventKind
     unit: str
-    nbytes: int = 0  # of a collective or a buffer; 0: only the order is planned
-    buffer: BufferKind | None = None  # of ALLOCATE and DEALLOCATE
+    nbytes: int = 0  # size of the collective or buffer; 0: only the order is planned
+    buffer: BufferKind | None = None  # set for ALLOCATE and DEALLOCATE
     # Only in planned events: the index of the buffer, the buffer that it becomes instead of being
     # freed, and whether no other piece of the unit's gradients follows.
     index: int = field(default=0, compare=False)
@@ -256,13 +256,13 @@ class Schedule:
 
     def learn_order(self) -> bool:
         """Use the order in which the units ran; return whether it differs from the expected one."""
-        seen = tuple(self._ran)
-        if not self._learns_order or set(seen) != set(self.order.forward):
+        ran = tuple(self._ran)
+        if not self._learns_order or set(ran) != set(self.order.forward):
             return False
         self._learns_order = False
-        if seen == self.order.forward:
+        if ran == self.order.forward:
             return False
-        self.use_order(replace(self.order, forward=seen))
+        self.use_order(replace(self.order, forward=ran))
         return True
 
     def _unshard(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
@@ -292,7 +292,7 @@ class Schedule:
         for unit in units:
             if unit not in self._unsharded and unit not in self._gathering:
                 if self._buffer_of.get(unit, unit) in self._occupants:
-                    return  # to skip it would gather in another order than other ranks
+                    return  # skipping it would change the order of gathers, so ranks would deadlock
                 yield from self._gather(unit)
 
     def _gather(self, unit: str) -> Iterator[Event]:

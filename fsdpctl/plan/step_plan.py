@@ -89,7 +89,7 @@ def assign_unshard_buffers(
 class Reductions:
     """The plan of all gradient reductions."""
 
-    nbytes: Mapping[str, int]  # of each unit's gradients, in the dtype of the reduction
+    nbytes: Mapping[str, int]  # each unit's gradients, in the dtype of the reduction
     budget: int  # bytes that may be in flight before a reduction is waited for
     # Whether the first sum is left in the reduction's buffer and accumulated there.
     accumulates_in_place: bool = False
@@ -106,14 +106,14 @@ class Reductions:
         """The bytes of the reductions that may be in flight at once."""
         return max(self.budget, *self.nbytes.values())
 
-    def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
-        """Return whether a reduction may be in flight together with `others`, all in bytes.
+    def fits(self, nbytes: int, in_flight: Iterable[int], *, is_first: bool = False) -> bool:
+        """Return whether a reduction may start while others are `in_flight`, all in bytes.
 
         `is_first`: there is no earlier gradient to add to, so a sum in place needs no more memory.
         """
         if self.accumulates_in_place and is_first:
             return True
-        sizes = list(others)
+        sizes = list(in_flight)
         return not sizes or sum(sizes, nbytes) <= self.budget
 
 

@@ -80,15 +80,15 @@ STRATEGY_ALIASES = {
 def get_strategy(name: str) -> Strategy:
     name = STRATEGY_ALIASES.get(name.lower(), name)
     if name not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
+        names = ", ".join(STRATEGIES)
         raise UsageError(
-            f"strategy={name}: expected one of {known}{did_you_mean(name, STRATEGIES)}"
+            f"strategy={name}: expected one of {names}{did_you_mean(name, STRATEGIES)}"
         )
     return STRATEGIES[name]
 
 
-def _row_like(wanted: Strategy) -> Strategy | None:
-    return next((row for row in _TABLE if astuple(row)[2:] == astuple(wanted)[2:]), None)
+def _row_like(strategy: Strategy) -> Strategy | None:
+    return next((row for row in _TABLE if astuple(row)[2:] == astuple(strategy)[2:]), None)
 
 
 def sharded_over_replicas(strategy: Strategy) -> Strategy | None:

@@ -131,7 +131,7 @@ class ModelLayout:
     """The units of a model, the layouts of their flat buffers, and the effective strategy."""
 
     units: tuple[UnitSpec, ...]
-    layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
+    layouts: dict[str, tuple[FlatLayout, ...]]  # flat buffers by unit
     strategy: Strategy
     ranks_per_replica: int = 1
 
@@ -263,8 +263,8 @@ def divide_into_units(
         if exclusive:
             has_backward = any(param.name in needs_backward for param in params)
             units.append(UnitSpec(name, kind, tuple(exclusive), is_lookup, has_backward))
-    taken = {param.name for unit in units for param in unit.params}
-    remaining = tuple(param for param in module.all_params() if param.name not in taken)
+    assigned = {param.name for unit in units for param in unit.params}
+    remaining = tuple(param for param in module.all_params() if param.name not in assigned)
     return (UnitSpec(ROOT, "root", remaining), *units)
 
 

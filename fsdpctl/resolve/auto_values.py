@@ -141,8 +141,8 @@ def _length(c: Config, f: AutoInputs) -> int:
             length = max(length, _rounded_down(tokens))
         return min(default, length)
     check_amount(c, f.data)
-    most = min(part.num_tokens for part in parts) - 1
-    return default if default <= most or most < 1 else _rounded_down(most)
+    max_len = min(part.num_tokens for part in parts) - 1
+    return default if default <= max_len or max_len < 1 else _rounded_down(max_len)
 
 
 def _samples(c: Config, f: AutoInputs) -> int:
@@ -158,8 +158,8 @@ def _samples(c: Config, f: AutoInputs) -> int:
         return tokens // c.train.seq_len
     size = c.train.global_batch_size
     if c.data.name == CHAT and f.data is not None:
-        wanted = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS)
-        size = min(size, max(wanted, _MIN_SAMPLES))
+        target = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS)
+        size = min(size, max(target, _MIN_SAMPLES))
     micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
     return max(size, c.num_groups * micro * passes)
 
@@ -276,8 +276,8 @@ def _replica(c: Config, f: AutoInputs) -> int | None:
 def _logits(c: Config, f: AutoInputs) -> int:
     """Return the tokens whose logits exist at a time, not so few that matmuls become slow."""
     assert c.model.vocab_size is not None
-    few = _CHUNK_BYTES // (4 * c.model.vocab_size)
-    return 0 if c.engine.emulated.keeps_logits else _chunk(_tokens(c, f), few)
+    chunk_tokens = _CHUNK_BYTES // (4 * c.model.vocab_size)
+    return 0 if c.engine.emulated.keeps_logits else _chunk(_tokens(c, f), chunk_tokens)
 
 
 def _feed_forward(c: Config, f: AutoInputs) -> int:
@@ -293,9 +293,9 @@ def _tokens(c: Config, f: AutoInputs) -> int:
     return f.batches.micro_batch_size * shared
 
 
-def _chunk(tokens: int, few: int) -> int:
+def _chunk(tokens: int, preferred: int) -> int:
     """Return `few` tokens within limits; 0 if two chunks would not fit into `tokens`."""
-    chunk = max(_MIN_CHUNK_TOKENS, few, -(-tokens // _MAX_CHUNKS))
+    chunk = max(_MIN_CHUNK_TOKENS, preferred, -(-tokens // _MAX_CHUNKS))
     return chunk if tokens >= 2 * chunk else 0
 
 
@@ -336,7 +336,7 @@ AUTO_VALUES = (
     AutoValue(
         "model.attention",
         Stage.DECODER,
-        lambda c, f: kernel_of(c, here=f.is_here),
+        lambda c, f: kernel_of(c, local=f.is_here),
         kept_on_resume=True,
     ),
     AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, kept_on_resume=True),

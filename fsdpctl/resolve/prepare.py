@@ -169,7 +169,7 @@ class _Preparation:
             raise UsageError(f"{error}{sets}") from None
         if not self.role.is_here:
             return config, (note_on_job(config),) if self.is_run else ()
-        check_attention(config, here=True)
+        check_attention(config, local=True)
         notes = notes_on_cluster(self.composed)
         missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
         if missing is None:

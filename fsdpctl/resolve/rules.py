@@ -120,8 +120,9 @@ _FSDPCTL_ONLY: Mapping[str, Callable[[Config], bool]] = {
 
 
 def _requires_fsdpctl(config: Config) -> str:
-    ours = config.engine.name == FSDPCTL
-    return next((text for text, is_set in _FSDPCTL_ONLY.items() if not ours and is_set(config)), "")
+    if config.engine.name == FSDPCTL:
+        return ""
+    return next((text for text, is_set in _FSDPCTL_ONLY.items() if is_set(config)), "")
 
 
 def _cannot_offload(config: Config) -> str:

@@ -108,12 +108,12 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     packed = [each for each in rows if isinstance(each, PackedSamples)]
     if not packed:
         return data.notes
-    count, used = sum(map(len, packed)), sum(each.num_tokens for each in packed)
-    padding = 1 - used / (count * length) if count else 0.0
+    count, num_tokens = sum(map(len, packed)), sum(each.num_tokens for each in packed)
+    padding = 1 - num_tokens / (count * length) if count else 0.0
     text = f"{count:,} packed sequences of {length:,} tokens, {padding:.1%} padding"
     if too_long := sum(each.num_too_long for each in packed):
-        what = "truncated" if config.data.too_long == "truncate" else "dropped"
-        text += f"; {too_long:,} samples are longer: {what} (data.too_long)"
+        action = "truncated" if config.data.too_long == "truncate" else "dropped"
+        text += f"; {too_long:,} samples are longer: {action} (data.too_long)"
     if untrained := sum(each.num_untrained for each in packed):
         text += f"; {untrained:,} dropped, without a trained token in a sequence"
     return (*data.notes, text)

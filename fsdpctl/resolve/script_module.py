@@ -46,8 +46,8 @@ class ScriptTask:
         modes = [each.training for each in self.module.modules()]
         if all(modes):
             return ()
-        what = f"{modes.count(False)} of its {len(modes)} modules are and stay in eval mode"
-        return (f"module: {what}; call module.train() first to train in training mode",)
+        problem = f"{modes.count(False)} of its {len(modes)} modules are and stay in eval mode"
+        return (f"module: {problem}; call module.train() first to train in training mode",)
 
     @property
     def name(self) -> str:

@@ -58,8 +58,8 @@ def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
     if not frozen:
         return (line,)
     modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
-    what = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
-    return (line, f"{', '.join(frozen)}: not trained, with new tokens; set {what}={modules}")
+    key = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
+    return (line, f"{', '.join(frozen)}: not trained, with new tokens; set {key}={modules}")
 
 
 def _padded(count: int) -> int:

@@ -15,8 +15,8 @@ from fsdpctl.io import files
 from fsdpctl.io.run_files import DATA
 from fsdpctl.io.untrusted import Count, read_json
 
-_MOST_FILES = 2000  # of more files, only the number is recorded
-_FIRST_BYTES = 1 << 16  # of a file, hashed to detect changes that keep its size
+_MOST_FILES = 2000  # only the number of more files is recorded
+_FIRST_BYTES = 1 << 16  # start of a file, hashed to detect changes that keep its size
 _MOST_NAMED = 3
 
 
@@ -88,19 +88,19 @@ def check_same_data(
 
 def _difference(run_dir: Path, data: DataSet) -> str:
     """Describe which recorded files differ, or else what has changed; empty if unknown."""
-    before, now = _read(run_dir), _current_record(data)
-    if before is None:
+    old, new = _read(run_dir), _current_record(data)
+    if old is None:
         return ""
-    if not (before.files and now.files):
-        counts = f" ({before.count:,} files before, {now.count:,} now)"
-        return counts if now.count != before.count else ""
-    same = before.files.keys() & now.files.keys()
-    parts = [
-        ("added", sorted(now.files.keys() - same)),
-        ("removed", sorted(before.files.keys() - same)),
-        ("changed", sorted(each for each in same if before.files[each] != now.files[each])),
+    if not (old.files and new.files):
+        counts = f" ({old.count:,} files before, {new.count:,} now)"
+        return counts if new.count != old.count else ""
+    common = old.files.keys() & new.files.keys()
+    groups = [
+        ("added", sorted(new.files.keys() - common)),
+        ("removed", sorted(old.files.keys() - common)),
+        ("changed", sorted(each for each in common if old.files[each] != new.files[each])),
     ]
-    changes = [f"{what} {shorten_list(names, _MOST_NAMED)}" for what, names in parts if names]
+    changes = [f"{verb} {shorten_list(names, _MOST_NAMED)}" for verb, names in groups if names]
     if not changes:
-        changes = ["another tokenizer" * (before.tokenizer != now.tokenizer) or "the same files"]
+        changes = ["another tokenizer" * (old.tokenizer != new.tokenizer) or "the same files"]
     return f" ({'; '.join(changes)})"

@@ -90,15 +90,15 @@ class ResumeState(Enum):
 class RunDirState:
     """The state of a run directory, and how a start would continue it."""
 
-    config: Filled  # with the run directory
+    config: Filled  # includes the run directory
     resume_state: ResumeState
-    step: int  # of the checkpoint to start from
+    step: int  # step of the checkpoint to start from
     previous_settings: Mapping[str, str] = field(default_factory=dict)  # of the last manual start
     # The configuration of the last manual start, if it was in this directory.
     stored_config: Config | None = None
     source: CheckpointReader | None = None  # checkpoint outside this directory to start from
     notes: tuple[str, ...] = ()  # warnings, one line each
-    data_fingerprint: str = ""  # of the resumed run; empty: any data is accepted
+    data_fingerprint: str = ""  # data of the resumed run; empty: any data is accepted
 
     @property
     def run_dir(self) -> Path:
@@ -362,7 +362,7 @@ def prepare_run_dir(
     checkpoints = run_dir / CHECKPOINTS
     with files.os_errors_as(f"train.run_dir={run_dir}"):
         files.write_atomic(run_dir / OVERRIDES_FILE, "".join(f"{each}\n" for each in settings))
-        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # it describes the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
@@ -390,7 +390,7 @@ def prepare_restart(state: RunDirState, number: int) -> None:
         for log in logs.glob("rank-*.log"):
             log.replace(folder / log.name)
         files.write_atomic(folder / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
-        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # it describes the failed ranks
         if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
             with files.open_nofollow(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())

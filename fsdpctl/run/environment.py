@@ -19,13 +19,13 @@ from fsdpctl.io.files import nearest_run_hint, read_text_file
 from fsdpctl.io.packages import versions
 from fsdpctl.io.run_files import ENVIRONMENT, ESTIMATE, OVERRIDES_FILE, RUN_CONFIG, check_run_files
 from fsdpctl.io.untrusted import Count, as_type, read_json
-from fsdpctl.run.metrics import Figure
+from fsdpctl.run.metrics import NonNegative
 
 if TYPE_CHECKING:
     import torch
 
-MAX_STARTS = 20  # older entries are dropped
-RECORD = "record"  # key of the StartRecord in the entry of a start
+MAX_STARTS = 20  # older starts are dropped
+EVENTS_KEY = "record"  # key of the StartEvents in a start
 # Only the variables that affect how ranks compute and communicate: others may hold secrets.
 _VARIABLES = re.compile(
     r"(NCCL|TORCH|PYTORCH)_|(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|OMP_WAIT_POLICY)$"
@@ -34,7 +34,7 @@ _GIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _EnvironmentFile:
     starts: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -49,9 +49,9 @@ def read_settings(run_dir: Path) -> dict[str, str]:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the entries of all starts, oldest first; an empty list if the file does not exist."""
+    """Read all starts, oldest first; an empty list if the file does not exist."""
     path = run_dir / ENVIRONMENT
-    return read_json(path, _File).starts if os.path.lexists(path) else []
+    return read_json(path, _EnvironmentFile).starts if os.path.lexists(path) else []
 
 
 def newest_versions(run_dir: Path) -> dict[str, str]:
@@ -63,18 +63,18 @@ def newest_versions(run_dir: Path) -> dict[str, str]:
 
 
 def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
-    """Append an entry and drop the oldest entries. Failures are ignored."""
+    """Append a start and drop the oldest starts. Failures are ignored."""
     starts: list[Mapping[str, Any]] = []
     with contextlib.suppress(UsageError):  # an unreadable file is replaced
         starts += read_starts(run_dir)
     _write(run_dir, [*starts, start][-MAX_STARTS:])
 
 
-def write_start_record(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Write the record of the newest start. Failures are ignored."""
+def write_start_events(run_dir: Path, events: Mapping[str, Any]) -> None:
+    """Write the events of the newest start. Failures are ignored."""
     with contextlib.suppress(UsageError):
-        *others, newest = read_starts(run_dir) or [{}]
-        _write(run_dir, [*others, {**newest, RECORD: record}])
+        *older, newest = read_starts(run_dir) or [{}]
+        _write(run_dir, [*older, {**newest, EVENTS_KEY: events}])
 
 
 def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
@@ -88,25 +88,25 @@ class Restart:
 
     number: Count
     reason: str
-    failed_at: Figure  # seconds since the epoch
+    failed_at: NonNegative  # seconds since the epoch
     lost_steps: Count  # completed before the failure, and repeated
     step: Count = 0  # first completed step after the restart
-    seconds_to_next_step: Figure = 0.0  # since the failure
+    seconds_to_next_step: NonNegative = 0.0  # time since the failure
 
 
 @dataclass(frozen=True, slots=True)
-class StartRecord:
+class StartEvents:
     """The events of one start."""
 
-    step: Count | None = None  # of the checkpoint; None: the start ended before it was loaded
-    restart: Restart | None = None  # if the ranks were restarted and have completed a step
+    step: Count | None = None  # step of the loaded checkpoint; None if loading was not reached
+    restart: Restart | None = None  # None until restarted ranks have completed a step
     warnings: list[str] = field(default_factory=list)
-    longest_save_seconds: Figure = 0.0
+    longest_save_seconds: NonNegative = 0.0
 
 
-def read_start_records(run_dir: Path) -> list[StartRecord]:
-    records = [each.get(RECORD, {}) for each in read_starts(run_dir)]
-    return as_type(records, list[StartRecord], str(run_dir / ENVIRONMENT))
+def read_start_events(run_dir: Path) -> list[StartEvents]:
+    events = [each.get(EVENTS_KEY, {}) for each in read_starts(run_dir)]
+    return as_type(events, list[StartEvents], str(run_dir / ENVIRONMENT))
 
 
 def device_name(device: "torch.device") -> str:
@@ -119,13 +119,13 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
     import torch
     from torch.cuda import nccl
 
-    on_cuda = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": _arguments(run_dir),
+        "command": _read_overrides(run_dir),
         **versions(),
-        "cuda": torch.version.cuda if on_cuda else None,
-        "nccl": ".".join(map(str, nccl.version())) if on_cuda else None,
+        "cuda": torch.version.cuda if has_cuda else None,
+        "nccl": ".".join(map(str, nccl.version())) if has_cuda else None,
         "devices": dict(Counter(devices)),
         "commit": git_commit(Path.cwd()),
         "variables": relevant_variables(os.environ),
@@ -136,7 +136,7 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in sorted(variables.items()) if _VARIABLES.match(name)}
 
 
-def _arguments(run_dir: Path) -> list[str]:
+def _read_overrides(run_dir: Path) -> list[str]:
     try:
         return read_text_file(run_dir / OVERRIDES_FILE).splitlines()
     except UsageError:
@@ -167,7 +167,7 @@ class SavedEstimate:
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
     predicted_step_seconds: float | None = None
-    prediction_source: str = ""  # of the hardware specs
+    prediction_source: str = ""  # source of the hardware specs
 
 
 def read_estimate(run_dir: Path) -> SavedEstimate | None:

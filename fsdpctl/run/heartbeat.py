@@ -26,13 +26,13 @@ from fsdpctl.io.untrusted import Count, read_json
 
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
-_MOST_DIGITS = 9  # of the id of a process
+_MOST_DIGITS = 9  # digits of a process id
 _MOST_SECONDS = 1e11  # three thousand years
 Seconds = Annotated[float, Meta(ge=0, le=_MOST_SECONDS)]
 Pid = Annotated[int, Meta(ge=1, lt=10**_MOST_DIGITS)]
 _LONGEST_CAUSE = 2000  # characters
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
-_WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
+_WIND_DOWN_SECONDS = 10.0  # time in which the ranks of a killed launcher exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class HeartbeatRecord:
     """The contents of heartbeat.json."""
 
     host: str
-    pid: Pid  # of rank 0
-    time: Seconds  # since the epoch, when this was written
+    pid: Pid  # process of rank 0
+    time: Seconds  # when this was written, since the epoch
     state: str = RUNNING
     message: str = ""  # why the run ended before its last step
     step: Count | None = None  # steps completed; None before the first
     seconds_per_step: Seconds | None = None  # including everything between steps
-    cause: str = ""  # of a failure, as the launcher found it
-    namespace: str = ""  # of process ids; empty if the system has no namespaces
+    cause: str = ""  # the failure that the launcher found
+    namespace: str = ""  # namespace of process ids; empty if the system has none
 
     @property
     def age(self) -> float:
@@ -80,8 +80,8 @@ def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
 
     Returns False on other hosts and in other containers, where this is unknown.
     """
-    here = socket.gethostname(), pid_namespace()
-    if record.state != RUNNING or (record.host, record.namespace) != here or not all(here):
+    local = socket.gethostname(), pid_namespace()
+    if record.state != RUNNING or (record.host, record.namespace) != local or not all(local):
         return False
     launcher = ""
     with contextlib.suppress(UsageError):

@@ -26,7 +26,7 @@ _UNSENT_LINES = 1000  # the most lines that a killed run may not have sent to al
 _TAIL_BYTES = 1 << 16  # contain the last lines
 Metric = float | None | UnsetType  # None: not finite; UNSET: not in the line
 # Sums and quotients of these numbers are finite.
-Figure = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class MetricsLine:
     loss: Metric = UNSET
     grad_norm: Metric = UNSET
     tokens: Count | None = None
-    seconds: Figure | None = None
-    tokens_per_second: Figure | None = None
-    samples_per_second: Figure | None = None
-    mfu: Figure | None = None
-    exposed_communication_seconds: Figure | None = None
+    seconds: NonNegative | None = None
+    tokens_per_second: NonNegative | None = None
+    samples_per_second: NonNegative | None = None
+    mfu: NonNegative | None = None
+    exposed_communication_seconds: NonNegative | None = None
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
     val_loss: Metric = UNSET
@@ -87,15 +87,15 @@ def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, Me
         file.seek(start)
         if start:
             file.readline(_MAX_LINE)  # skipped: the beginning of this line is missing
-        number = 0
+        line_number = 0
         while text := file.readline(_MAX_LINE):
-            number += 1
+            line_number += 1
             try:
                 line = _DECODER.decode(text)
             except (ValueError, RecursionError):
                 if not text.endswith(b"\n") and not file.read(1):
                     return
-                location = str(path) if start else f"{path}, line {number}"
+                location = str(path) if start else f"{path}, line {line_number}"
                 raise UsageError(f"{location}: corrupted; move the file away") from None
             yield text, line
 
@@ -125,13 +125,13 @@ class MetricsFile:
         # A full disk is not a mistake in the settings.
         with os_errors_as(path, full_disk=FsdpctlError):
             if path.is_file():
-                kept, removed = list[bytes](), list[bytes]()
+                stored, removed = list[bytes](), list[bytes]()
                 for text, line in _read(path):
                     # Lines of rejected steps remain: no other file records them.
                     remains = line.step <= step or line.rejected_step is not None
-                    (kept if remains else removed).append(text)
-                self.earlier = [json.loads(text) for text in (*kept[-_UNSENT_LINES:], *removed)]
-                files.write_atomic(path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
+                    (stored if remains else removed).append(text)
+                self.earlier = [json.loads(text) for text in (*stored[-_UNSENT_LINES:], *removed)]
+                files.write_atomic(path, b"".join(text.rstrip(b"\n") + b"\n" for text in stored))
             self._file = open_nofollow(path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:

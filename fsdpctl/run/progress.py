@@ -22,10 +22,10 @@ _GIB = 1 << 30
 
 def format_seconds(seconds: float) -> str:
     """Format seconds as h:mm:ss or m:ss."""
-    whole = math.ceil(seconds)
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+    total = math.ceil(seconds)
+    hours, remainder = divmod(total, 3600)
+    minutes, secs = divmod(remainder, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
 class RunProgress:
@@ -92,10 +92,10 @@ class RunProgress:
             self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._numbers)
         elif is_due or self._done_here == 1:
             seconds = (time.monotonic() - self._began) / self._done_here
-            left = format_seconds(seconds * (self._total - metrics.step))
+            eta = format_seconds(seconds * (self._total - metrics.step))
             self.say(
                 f"step {metrics.step}/{self._total}  {_figures(metrics)}  "
-                f"{_memory(metrics.memory)}{saving}  {left} left"
+                f"{_memory(metrics.memory)}{saving}  {eta} left"
             )
 
     @contextmanager

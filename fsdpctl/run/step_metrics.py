@@ -38,7 +38,7 @@ class StepTimes:
 
     total: float
     compute: float  # forward and backward
-    exposed_communication: float | None  # in all phases; None: included in the other times
+    exposed_communication: float | None  # None: the other times include it
     data: float
     optimizer: float  # including the gradient norm
 
@@ -72,8 +72,8 @@ class StepClock:
             spent[phase] += max(0.0, seconds_between(start, end) - waited)
             exposed += waited
         total = seconds_between(self._began, self._last)
-        known = exposed if self._knows_waits else None
-        return StepTimes(total, exposed_communication=known, **spent)
+        communication = exposed if self._knows_waits else None
+        return StepTimes(total, exposed_communication=communication, **spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def _num_frozen(module: Any) -> int:
     embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     embeddings -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
     counts, params = count_weights(module), dict(module.named_parameters())
-    used = (name for name, param in params.items() if id(param) not in embeddings)
-    frozen = sum(counts[name] for name in used if not params[name].requires_grad)
+    names = (name for name, param in params.items() if id(param) not in embeddings)
+    frozen = sum(counts[name] for name in names if not params[name].requires_grad)
     return frozen - idle_parameters(module.transformers_model, only_frozen=True)
 
 
@@ -136,14 +136,14 @@ class StepMetrics:
 
     step: int  # steps completed, including this one
     samples: int  # samples consumed, including this step
-    tokens: int  # in the samples of all ranks, without padding
+    tokens: int  # tokens in the samples of all ranks, without padding
     figures: StepStats
     lr: float
     times: StepTimes
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
-    named_means: Mapping[str, float | None] = field(default_factory=dict)  # of a script's sums
+    named_means: Mapping[str, float | None] = field(default_factory=dict)  # means of sums
 
     @property
     def tokens_per_second(self) -> float:
@@ -206,8 +206,8 @@ def finite(value: float) -> float | None:
 class PeakMemory:
     """The peak memory of this rank since it started."""
 
-    allocated: int | None  # by tensors; None on the CPU
-    reserved: int  # by the caching allocator; on the CPU by the process
+    allocated: int | None  # memory of tensors; None on the CPU
+    reserved: int  # memory of the caching allocator; on the CPU of the process
     total: int | None = None  # memory of the device
     retries: int | None = None  # how often the allocator had to empty its cache
 

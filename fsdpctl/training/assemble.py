@@ -150,7 +150,7 @@ def make_trained_model(
             plain, setup, device, None if empty else _initializer(config, plain)
         )
     module: Any = model.module
-    module.reduce_counts = model.collectives.all_reduce  # for token counts of expert routers
+    module.reduce_counts = model.collectives.all_reduce  # expert routers sum token counts with it
     return model
 
 
@@ -221,28 +221,28 @@ def make_trainer(
     devices = ranks.all_gather_values(device_name(world.device))
     if is_main:
         add_start(run_dir, describe_start(run_dir, devices))
-    parts, done, bases = _load(plan, run_dir, world, ranks, task)
-    journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
+    parts, progress, bases = _load(plan, run_dir, world, ranks, task)
+    journal = Journal(config, run_dir, progress.step, is_main=is_main, shows=shows)
     if reason := parts.model.collectives.not_shared_reason:
         journal.warn(f"ranks do not share memory: {reason}")
     if only_measures:
-        reports = [RunReporter(journal, None), EstimateReport(run_dir, done.step)]
-        return Trainer(parts, done, context, journal, reports)
+        reports = [RunReporter(journal, None), EstimateReport(run_dir, progress.step)]
+        return Trainer(parts, progress, context, journal, reports)
     checkpoints = Checkpoints(config, ranks, journal, bases, uploads=shows and is_main)
     # Hooks run in this order, at the end too: a step is checked and validated before it is saved.
     callbacks = [
-        SelfCheck(config.train.self_check, done.step, sharding_of(config)),
+        SelfCheck(config.train.self_check, progress.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
         Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
         RunReporter(journal, checkpoints),
         heartbeat,
-        EstimateReport(run_dir, done.step),
+        EstimateReport(run_dir, progress.step),
         SampleText(),
         *([CompilerReport(journal)] if config.train.compile else []),
         *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
-    return Trainer(parts, done, context, journal, callbacks)
+    return Trainer(parts, progress, context, journal, callbacks)
 
 
 def _load(
@@ -262,7 +262,7 @@ def _load(
     module = None if task is None else task.module
     model = make_trained_model(config, world.device, empty=is_filled, script_module=module)
     optimizer = make_optimizer(config, model)
-    done, bases = _load_state(config, model, optimizer, newest)
+    progress, bases = _load_state(config, model, optimizer, newest)
     # A barrier: the slowest rank may load for longer than NCCL's timeout of the first collective.
     ranks.all_gather_values(None)
     RANK_STATUS.at("ready")
@@ -270,7 +270,7 @@ def _load(
     trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
     validated = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)
     parts = TrainingParts(config, run_dir, data, model, optimizer, trained, validated, world.device)
-    return parts, done, bases
+    return parts, progress, bases
 
 
 def _data(config: Resolved) -> DataSet:

@@ -8,12 +8,12 @@ from typing import Any
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import REMOVED_DURING_RUN, FsdpctlError, UsageError
 from fsdpctl.io.run_files import LOG, METRICS, RUN_CONFIG
-from fsdpctl.run.environment import read_start_records, write_start_record
+from fsdpctl.run.environment import read_start_events, write_start_events
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.training.trackers import Trackers
 
-_MOST_WARNINGS = 100  # in the record of a start
+_MOST_WARNINGS = 100  # warnings in the events of a start
 
 
 class Journal:
@@ -26,21 +26,21 @@ class Journal:
 
         If `shows`, rank 0 (`is_main`) shows the progress and writes to trackers.
         """
-        steps, every = config.train.steps, config.train.log_every
+        steps, log_every = config.train.steps, config.train.log_every
         assert steps is not None
         self.run_dir, self._step, self._recording = run_dir, step, Lock()
         self._record: dict[str, Any] = {"warnings": []}
         self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run has taken
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         is_shown, log = is_main and shows, run_dir / LOG
-        self.progress = RunProgress(steps, step, log_every=every, shows=is_shown, log=log)
+        self.progress = RunProgress(steps, step, log_every=log_every, shows=is_shown, log=log)
         self.trackers = None
         if is_shown and self._metrics is not None:
             self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.earlier)
         if is_main:
             with suppress(UsageError):  # environment.json is corrupted
-                known = [each.longest_save_seconds for each in read_start_records(run_dir)]
-                self.seconds_to_save = max(known, default=0.0)
+                save_seconds = [each.longest_save_seconds for each in read_start_events(run_dir)]
+                self.seconds_to_save = max(save_seconds, default=0.0)
             self.record({"step": step})
 
     def say(self, line: str) -> None:
@@ -69,7 +69,7 @@ class Journal:
             with self._recording:
                 warnings = [*self._record["warnings"], *values.get("warnings", ())]
                 self._record |= values | {"warnings": warnings[-_MOST_WARNINGS:]}
-                write_start_record(self.run_dir, self._record)
+                write_start_events(self.run_dir, self._record)
 
     def record_save(self, line: dict[str, Any], seconds: float) -> None:
         """Send the times of a checkpoint to the trackers, and record the longest."""
@@ -87,8 +87,8 @@ class Journal:
         """Raise FsdpctlError on rank 0 if the run directory or metrics.jsonl has been removed."""
         if self._metrics is not None and not self._metrics.is_in_place:
             is_there = (self.run_dir / RUN_CONFIG).is_file()
-            lost = self.run_dir / METRICS if is_there else self.run_dir
-            raise FsdpctlError(f"{lost}: {REMOVED_DURING_RUN}; training stopped without saving")
+            missing = self.run_dir / METRICS if is_there else self.run_dir
+            raise FsdpctlError(f"{missing}: {REMOVED_DURING_RUN}; training stopped without saving")
 
     def end(self, *, well: bool) -> None:
         """Close the trackers; `well` is False if the run failed."""

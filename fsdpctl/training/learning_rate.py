@@ -43,5 +43,5 @@ def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
         kind = config.decay_type
         if step < begin:
             return 1.0
-    done = (step - begin) / max(1, total_steps - config.reaches_min - begin)
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _DECAYS[kind](done)
+    fraction = (step - begin) / max(1, total_steps - config.reaches_min - begin)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * _DECAYS[kind](fraction)

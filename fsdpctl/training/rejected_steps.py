@@ -44,14 +44,14 @@ class RejectedStep:
     grad_norm: float
     threshold: float | None  # the limit that a spike exceeded
     action: Action
-    number: int  # of rejected steps in the run, including this one
+    number: int  # the run's rejected steps up to this step
 
     @property
     def message(self) -> str:
         cause = f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
         if self.threshold is not None:
-            what = "loss" if self.reason == "loss_spike" else "gradient norm"
-            cause += f", {what} above {self.threshold:.4g}"
+            statistic = "loss" if self.reason == "loss_spike" else "gradient norm"
+            cause += f", {statistic} above {self.threshold:.4g}"
         if self.rank is not None:
             cause += f", rank {self.rank}"
         return f"step {self.step}: {_DONE[self.action]} ({cause})"
@@ -76,19 +76,19 @@ def _json_number(value: float) -> float | str:
 class RejectionRule:
     """The rule that accepts or rejects each step, with the same result on every rank."""
 
-    def __init__(self, config: TrainConfig, done: Progress) -> None:
+    def __init__(self, config: TrainConfig, progress: Progress) -> None:
         self._config = config
-        self.num_rejected = done.num_skips
-        self.accepted = tuple(done.accepted)
+        self.num_rejected = progress.num_skips
+        self.accepted = tuple(progress.accepted)
 
     def limits(self, step: int) -> SpikeLimits:
         """Return the limits for `step`, counted from 1; it is not applied if a value is higher."""
         factor = self._config.spike_factor
-        known = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
-        if factor is None or len(known) < MIN_ACCEPTED:
+        window = [each for each in self.accepted if each.step < step - _LAG][-WINDOW:]
+        if factor is None or len(window) < MIN_ACCEPTED:
             return SpikeLimits()
-        log_norm = _threshold([each.log_grad_norm for each in known], factor)
-        loss = _threshold([each.loss for each in known], factor)
+        log_norm = _threshold([each.log_grad_norm for each in window], factor)
+        loss = _threshold([each.loss for each in window], factor)
         return SpikeLimits(loss, math.exp(min(log_norm, _MOST_LOG)))
 
     def evaluate(self, step: int, figures: StepStats, limits: SpikeLimits) -> RejectedStep | None:

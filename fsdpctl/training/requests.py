@@ -125,13 +125,13 @@ class RequestCollector:
         if name in self._reported and _remove(self._run_dir / name):
             self._reported.discard(name)
 
-    def remove_unwanted(self, *, late: bool) -> list[str]:
-        """Remove requests to an earlier start, or all if `late`; return a message for each."""
+    def remove_unwanted(self, *, last: bool) -> list[str]:
+        """Remove requests to an earlier start, or all if `last`; return a message for each."""
         existing = [name for name in REQUESTS if self._is_main and (self._run_dir / name).exists()]
-        names = [name for name in existing if late or _is_older_than_start(self._run_dir, name)]
+        names = [name for name in existing if last or _is_older_than_start(self._run_dir, name)]
         for name in names:
             _remove(self._run_dir / name)
-        reason = "came after the last step" if late else "from before this start"
+        reason = "came after the last step" if last else "from before this start"
         return [f"{name}: request removed ({reason})" for name in names]
 
 

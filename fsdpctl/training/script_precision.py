@@ -30,12 +30,12 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 def widen_parameters(module: nn.Module) -> None:
     """Have normalizations, and modules with buffers, cast their parameters as described above."""
-    for part in module.modules():
-        buffers = (buffer for buffer in part._buffers.values() if buffer is not None)
+    for submodule in module.modules():
+        buffers = (buffer for buffer in submodule._buffers.values() if buffer is not None)
         dtypes = [buffer.dtype for buffer in buffers if buffer.is_floating_point()]
-        if part._parameters and (dtypes or isinstance(part, _NORMS)):
+        if submodule._parameters and (dtypes or isinstance(submodule, _NORMS)):
             dtype = dtypes[0] if dtypes else torch.float32
-            part.forward = partial(_forward_widened, part, part.forward, dtype)
+            submodule.forward = partial(_forward_widened, submodule, submodule.forward, dtype)
 
 
 def _forward_widened(

@@ -27,7 +27,7 @@ from fsdpctl.io.files import checked_name, open_regular, read_text_file
 from fsdpctl.io.packages import install_hint
 from fsdpctl.io.run_files import TENSORBOARD, TRACKER_ID
 
-_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
+_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # time to send the remaining values
 _FLUSH_SECONDS = 10  # a killed run may lose the values of this time
 _ID = r"[a-z0-9]{1,64}"
 _LONGEST = 300  # characters of a message

@@ -39,7 +39,7 @@ TrainedModel: TypeAlias = "ShardedModel | TorchEngineModel"
 class LaunchContext:
     """The process of a rank, as the training loop sees it."""
 
-    stop_requested: Callable[[], bool]  # by a signal to this rank
+    stop_requested: Callable[[], bool]  # whether this rank received a stop signal
     started: float  # when the launch began, in seconds since the epoch
     # Called after the first step, with a barrier of all ranks. Before that, a stop request ends
     # this rank at once, because there is nothing to save.
@@ -58,7 +58,7 @@ class TrainingParts:
     train_batches: Batches
     val_batches: Batches | None
     device: torch.device
-    named_sums: NamedSums = field(default_factory=NamedSums)  # of a script's loss
+    named_sums: NamedSums = field(default_factory=NamedSums)  # sums of a script's loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LaunchedStep:
 
     step: int  # number of launched steps, including this one
     samples: int  # samples consumed, including this step
-    tokens: int  # in the samples of all ranks, without padding
+    tokens: int  # tokens in the samples of all ranks, without padding
     record: StepRecord
     limits: SpikeLimits  # the step is not applied if a value is higher
     lr: float
@@ -107,10 +107,10 @@ def launch_step(
     model, is_last = parts.model, step + 1 >= config.train.steps
     if not is_last and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
         model.prefetch_forward_params()  # overlaps with the work between two steps
-    after = samples + config.train.global_batch_size
+    samples_after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
     named = parts.named_sums.names or ()
-    return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock, named)
+    return LaunchedStep(step + 1, samples_after, tokens, record, limits, lr, clock, named)
 
 
 def run_passes(

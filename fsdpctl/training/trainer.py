@@ -49,7 +49,7 @@ class Callback:
         """Return whether `act` has work after `step`: the same on all ranks."""
         return False
 
-    def step(self, run: "Trainer", done: StepMetrics) -> None:
+    def step(self, run: "Trainer", metrics: StepMetrics) -> None:
         """Handle the metrics of a completed step; steps come in order. Not collective."""
 
     def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
@@ -110,28 +110,28 @@ class Trainer:
     def __init__(
         self,
         parts: TrainingParts,
-        done: Progress,
+        progress: Progress,
         context: LaunchContext,
         journal: Journal,
         callbacks: Sequence[Callback],
     ) -> None:
-        """Continue after the steps of `done`, with `callbacks` in the order of their hooks."""
+        """Continue after the steps of `progress`, with `callbacks` in the order of their hooks."""
         config, ranks = parts.config, parts.model.collectives
         assert config.train.steps is not None
         self.parts, self.ranks, self.journal = parts, ranks, journal
         self.total_steps = config.train.steps
-        self.step = done.step  # launched optimizer steps
-        self.samples = done.samples
-        self.owes_validation, self.best = done.owes_validation, done.best
+        self.step = progress.step  # launched optimizer steps
+        self.samples = progress.samples
+        self.owes_validation, self.best = progress.owes_validation, progress.best
         self.is_ending = False  # a stop was requested during the newest step
         self.is_traced = False  # a profile is being recorded
         # On CUDA the host launches one step ahead instead of waiting for the device.
         self.lag = int(parts.device.type == "cuda")
         self._callbacks, self._context = callbacks, context
         self._queue: deque[LaunchedStep] = deque()
-        self._acted = done.step  # the last step after which the callbacks have acted
+        self._acted = progress.step  # the last step after which the callbacks have acted
         self._handles_requests = False
-        self._rule = RejectionRule(config.train, done)
+        self._rule = RejectionRule(config.train, progress)
         self._probe = GradientProbe(parts.model.module)
         self._flops = model_flops(config, parts.model.module, parts.device, ranks.size)
         self.requests = RequestCollector(
@@ -155,7 +155,7 @@ class Trainer:
                 self._act(requested)
         if self.is_ending:
             self.requests.clear(STOP)
-        for line in self.requests.remove_unwanted(late=True):
+        for line in self.requests.remove_unwanted(last=True):
             self.journal.say(line)
         self.journal.close()
 
@@ -163,7 +163,7 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         error: BaseException | None = None
         try:
-            for line in self.requests.remove_unwanted(late=False):
+            for line in self.requests.remove_unwanted(last=False):
                 self.journal.say(line)
             self._each(lambda callback: callback.begin(self))
             yield
@@ -190,14 +190,14 @@ class Trainer:
         self._each(lambda callback: callback.save(self, was_requested=was_requested))
 
     def is_over(self) -> bool:
-        done = Progress(self.step, best=self.best)
-        return done.is_finished(self.total_steps, self.parts.config.train.patience)
+        progress = Progress(self.step, best=self.best)
+        return progress.is_finished(self.total_steps, self.parts.config.train.patience)
 
     def record_validation(self, loss: float) -> bool:
         """Record the validation loss of this step; return whether it is the lowest of the run."""
-        done = self.progress().after_validation(loss)
-        self.owes_validation, self.best = False, done.best
-        return done.best is not None and done.best.step == self.step
+        progress = self.progress().after_validation(loss)
+        self.owes_validation, self.best = False, progress.best
+        return progress.best is not None and progress.best.step == self.step
 
     def progress(self) -> Progress:
         data, validated = self.parts.data.fingerprint, (self.owes_validation, self.best)
@@ -247,12 +247,12 @@ class Trainer:
         while len(self._queue) > keep:
             RANK_STATUS.at("step results")
             launched = self._queue.popleft()
-            done = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
-            requested |= RequestFlags(*done.figures.flags)
+            metrics = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
+            requested |= RequestFlags(*metrics.figures.flags)
             for each in self._callbacks:
-                each.step(self, done)
-            self.requests.limit.add_step(done.times.total)
-            rejected = self._rule.evaluate(done.step, done.figures, launched.limits)
+                each.step(self, metrics)
+            self.requests.limit.add_step(metrics.times.total)
+            rejected = self._rule.evaluate(metrics.step, metrics.figures, launched.limits)
             if rejected is not None:
                 batches = self.parts.train_batches
                 position = launched.samples - batches.plan.global_batch_size

@@ -53,7 +53,7 @@ def validation_loss(
     Calls `should_continue(NUMBER)` after each global batch. If it returns False, as on all ranks,
     the validation ends and returns None.
     """
-    sums, named_totals, named, done = {}, list[float](), NamedSums(), 0
+    sums, named_totals, named, num_batches = {}, list[float](), NamedSums(), 0
     for name, part in batches.by_source().items():
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for number in range(part.num_validation_batches(at_most)):
@@ -64,8 +64,8 @@ def validation_loss(
                     loss, count = _pass_loss(model, batch, device, chunk_tokens, named)
                 total[0] += loss
                 total[1] += count
-            done += 1
-            if not should_continue(done):
+            num_batches += 1
+            if not should_continue(num_batches):
                 return None
         total = torch.cat([total, named.take(collectives, device)])
         reduced = collectives.all_reduce(total).tolist()

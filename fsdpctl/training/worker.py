@@ -36,9 +36,9 @@ _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
 
 
-def _request_stop(number: int, frame: FrameType | None) -> None:
+def _request_stop(signum: int, frame: FrameType | None) -> None:
     global _stop_signal
-    _stop_signal = number
+    _stop_signal = signum
 
 
 def exit_with_launcher() -> None:
@@ -48,8 +48,8 @@ def exit_with_launcher() -> None:
     is complete. Until the first step is completed, a stop request ends the worker at once, even
     while it waits or compiles.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
     if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
@@ -67,8 +67,8 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
     If a signal ended another rank before that rank called this function, waiting for it fails. This
     rank has received the same signal, or receives it in a moment, and also ends by it.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, _request_stop)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _request_stop)
     try:
         wait_for_all()
     except Exception:
@@ -163,8 +163,8 @@ def _run(
         ):
             trainer = make_trainer(plan, world, context, task=task, **options)
             trainer.run()
-        for number in STOP_SIGNALS:  # the run is complete: a late signal must not make it fail
-            signal.signal(number, signal.SIG_IGN)
+        for signum in STOP_SIGNALS:  # the run is complete: a late signal must not make it fail
+            signal.signal(signum, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
             write_snapshot(error, Path(str(config.train.run_dir)), world.rank)

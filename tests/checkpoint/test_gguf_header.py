@@ -151,8 +151,8 @@ def test_what_a_file_says_or_llama_cpp_takes_is_in_the_configuration(
 
 
 @pytest.mark.parametrize(("kind", "keys", "note"), [
-    ("gemma2", {"attention.key_length": 64}, "no attention scale in the file; 256 is used"),
-    ("starcoder2", {}, "no attention window in such files; set model.overrides.sliding_window"),
+    ("gemma2", {"attention.key_length": 64}, "the file has no attention scale; fsdpctl uses 256"),
+    ("starcoder2", {}, "the file has no attention window; set model.overrides.sliding_window"),
     ("llama", {"logit_scale": 2.0, "residual_scale": 0.5}, "logit_scale, residual_scale: not"),
     ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count: not read"),
     ("llama", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}, "as gpt-2"),

@@ -24,7 +24,7 @@ from fsdpctl.launch.outcome import Failure, RoundOutcome
 from fsdpctl.launch.run_summary import _strategy
 from fsdpctl.resolve.launchers import LaunchRole
 from fsdpctl.resolve.machine import assign_ranks
-from fsdpctl.run.environment import read_start_records
+from fsdpctl.run.environment import read_start_events
 from tests.commands.run import command, environment, figures, fsdpctl, words
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
 
@@ -49,7 +49,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, monkeypatch):
     assert {each.name for each in run.iterdir()} >= {
         "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs", "estimate.json",
     }  # fmt: skip
-    (held,) = read_start_records(run)
+    (held,) = read_start_events(run)
     assert (held.step, held.longest_save_seconds > 0) == (0, True)
     names = sorted(each.name for each in (run / "checkpoints").iterdir())
     assert names == ["latest", "step-00000020", "step-00000030"]

@@ -21,7 +21,7 @@ from fsdpctl.io.run_files import (
     METRICS,
     RUN_CONFIG,
 )
-from fsdpctl.run.environment import add_start, write_start_record
+from fsdpctl.run.environment import add_start, write_start_events
 from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace, record_cause
 from fsdpctl.run.metrics import MetricsLine
 from tests.commands.run import invoke
@@ -152,7 +152,7 @@ def test_the_speed_is_that_of_the_newest_start(tmp_path):
     for begun in (0, 55, None):  # the last one has not begun a step
         add_start(run, {"record": {"step": begun}})
     assert read_status(run).tokens_per_second == 100 * 58
-    write_start_record(run, {"step": 60})
+    write_start_events(run, {"step": 60})
     assert read_status(run).tokens_per_second is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.decoder_config import config_dict, read_configuration
+from fsdpctl.config.decoder_config import config_dict, read_hf_config
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
@@ -27,7 +27,7 @@ def rope(*words: str, form: int, folder: Path) -> dict[str, object]:
     (folder / "config.json").write_text(json.dumps(LLAMA | FORMS[form]))
     words = ("model=hf", f"model.path={folder}", *words)
     content = config_dict(compose_config(words).config.model)
-    found: dict[str, object] = read_configuration(content, "").rope_parameters
+    found: dict[str, object] = read_hf_config(content, "").rope_parameters
     return found
 
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from fsdpctl.run.environment import read_start_records
+from fsdpctl.run.environment import read_start_events
 from fsdpctl.run.metrics import last_step
 from tests.commands.run import figures
 from tests.commands.test_interruptions import ended, has_stepped, start, wait_for
@@ -40,7 +40,7 @@ def test_a_killed_rank_costs_only_steps(tmp_path):
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
     whole = alone(tmp_path, 2, "train.steps=120")
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(whole, key=str)
-    (restart,) = [each.restart for each in read_start_records(tmp_path / "run") if each.restart]
+    (restart,) = [each.restart for each in read_start_events(tmp_path / "run") if each.restart]
     assert (restart.number, restart.step) == (1, 26)
     assert restart.lost_steps >= 5
     assert 0 < restart.seconds_to_next_step < _SECONDS

@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.staging import tensor_from_bytes
 from fsdpctl.checkpoint.tensor_source import TensorSource
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.decoder_config import read_configuration, sizes_and_config
+from fsdpctl.config.decoder_config import read_hf_config, sizes_and_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config, Resolved
 from fsdpctl.config.serialize import to_settings
@@ -70,7 +70,7 @@ def tiny_config(family: str) -> Any:
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
     words = sizes_and_config(json.loads(content), family)
-    return read_configuration(json.loads(words["config_json"]), family)
+    return read_hf_config(json.loads(words["config_json"]), family)
 
 
 def save_decoder(family: str, folder: Path, **settings: Any) -> None:

@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.pretrained import find_tokenizer, read_model_assets
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.decoder_config import config_dict, read_configuration
+from fsdpctl.config.decoder_config import config_dict, read_hf_config
 from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
@@ -223,7 +223,7 @@ def test_old_and_incomplete_forms_of_rope(tmp_path):
     del scaling["rope_type"], scaling["original_max_position_embeddings"]
     old = {"rope_theta": 500.0, "rope_scaling": scaling}
     file.write_text(json.dumps(about | old | {"rope_parameters": {"rope_type": "default"}}))
-    rope = read_configuration(
+    rope = read_hf_config(
         config_dict(compose(tmp_path, "model.init=random").model), ""
     ).rope_parameters
     assert (rope["rope_type"], rope["rope_theta"]) == ("llama3", 500.0)

@@ -64,7 +64,7 @@ def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
 def test_a_missing_package_is_named_at_the_start_of_a_run(hopper):
     config = placed("cluster=h100", "model.attention=flash3")
     with pytest.raises(UsageError, match="flash3: package flash_attn_interface not found"):
-        check_attention(config, here=True)
+        check_attention(config, local=True)
 
 
 def test_auto_is_a_kernel_of_torch_by_the_gpu():

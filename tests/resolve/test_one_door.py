@@ -245,7 +245,7 @@ def started(module: Model, ranks: int, settings: list[str]) -> Resolved:
     given = [*_OF_SCRIPT, f"train.run_dir={folder}/run", *settings]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        stack.enter_context(mock.patch("fsdpctl.launch.run._tasks", []))
+        stack.enter_context(mock.patch("fsdpctl.launch.run._trained_tasks", []))
         reached = mock.Mock(return_value=HashStore())
         stack.enter_context(mock.patch("fsdpctl.launch.addresses.open_store", reached))
         for each in ("handshake.Handshake.invite", "watchdog.watch_as_rank"):

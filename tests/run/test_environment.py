@@ -24,10 +24,10 @@ from fsdpctl.run.environment import (
     describe_start,
     device_name,
     git_commit,
-    read_start_records,
+    read_start_events,
     read_starts,
     relevant_variables,
-    write_start_record,
+    write_start_events,
 )
 
 
@@ -86,10 +86,10 @@ def test_the_record_is_that_of_the_newest_start(tmp_path):
     for number in range(2):
         add_start(tmp_path, {"started": number})
         assert not made_progress(tmp_path, 1)
-        write_start_record(tmp_path, {"step": 5 * number, "warnings": ["b"] * number})
-    first, second = read_start_records(tmp_path)
+        write_start_events(tmp_path, {"step": 5 * number, "warnings": ["b"] * number})
+    first, second = read_start_events(tmp_path)
     assert (first.step, first.warnings, second.step, second.warnings) == (0, [], 5, ["b"])
-    write_start_record(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
+    write_start_events(tmp_path, {"restart": asdict(Restart(1, "lost", 1e9, 3))})
     assert made_progress(tmp_path, 1)
     assert not made_progress(tmp_path, 2)
     add_start(tmp_path, {})  # of another launcher, whose first restart is still to come

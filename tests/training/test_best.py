@@ -17,7 +17,7 @@ from fsdpctl.errors import StoppedError, UsageError
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.run.directory import ResumeState, inspect_run_dir, open_best
-from fsdpctl.run.environment import read_start_records
+from fsdpctl.run.environment import read_start_events
 from tests.commands.test_interruptions import wait_for
 from tests.distributed import distributed
 from tests.hostile import everything_in
@@ -111,7 +111,7 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     assert {name: os.readlink(copy / CHECKPOINTS / name) for name in links} == links
     for source in (copy, copy / CHECKPOINTS, best):
         assert open_best(str(source)).folder == best
-    warnings = [each for record in read_start_records(copy) for each in record.warnings]
+    warnings = [each for record in read_start_events(copy) for each in record.warnings]
     said = f"{copy / CHECKPOINTS / BEST}: no link to step-00000004 made: Operation not permitted"
     assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [said])
     assert everything_in(run) == before

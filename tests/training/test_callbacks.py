@@ -13,7 +13,7 @@ from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.io.run_files import LOGS, METRICS
-from fsdpctl.run.environment import read_start_records
+from fsdpctl.run.environment import read_start_events
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.training import trackers
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
@@ -106,7 +106,7 @@ def test_values_reach_the_trackers_and_a_failed_tracker_is_lines(tmp_path, monke
     journal.warn("saved, but late", 4)
     assert lines(tmp_path) == sent == [{"step": 6, "loss": 1.0}]
     warnings = [f"step 5: {warning}", "step 6: odd", "step 4: saved, but late"]
-    assert read_start_records(tmp_path)[-1].warnings == warnings
+    assert read_start_events(tmp_path)[-1].warnings == warnings
     journal.close()
     journal.warn("late")  # of a thread, after the end
 

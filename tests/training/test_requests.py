@@ -141,7 +141,7 @@ def test_other_ranks_ignore_files(tmp_path, monkeypatch):
     monkeypatch.setattr(requests, "_INTERVAL", 0.0)
     touch(tmp_path / STOP, -BEFORE)
     assert found.poll() == RequestFlags()
-    assert found.remove_unwanted(late=False) == found.remove_unwanted(late=True) == []
+    assert found.remove_unwanted(last=False) == found.remove_unwanted(last=True) == []
     assert (tmp_path / STOP).exists()
 
 
@@ -149,9 +149,9 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
     found = collector(tmp_path)
     touch(tmp_path / STOP, -BEFORE)
     touch(tmp_path / SAVE, BEFORE)
-    assert found.remove_unwanted(late=False) == ["STOP: request removed (from before this start)"]
+    assert found.remove_unwanted(last=False) == ["STOP: request removed (from before this start)"]
     assert not (tmp_path / STOP).exists()
-    assert found.remove_unwanted(late=True) == ["SAVE: request removed (came after the last step)"]
+    assert found.remove_unwanted(last=True) == ["SAVE: request removed (came after the last step)"]
     assert not (tmp_path / SAVE).exists()
 
 

@@ -43,8 +43,8 @@ from fsdpctl.training.trainer import Callback, Trainer, is_joint
 _SILENT_WAIT_SECONDS = 2.0  # a save prints a line if it waits longer for the base model
 _REPORTED_SECONDS = 5.0  # a line is printed if a save takes longer
 _POLL_SECONDS = 0.5
-_SLOWEST_RANK_SECONDS = 1800.0  # that other ranks may need to write after this rank is done
-_STALLED_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
+_SLOWEST_RANK_SECONDS = 1800.0  # other ranks may write for so long after this rank
+_STALLED_SECONDS = 10.0  # a failing run waits for so long without progress of a save
 _REPORT_INTERVAL = 10.0  # seconds
 
 
@@ -80,7 +80,7 @@ class Uploads:
         self._latest = 0  # step of the last added checkpoint
         self._thread = ThreadPoolExecutor(1, "uploads")
         self._last: Future[None] | None = None
-        self.seconds = 0.0  # of the newest upload
+        self.seconds = 0.0  # duration of the newest upload
         self._newest: UploadOutcome | None = None
 
     def add(self, folder: Path, step: int) -> None:
@@ -116,8 +116,8 @@ class Uploads:
             self.remove_old()
 
     def _upload(self, remote: RemoteCheckpoints, folder: Path, step: int) -> UploadOutcome:
-        every, began = self._keep.keep_every, time.monotonic()
-        is_kept = not self._keep.keep_last or (every and step % every == 0)
+        keep_every, began = self._keep.keep_every, time.monotonic()
+        is_kept = not self._keep.keep_last or (keep_every and step % keep_every == 0)
         is_kept = is_kept or folder.name == self.best
         # If the store is slow, skip checkpoints that newer ones would replace there.
         if step < self._latest and not is_kept:
@@ -148,7 +148,7 @@ class Save:
     num_bytes: int
     began: float
     stall: float = 0.0  # seconds that training waited
-    seconds: float = 0.0  # from the start until the checkpoint was complete
+    seconds: float = 0.0  # time until the checkpoint was complete
     written: int = 0  # bytes
     note: str = ""  # rank 0: a failure after the checkpoint was complete
     done: Future[None] = field(default_factory=Future)
@@ -205,10 +205,10 @@ class Checkpoints(Callback):
         remote = remote_checkpoints_of(config) if uploads else None
         self._uploads = Uploads(settings, run_dir, self._report, remote)
 
-    def _report(self, done: UploadOutcome) -> None:
-        self._journal.track({"step": done.step, "upload_seconds": round(done.seconds, 6)})
-        if done.message:
-            self._journal.warn(done.message, done.step)
+    def _report(self, outcome: UploadOutcome) -> None:
+        self._journal.track({"step": outcome.step, "upload_seconds": round(outcome.seconds, 6)})
+        if outcome.message:
+            self._journal.warn(outcome.message, outcome.step)
 
     @property
     def fraction_written(self) -> float | None:

@@ -39,8 +39,8 @@ class Heartbeat(Callback):
             self._write()
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
-        step, now = done.step, time.monotonic()
+    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+        step, now = metrics.step, time.monotonic()
         is_first = self._first is None
         if self._first is None:
             self._first = step, now

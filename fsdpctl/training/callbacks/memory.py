@@ -14,7 +14,7 @@ from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.trainer import Callback, Trainer
 
 _STEPS_BETWEEN_TRIMS = 20
-_MOST_ENTRIES = 100_000  # of the history, so that a file has less than a few hundred MB
+_MOST_ENTRIES = 100_000  # entries of the history; a file then has at most a few hundred MB
 
 
 class HeapTrim(Callback):
@@ -31,8 +31,8 @@ class HeapTrim(Callback):
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc only
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
-        if self._trim is not None and done.step % _STEPS_BETWEEN_TRIMS == 0:
+    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+        if self._trim is not None and metrics.step % _STEPS_BETWEEN_TRIMS == 0:
             self._trim(0)
 
 

@@ -37,9 +37,9 @@ class EstimateReport(Callback):
         self._at = first_step + _STEPS
         self._seconds: list[float] = []
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
+    def step(self, run: Trainer, metrics: StepMetrics) -> None:
         if len(self._seconds) < _STEPS:
-            self._seconds.append(done.times.total)
+            self._seconds.append(metrics.times.total)
             if len(self._seconds) == _STEPS and (report := self.time()) is not None:
                 run.journal.remark(report[0])
                 run.journal.record(report[1])
@@ -113,27 +113,27 @@ class RunReporter(Callback):
     def begin(self, run: Trainer) -> None:
         self._journal.progress.start(compiles=run.parts.config.train.compile)
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
+    def step(self, run: Trainer, metrics: StepMetrics) -> None:
         """Write and show the metrics; after the first step, report the cost of a restart."""
-        samples, line = run.parts.train_batches.samples, done.to_line()
+        samples, line = run.parts.train_batches.samples, metrics.to_line()
         if not isinstance(samples, MixedSamples):
             self._journal.write(line)
         else:
-            losses = zip(samples.sources, done.figures.source_losses, strict=False)
+            losses = zip(samples.sources, metrics.figures.source_losses, strict=False)
             by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
-            self._journal.write(line | by_source | samples.to_line(done.samples))
+            self._journal.write(line | by_source | samples.to_line(metrics.samples))
             size = run.parts.config.train.global_batch_size
-            for text in samples.new_epochs(done.samples - size, done.samples):
-                self._journal.remark(f"step {done.step}: {text}")
+            for text in samples.new_epochs(metrics.samples - size, metrics.samples):
+                self._journal.remark(f"step {metrics.step}: {text}")
         restart, self._restart = self._restart, None
         if restart is not None:
             seconds = round(time.time() - restart.failed_at, 3)
-            restart = replace(restart, step=done.step, seconds_to_next_step=seconds)
+            restart = replace(restart, step=metrics.step, seconds_to_next_step=seconds)
             self._journal.record({"restart": asdict(restart)})
             text = f"first completed step, {seconds:.1f} s after the failure"
-            self._journal.say(f"step {done.step}: {text}")
+            self._journal.say(f"step {metrics.step}: {text}")
         fraction = None if self._checkpoints is None else self._checkpoints.fraction_written
-        self._journal.progress.step(done, fraction)
+        self._journal.progress.step(metrics, fraction)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         self._journal.progress.stop(is_complete=error is None)

@@ -54,7 +54,7 @@ class SelfCheck(Callback):
         self._tokens = 0
         self._awaits_change = mode != "off"
         self._before: list[Tensor] = []  # sums of the weights before the newest step
-        self._lr = 0.0  # of the newest step; 0 if it was not applied
+        self._lr = 0.0  # learning rate of the newest step; 0 if the step was not applied
 
     def inspect_gradients(self, run: Trainer) -> None:
         if self._awaits_change:
@@ -74,10 +74,10 @@ class SelfCheck(Callback):
         """Return whether `step` is the one to check, or no weight has changed so far."""
         return step == self._at or self._awaits_change
 
-    def step(self, run: Trainer, done: StepMetrics) -> None:
-        self._lr = done.lr if done.figures.was_applied else 0.0
-        if done.step == self._at:
-            self._tokens = done.figures.tokens
+    def step(self, run: Trainer, metrics: StepMetrics) -> None:
+        self._lr = metrics.lr if metrics.figures.was_applied else 0.0
+        if metrics.step == self._at:
+            self._tokens = metrics.figures.tokens
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Run the checks and print errors; SelfCheckError if `train.self_check` is `auto`."""
@@ -144,9 +144,9 @@ class SelfCheck(Callback):
 def _bit_sums(model: TrainedModel) -> list[Tensor]:
     """Return sums of the bits of each trained shard, each over every `_NUM_SUMS`th element."""
     shards = [shard for shard in model.flat_shards() if shard.trainable]
-    parts = [part for shard in shards for part in (shard.master, shard.remainder)]
+    tensors = [tensor for shard in shards for tensor in (shard.master, shard.remainder)]
     sums = []
-    for bits in (as_integers(part) for part in parts if part is not None):
+    for bits in (as_integers(tensor) for tensor in tensors if tensor is not None):
         end = len(bits) // _NUM_SUMS * _NUM_SUMS
         sums += [bits[:end].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64), bits[end:].clone()]
     return sums
@@ -175,9 +175,9 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
         changed_tokens[row, :start] = (changed_tokens[row, :start] + 1) % batches.vocab_size
     losses, chunk = [], parts.config.train.loss_chunk_tokens or 0
     for tokens in (batch.tokens, changed_tokens):
-        changed = replace(batch, tokens=tokens, targets=targets)
+        changed_batch = replace(batch, tokens=tokens, targets=targets)
         with eval_mode(parts.model):
-            losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
+            losses.append(float(summed_loss(parts.model, changed_batch, parts.device, chunk)))
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
     if any(run.ranks.all_gather_values(leaks)):
@@ -218,14 +218,14 @@ def unused_units(parts: TrainingParts, units: set[str]) -> set[str]:
     """
     if not units:
         return set()
-    used: dict[str, bool] = {}  # parameters of the copy, by name without block numbers
+    is_used: dict[str, bool] = {}  # parameters of the copy, by name without block numbers
     for name, grad in _gradients(parts).items():
         name = _without_block_numbers(name)
-        used[name] = used.get(name, False) or bool(grad.any())
+        is_used[name] = is_used.get(name, False) or bool(grad.any())
 
     def is_unused(unit: str) -> bool:
         prefix = f"{_without_block_numbers(unit)}."
-        are_used = [each for name, each in used.items() if name.startswith(prefix)]
+        are_used = [each for name, each in is_used.items() if name.startswith(prefix)]
         return bool(are_used) and not any(are_used)
 
     return set(filter(is_unused, units))
@@ -239,9 +239,9 @@ def _small_config(config: Config) -> Config:
     group, chunk = config.train.context_parallel, config.train.loss_chunk_tokens
     # If possible, every rank that shares a sample has a part of it.
     length = min(tokens_per_rank(_LENGTH, group) * group, config.train.seq_len)
-    changed = {"seq_len": length, "compile": False, "mlp_chunk_tokens": 0}
-    changed["loss_chunk_tokens"] = _LENGTH // 2 if chunk else 0
-    values = {f"train.{name}": value for name, value in changed.items()}
+    changes = {"seq_len": length, "compile": False, "mlp_chunk_tokens": 0}
+    changes["loss_chunk_tokens"] = _LENGTH // 2 if chunk else 0
+    values = {f"train.{name}": value for name, value in changes.items()}
     return config.changed({**values, "model.router_aux_loss": "none"})
 
 

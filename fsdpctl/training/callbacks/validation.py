@@ -31,8 +31,8 @@ class Validation(Callback):
             self._is_pending = run.owes_validation and self._has_data
 
     def is_due(self, step: int) -> bool:
-        every = self._every > 0 and step % self._every == 0
-        return self._has_data and (every or step == self._last)
+        is_interval = self._every > 0 and step % self._every == 0
+        return self._has_data and (is_interval or step == self._last)
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Validate; a stop request skips or ends the validation."""
@@ -88,8 +88,8 @@ class Validation(Callback):
             run.save()
         if run.is_over() and run.step < self._last:
             assert run.best is not None
-            number = run.best.unimproved
-            last = "validation loss is" if number == 1 else f"{number} validation losses are"
+            count = run.best.unimproved
+            last = "validation loss is" if count == 1 else f"{count} validation losses are"
             run.journal.say(
                 f"step {run.step}: the last {last} not below that of step {run.best.step} "
                 f"({run.best.loss:.4f}): the run ends "
