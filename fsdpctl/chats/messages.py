@@ -14,13 +14,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "objects")
-_NO_TEXT = {*MEDIA, "refusal"}
-_CALLS = ("function_call", "tool_call", "tool_calls")
+_UNSUPPORTED_KEYS = {*MEDIA, "refusal"}
+_CALL_KEYS = ("function_call", "tool_call", "tool_calls")
 _ROLE_SYNONYMS = {
     "human": "user", "input": "user", "prompter": "user",
     "gpt": ASSISTANT, "model": ASSISTANT, "output": ASSISTANT, "bot": ASSISTANT,
     "chatgpt": ASSISTANT, "ai": ASSISTANT, "chatbot": ASSISTANT,
-    **dict.fromkeys(_CALLS, ASSISTANT),
+    **dict.fromkeys(_CALL_KEYS, ASSISTANT),
     "observation": "tool", "observations": "tool", "ipython": "tool",
     "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
 }  # fmt: skip
@@ -31,14 +31,14 @@ _LOSS_LIKE_KEYS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|ma
 ROW_LOSS_KEYS = re.compile(
     r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
 )
-_USED = {
+_USED_KEYS = {
     "message": {"role", "content", "tool_calls", *REASONING},
     "part": {"type", "text"},
     "call": {"type", "function"},
     "function": {"name", "arguments"},
 }
-_COMMON = _USED["message"] | _USED["part"]
-_LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
+_COMMON_KEYS = _USED_KEYS["message"] | _USED_KEYS["part"]
+_SIMILAR_TO_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
 def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Message], list[bool]]:
@@ -53,9 +53,9 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
     trained: list[bool] = []
     for number, message in enumerate(messages, start=1):
         location = f"message {number}"
-        kind = expect(message, dict, location).get("role", message.get("from"))
-        role = str(kind).lower().replace("-", "_")
-        renamed = _renamed(message, role, location)
+        raw_role = expect(message, dict, location).get("role", message.get("from"))
+        role = str(raw_role).lower().replace("-", "_")
+        renamed = _rename_keys(message, role, location)
         flag = loss_flag(renamed, f"{location}: ")
         if flag and renamed["role"] != ASSISTANT:
             key = next(key for key in LOSS_KEYS if key in renamed)
@@ -64,8 +64,8 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
             keys.followed.add(f"messages[].{key}")
             del renamed[key]
         _check_content(renamed, location)
-        keys.ignored.update(_ignored(renamed))
-        if role in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
+        keys.ignored.update(_ignored_paths(renamed))
+        if role in _CALL_KEYS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
                 raise UsageError(f"{location}: loss: conflicts with message {number - 1}")
             calls = [*checked[-1].get("tool_calls", []), *renamed["tool_calls"]]
@@ -93,7 +93,7 @@ def loss_flag(
                 problem = "not supported; expected true, false, 0 or 1"
                 raise UsageError(f"{location}{key} {value!s:.20}: {problem}")
             flag = bool(value) and flag is not False
-        elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
+        elif key not in _COMMON_KEYS and others.fullmatch(key) and not is_empty(value):
             raise UsageError(f"{location}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
     return flag
 
@@ -116,18 +116,18 @@ def system_message(text: str, messages: Sequence[Message], key: str) -> list[Mes
     return [{"role": "system", "content": text}]
 
 
-def _renamed(message: Message, lower: str, location: str) -> Message:
+def _rename_keys(message: Message, role_key: str, location: str) -> Message:
     """Return the message with the keys `role`, `content` and `tool_calls` in place of synonyms."""
     speaker = "role" if "role" in message else "from"
     names = speaker, "content" if "content" in message else "value"
     rest = {key: value for key, value in message.items() if key not in names}
     role, content = (message.get(name) for name in names)
-    known_role = _ROLE_SYNONYMS.get(lower, lower)
-    if known_role not in ROLES:
+    normalized_role = _ROLE_SYNONYMS.get(role_key, role_key)
+    if normalized_role not in ROLES:
         problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
         hint = did_you_mean(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
         raise UsageError(f"{location}: {problem}; expected {', '.join(ROLES)}{hint}")
-    if lower in _CALLS:
+    if role_key in _CALL_KEYS:
         rest["tool_calls"] = _calls_of(content, f"{location}: {role}")
     elif content is not None:
         rest["content"] = content
@@ -135,7 +135,7 @@ def _renamed(message: Message, lower: str, location: str) -> Message:
         if not is_empty(rest.get("tool_calls", "")):
             raise UsageError(f"{location}: function_call: conflicts with tool_calls")
         rest["tool_calls"] = _calls_of(call, f"{location}: function_call")
-    return {"role": known_role, **rest}
+    return {"role": normalized_role, **rest}
 
 
 def _calls_of(content: object, location: str) -> list[Message]:
@@ -148,12 +148,13 @@ def _calls_of(content: object, location: str) -> list[Message]:
 
 
 def _check_content(message: Message, location: str) -> None:
-    for key in message.keys() & _NO_TEXT:
+    for key in message.keys() & _UNSUPPORTED_KEYS:
         if not is_empty(message[key]):
             raise UsageError(f"{location}: {key}: not supported; expected text only")
     content = message.get("content", "")
     if isinstance(content, list):
-        message["content"] = [_part(x, f"{location}: part {n}") for n, x in enumerate(content, 1)]
+        parts = enumerate(content, 1)
+        message["content"] = [_normalize_part(x, f"{location}: part {n}") for n, x in parts]
         content = "".join(part["text"] for part in message["content"])
     if not isinstance(content, str):
         raise UsageError(f"{location}: content: expected text or a list of parts")
@@ -162,7 +163,7 @@ def _check_content(message: Message, location: str) -> None:
         calls = [as_object(each, key) for each in as_list(message["tool_calls"], key)]
         if calls and message["role"] != ASSISTANT:
             raise UsageError(f"{key}: only valid with role {ASSISTANT}")
-        message["tool_calls"] = [_checked_call(call, location) for call in calls]
+        message["tool_calls"] = [_check_call(call, location) for call in calls]
     for name in message.keys() & set(REASONING):
         expect_text(message, name, f"{location}: ")
     has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
@@ -172,7 +173,7 @@ def _check_content(message: Message, location: str) -> None:
     message.setdefault("content", "")
 
 
-def _part(part: Any, location: str) -> Message:
+def _normalize_part(part: Any, location: str) -> Message:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         raise UsageError(f"{location} of type {kind!s:.40}: not supported; expected text")
@@ -181,32 +182,32 @@ def _part(part: Any, location: str) -> Message:
     return {key: value for key, value in part.items() if key not in LOSS_KEYS}
 
 
-def _checked_call(call: Message, location: str) -> Message:
+def _check_call(call: Message, location: str) -> Message:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UsageError(f"{location}: tool_calls: the function's name is required")
     location = f"{location}: arguments of {function['name']:.40}"
     arguments = function.get("arguments", {})
-    for key in _LIKE_ARGUMENTS:
+    for key in _SIMILAR_TO_ARGUMENTS:
         if key in function and "arguments" not in function:
             raise UsageError(f"{location}: {key}: not supported; expected arguments")
     if isinstance(arguments, str) and arguments.strip():
-        whole = parse_json(arguments, dict[str, Any], location)
-        msgspec.msgpack.encode(whole)  # UnicodeEncodeError: half of a surrogate pair
+        content = parse_json(arguments, dict[str, Any], location)
+        msgspec.msgpack.encode(content)  # UnicodeEncodeError: half of a surrogate pair
     elif not isinstance(arguments, str | dict):
         raise UsageError(f"{location}: expected an object")
     return call
 
 
-def _ignored(message: Message) -> set[str]:
-    paths = {f"messages[].{key}" for key in message.keys() - _USED["message"]}
+def _ignored_paths(message: Message) -> set[str]:
+    paths = {f"messages[].{key}" for key in message.keys() - _USED_KEYS["message"]}
     if isinstance(message["content"], list):
         for part in message["content"]:
-            paths |= {f"messages[].content[].{key}" for key in part.keys() - _USED["part"]}
+            paths |= {f"messages[].content[].{key}" for key in part.keys() - _USED_KEYS["part"]}
     for call in message.get("tool_calls", []):
         path, function = "messages[].tool_calls[]", call
         if "function" in call:
-            paths |= {f"{path}.{key}" for key in call.keys() - _USED["call"]}
+            paths |= {f"{path}.{key}" for key in call.keys() - _USED_KEYS["call"]}
             path, function = f"{path}.function", call["function"]
-        paths |= {f"{path}.{key}" for key in function.keys() - _USED["function"]}
+        paths |= {f"{path}.{key}" for key in function.keys() - _USED_KEYS["function"]}
     return paths

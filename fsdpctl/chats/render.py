@@ -1,7 +1,7 @@
 """Rendering of messages by a chat template, in the Jinja environment of transformers.
 
-One thing is stricter: if a template reads an attribute that the sandbox blocks, rendering fails,
-whereas Jinja returns an undefined value.
+The environment is stricter than Jinja's: if a template reads an attribute that the sandbox blocks,
+rendering fails, whereas Jinja returns an undefined value.
 """
 
 import re

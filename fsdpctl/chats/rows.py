@@ -31,8 +31,8 @@ from fsdpctl.io.untrusted import MIB, parse_json
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 # The magic number of Zstandard, or of a skippable frame, which pzstd writes.
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
-_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
-_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_TABLE_MAGIC = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
 LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # a position such as `line 3`, and an object
 
@@ -76,23 +76,23 @@ def check_unambiguous(path: str) -> None:
 
 
 def parse_objects(
-    path: str, name: str, objects: LocatedObjects, counts: Counter[str]
+    path: str, format_name: str, objects: LocatedObjects, counts: Counter[str]
 ) -> Iterator[tuple[ChatRow, bytes]]:
     """Yield objects of a file as rows of the format `name`, as `read_rows` does."""
     for position, fields in objects:
         location = f"{path}, {position}"
         try:
-            content, keys = parse_row(name, fields)
+            content, keys = parse_row(format_name, fields)
             if isinstance(content, PlainText) and not content.text:
                 counts["empty"] += 1
                 continue
-            line = ChatRow(content, location, keys)
-            as_bytes = line.to_bytes()
+            row = ChatRow(content, location, keys)
+            row_bytes = row.to_bytes()
         except UsageError as error:
             raise UsageError(f"{location}: {clipped(error)}") from None
         except UnicodeEncodeError:
             raise UsageError(f"{location}: contains half of a surrogate pair") from None
-        yield line, as_bytes
+        yield row, row_bytes
 
 
 def _objects(path: str) -> LocatedObjects:
@@ -103,7 +103,7 @@ def _objects(path: str) -> LocatedObjects:
 def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObjects:
     """Yield the objects of a file from the position of `raw` on; `after` describes the position."""
     start = raw.peek(8)[:8]
-    if start.startswith(_TABLES):
+    if start.startswith(_TABLE_MAGIC):
         yield from read_table(path, raw, is_parquet=start.startswith(b"PAR1"))
         return
     if path.endswith((".csv", ".tsv")):
@@ -114,12 +114,12 @@ def read_objects(path: str, raw: BufferedReader, after: str = "") -> LocatedObje
         file = BufferedReader(gzip.GzipFile(fileobj=raw))
     elif _ZSTD.match(start):
         file = BufferedReader(import_package("pyarrow", path).CompressedInputStream(raw, "zstd"))
-    read = _Reader(path, file, after)
-    start = read.call("peek", 64)
-    if start.startswith(_WIDE):
+    reader = _Reader(path, file, after)
+    start = reader.call("peek", 64)
+    if start.startswith(_UTF16_MARKS):
         raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
     is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    for position, content in _elements(read) if is_array else _text_lines(read):
+    for position, content in _elements(reader) if is_array else _text_lines(reader):
         yield position, _object(content, f"{path}, {position}")
 
 
@@ -135,44 +135,45 @@ class _Reader:
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: by pyarrow
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
-    def check(self, content: bytes, way_on: str) -> None:
+    def check(self, content: bytes, hint: str) -> None:
         if len(content) > MAX_READ_BYTES:
-            raise self.error(f"larger than the limit of {MAX_READ_BYTES >> 20:,} MiB; {way_on}")
+            raise self.error(f"larger than the limit of {MAX_READ_BYTES >> 20:,} MiB; {hint}")
 
     def error(self, problem: str) -> UsageError:
         return UsageError(f"{self.path}, {self.position}: {problem}")
 
 
-def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
+def _text_lines(reader: _Reader) -> Iterator[tuple[str, str]]:
     for number in count(1):
-        read.position = f"line {number}{read.after}"
-        line = read.call("readline", MAX_READ_BYTES + 1)
+        reader.position = f"line {number}{reader.after}"
+        line = reader.call("readline", MAX_READ_BYTES + 1)
         if not line:
             return
-        read.check(line, _EXPECTED)
+        reader.check(line, _EXPECTED)
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not line.strip():
             continue
         try:
             # Without the line break, since JSON errors at the end would name the next line.
-            yield read.position, line.decode("utf-8").rstrip("\r\n")
+            yield reader.position, line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             hint = f"; {_EXPECTED}" if number == 1 else ""
-            raise read.error(f"not UTF-8: {error.reason} at byte {error.start + 1}{hint}") from None
+            problem = f"not UTF-8: {error.reason} at byte {error.start + 1}{hint}"
+            raise reader.error(problem) from None
 
 
-def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
-    read.position = "array"
+def _elements(reader: _Reader) -> Iterator[tuple[str, str]]:
+    reader.position = "array"
     # In pieces: one read of the limit would allocate all that memory.
-    pieces = iter(lambda: read.call("read", MIB), b"")
+    pieces = iter(lambda: reader.call("read", MIB), b"")
     content = b"".join(islice(pieces, MAX_READ_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
-    read.check(content, "convert it to JSON Lines")
+    reader.check(content, "convert it to JSON Lines")
     try:
         elements = msgspec.json.decode(content, type=list[msgspec.Raw])
         for number, element in enumerate(elements, start=1):
             yield f"element {number}", bytes(element).decode()
     except (ValueError, RecursionError) as error:
-        raise read.error(f"not JSON: {error}") from None
+        raise reader.error(f"not JSON: {error}") from None
 
 
 def _object(text: str, location: str) -> dict[str, Any]:
@@ -199,8 +200,8 @@ def read_table(
     arrow = import_package("pyarrow", path)
     try:
         names, batches = _parquet(raw, group) if is_parquet else _stream(arrow, raw)
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise UsageError(f"{path}: column {twice[0]}: appears twice; rename one of them")
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise UsageError(f"{path}: column {repeated[0]}: appears twice; rename one of them")
         unused = {name: True for name in names if not is_used(name)}
         for batch in batches:
             selected = batch.select([n for n in names if n not in unused])

@@ -63,7 +63,7 @@ def samples_of(
         except RenderError as error:
             errors.append(error)
             continue
-        if any(str(each["content"]) in whole for each in _of_parts(form)):
+        if any(str(each["content"]) in whole for each in _messages_with_parts(form)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
         if any(_is_written_by_python(each, whole) for each in _arguments(form)):
@@ -100,53 +100,55 @@ def _forms(chat: Chat, takes_text: bool) -> Iterator[Chat]:
     yield objects
     if any(each.get("tool_calls") for each in chat.messages):
         yield with_arguments(chat, as_text=True)
-    if _of_parts(chat):
+    if _messages_with_parts(chat):
         messages = [{**each, "content": text_of(each)} for each in objects.messages]
         yield msgspec.structs.replace(objects, messages=messages)
 
 
-def _of_parts(chat: Chat) -> list[Message]:
+def _messages_with_parts(chat: Chat) -> list[Message]:
     return [each for each in chat.messages if isinstance(each["content"], list)]
 
 
 def _make_samples(dialog: Conversation, policy: LossPolicy) -> ChatSamples:
     work = _Work(dialog, policy)
-    whole = dialog.render_prefix(len(dialog.messages))
-    _count_texts(work, whole.text)
+    rendered = dialog.render_prefix(len(dialog.messages))
+    _count_texts(work, rendered.text)
     trained = [index for index in dialog.assistant_indices if dialog.chat.trained[index]]
     work.counts["answers"] = len(dialog.assistant_indices)
     if policy.train_on == "all":
-        return ChatSamples([_all_but(work, whole.text)], work.counts)
+        return ChatSamples([_sample_of_all(work, rendered.text)], work.counts)
     if policy.train_on == "last":
         trained = [index for index in trained if index == dialog.assistant_indices[-1]]
     if not trained:
-        return ChatSamples([ChatSample(whole.text, [])], work.counts)
-    return ChatSamples(_of_answers(work, trained), work.counts)
+        return ChatSamples([ChatSample(rendered.text, [])], work.counts)
+    return ChatSamples(_answer_samples(work, trained), work.counts)
 
 
-def _of_answers(work: _Work, trained: list[int]) -> list[ChatSample]:
+def _answer_samples(work: _Work, trained: list[int]) -> list[ChatSample]:
     dialog = work.dialog
-    whole = dialog.render_prefix(len(dialog.messages))
+    rendered = dialog.render_prefix(len(dialog.messages))
     answers = [find_turn(dialog, index, index + 1) for index in trained]
-    if all(_is_unchanged(dialog, each, whole.text) for each in answers):
+    if all(_is_unchanged(dialog, each, rendered.text) for each in answers):
         if dialog.renderer.has_generation_blocks and trained == dialog.assistant_indices:
-            return [ChatSample(whole.text, whole.generation_spans, is_marked=True)]
+            return [ChatSample(rendered.text, rendered.generation_spans, is_marked=True)]
         return [_sample(dialog, len(dialog.messages), answers)]
     work.counts["rewritten_chats"] += 1
     if work.policy.rewritten_turns == "keep":
-        return [_as_rewritten(dialog, trained)]
+        return [_sample_of_rewritten(dialog, trained)]
     return _split(dialog, answers)
 
 
 def _split(dialog: Conversation, answers: list[Turn]) -> list[ChatSample]:
-    """Return the fewest samples in which each answer has the text that it has as last message."""
+    """Return the fewest samples in which each answer has its text as the last message."""
     samples, remaining = [], answers
     while remaining:
         last = remaining[-1]
         text = dialog.render_prefix(last.index + 1).text
-        same = [each for each in remaining if each is last or _is_unchanged(dialog, each, text)]
-        samples.append(_sample(dialog, last.index + 1, same))
-        remaining = [each for each in remaining if each not in same]
+        unchanged = [
+            each for each in remaining if each is last or _is_unchanged(dialog, each, text)
+        ]
+        samples.append(_sample(dialog, last.index + 1, unchanged))
+        remaining = [each for each in remaining if each not in unchanged]
     return samples[::-1]
 
 
@@ -166,7 +168,7 @@ def _sample(dialog: Conversation, count: int, answers: list[Turn]) -> ChatSample
     return ChatSample(rendered.text, spans, marked)
 
 
-def _as_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample:
+def _sample_of_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample:
     """Return a sample of all messages, whose spans are the answers `indices`, even if rewritten."""
     count = len(dialog.messages)
     spans = [span for index in indices for span in find_turn(dialog, index, count).spans]
@@ -174,12 +176,12 @@ def _as_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample:
     return ChatSample(text, spans, dialog.renderer.has_generation_blocks)
 
 
-def _all_but(work: _Work, whole: str) -> ChatSample:
+def _sample_of_all(work: _Work, whole: str) -> ChatSample:
     """Return a sample of all messages, trained on everything but answers that the data masks."""
     dialog = work.dialog
     masked = [index for index in dialog.assistant_indices if not dialog.chat.trained[index]]
     spans, position = [], 0
-    for start, stop in _as_rewritten(dialog, masked).spans if masked else []:
+    for start, stop in _sample_of_rewritten(dialog, masked).spans if masked else []:
         spans.append((position, start))
         position = stop
     return ChatSample(whole, [*spans, (position, len(whole))])

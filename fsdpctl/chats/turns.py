@@ -40,9 +40,9 @@ def find_turn(dialog: Conversation, index: int, count: int) -> Turn:
     TurnError if its boundaries aren't certain. RenderError if the template rejects the messages.
     """
     if dialog.renderer.has_generation_blocks:
-        return _marked(dialog, index, count)
+        return _marked_turn(dialog, index, count)
     whole = dialog.render_prefix(count).text
-    low, high = _content(dialog, index, count)
+    low, high = _content_span(dialog, index, count)
     start, is_prompted = _start(dialog, index, count, low)
     _check_header(dialog, index, start, whole[start:low], is_prompted=is_prompted)
     end = _end(dialog, index, count, high)
@@ -86,9 +86,9 @@ def _is_in_next_prompt(dialog: Conversation, index: int, text: str, end: int) ->
     return prompt.startswith(text) or not prompt.startswith(text[:end])
 
 
-def _content(dialog: Conversation, index: int, count: int) -> tuple[int, int]:
+def _content_span(dialog: Conversation, index: int, count: int) -> tuple[int, int]:
     whole = dialog.render_prefix(count).text
-    span = _differing(dialog, index, dialog.messages[:count], whole)
+    span = _changing_span(dialog, index, dialog.messages[:count], whole)
     if span is None:
         raise TurnError(f"message {index + 1}: the chat template drops this message")
     low, high = span
@@ -99,12 +99,12 @@ def _content(dialog: Conversation, index: int, count: int) -> tuple[int, int]:
     return low, high
 
 
-def first_absent(words: Sequence[str], text: Container[str]) -> str | None:
+def first_absent(texts: Sequence[str], text: Container[str]) -> str | None:
     """Return the first of `words` that is not in `text`, or None; equal words are searched once."""
-    return next((each for each in dict.fromkeys(words) if each not in text), None)
+    return next((each for each in dict.fromkeys(texts) if each not in text), None)
 
 
-def _differing(
+def _changing_span(
     dialog: Conversation, index: int, messages: list[Message], whole: str
 ) -> tuple[int, int] | None:
     low, high = len(whole), 0
@@ -121,14 +121,14 @@ def _start(dialog: Conversation, index: int, count: int, content: int) -> tuple[
     if whole.startswith(prompt):
         return len(prompt), True
     # The prompt renders earlier messages differently: compare the text after the previous message.
-    before = _ends_of_message_before(dialog, index, count)
-    if before is None:
+    ends = _ends_of_message_before(dialog, index, count)
+    if ends is None:
         return min(common_prefix(whole, prompt), content), False
-    in_prompt, in_whole = before
+    in_prompt, in_whole = ends
     header = prompt[in_prompt:]
-    same = common_prefix(header, whole[in_whole:])
-    start = in_whole + same
-    return start if same == len(header) else min(start, content), False
+    num_same = common_prefix(header, whole[in_whole:])
+    start = in_whole + num_same
+    return start if num_same == len(header) else min(start, content), False
 
 
 def _ends_of_message_before(dialog: Conversation, index: int, count: int) -> tuple[int, int] | None:
@@ -154,13 +154,13 @@ def _with_message(messages: list[Message], index: int, filler: str) -> list[Mess
 def _difference(whole: str, other: str) -> tuple[int, int] | None:
     if other == whole:
         return None
-    same = common_prefix(whole, other)
-    most = min(len(whole), len(other)) - same
-    return same, len(whole) - min(common_prefix(whole[::-1], other[::-1]), most)
+    num_same = common_prefix(whole, other)
+    limit = min(len(whole), len(other)) - num_same
+    return num_same, len(whole) - min(common_prefix(whole[::-1], other[::-1]), limit)
 
 
 def _check_header(
-    dialog: Conversation, index: int, start: int, ahead: str, *, is_prompted: bool
+    dialog: Conversation, index: int, start: int, text_before: str, *, is_prompted: bool
 ) -> None:
     """Check that a trained span doesn't begin with the header of assistant messages.
 
@@ -168,25 +168,26 @@ def _check_header(
     opening of a tool call. If the template supports add_generation_prompt, the prompt already
     contains the header.
     """
-    if not ahead.strip():
+    if not text_before.strip():
         return
     if is_prompted:
         has_prompt = dialog.render_prefix(index).text != dialog.prompt_for(index).text
-        if has_prompt or not _ahead_of_plain(dialog, index, start).strip():
+        if has_prompt or not _text_before_plain(dialog, index, start).strip():
             return
-        why = "the template ignores add_generation_prompt"
-    elif dialog.control_pattern is None or dialog.control_pattern.search(ahead) is None:
+        reason = "the template ignores add_generation_prompt"
+    elif dialog.control_pattern is None or dialog.control_pattern.search(text_before) is None:
         return
     else:
-        why = "the rendering does not begin with the prompt"
-    problem = f"its beginning was not found: {why}, and {ahead.strip()[:40]!r} precedes the content"
+        reason = "the rendering does not begin with the prompt"
+    header = repr(text_before.strip()[:40])
+    problem = f"beginning not found: {reason}, and {header} precedes the content"
     raise TurnError(f"message {index + 1}: {problem}")
 
 
-def _ahead_of_plain(dialog: Conversation, index: int, start: int) -> str:
+def _text_before_plain(dialog: Conversation, index: int, start: int) -> str:
     messages = [*dialog.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
     whole = dialog.render(messages).text
-    span = _differing(dialog, index, messages, whole)
+    span = _changing_span(dialog, index, messages, whole)
     return whole[start : span[0]] if span else whole[start:]
 
 
@@ -195,7 +196,7 @@ def common_prefix(one: str, other: str) -> int:
     return bisect_left(counts, True, key=lambda same: one[: same + 1] != other[: same + 1])
 
 
-def _marked(dialog: Conversation, index: int, count: int) -> Turn:
+def _marked_turn(dialog: Conversation, index: int, count: int) -> Turn:
     """Return the generation blocks of a message, which must enclose its content if it is last."""
     rendered = dialog.render_prefix(count)
     later = next((each for each in dialog.assistant_indices if index < each < count), None)

@@ -49,8 +49,8 @@ def without_nulls(value: Any, key: str = "row") -> Any:
     return value
 
 
-def clipped(text: object, most: int = 300) -> str:
-    return "".join(each if each.isprintable() else "?" for each in str(text)[:most])
+def clipped(text: object, max_chars: int = 300) -> str:
+    return "".join(each if each.isprintable() else "?" for each in str(text)[:max_chars])
 
 
 def from_extension(code: int, data: memoryview) -> int:

@@ -99,12 +99,12 @@ def _as_sharded_optimizer(
     if hasattr(optimizer, "span_states"):
         return cast("ShardedOptimizer", optimizer)
     if reader is None:
-        return _ElementwiseOptimizer(model, optimizer, counts=False)
-    counts = reader.manifest.progress.optimizer_step > 0
-    return _ElementwiseOptimizer(model, optimizer, state_kinds(reader), counts=counts)
+        return _ElementwiseOptimizer(model, optimizer, has_steps=False)
+    has_steps = reader.manifest.progress.optimizer_step > 0
+    return _ElementwiseOptimizer(model, optimizer, state_kinds(reader), has_steps=has_steps)
 
 
-class _WholeShard(NamedTuple):
+class _ShardRun(NamedTuple):
     """A shard that the optimizer steps as one tensor."""
 
     shard: FlatShard
@@ -120,16 +120,16 @@ class _ElementwiseOptimizer:
         optimizer: Optimizer,
         kinds: Collection[str] = (),
         *,
-        counts: bool,
+        has_steps: bool,
     ) -> None:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
         `create_states` creates the states `kinds`, and step counters if `counts`.
         """
-        self._optimizer, self._kinds, self._counts = optimizer, kinds, counts
-        given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._shards = [each for each in trainable_shards(model) if id(each.param) in given]
-        if given - {id(each.param) for each in self._shards}:
+        self._optimizer, self._kinds, self._has_steps = optimizer, kinds, has_steps
+        param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._shards = [each for each in trainable_shards(model) if id(each.param) in param_ids]
+        if param_ids - {id(each.param) for each in self._shards}:
             raise UsageError(
                 f"{type(optimizer).__name__}: expected ShardedAdamW(model) or an optimizer of "
                 "model.flat_parameters(); other optimizers cannot be saved or loaded"
@@ -142,18 +142,18 @@ class _ElementwiseOptimizer:
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
             state.update({kind: torch.zeros_like(shard.param) for kind in self._kinds})
-            if self._counts:
+            if self._has_steps:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
-    def span_states(self) -> Iterator[tuple[_WholeShard, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[_ShardRun, dict[str, Tensor]]]:
         """Yield each shard with its states; UsageError if a state has another shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
-            found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            for name, value in found.items():
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            for name, value in tensors.items():
                 if name != _STEP and value.shape != shard.param.shape:
                     raise UsageError(
                         f"{type(self._optimizer).__name__}: state {name} is not elementwise, so "
                         "it cannot be saved in parts"
                     )
-            yield _WholeShard(shard, shard.span), found
+            yield _ShardRun(shard, shard.span), tensors

@@ -75,8 +75,8 @@ class ExportedDirectory:
         """Read the checksum file, and check everything except the bytes of files."""
         self.folder = folder
         location = f"{folder / CHECKSUMS}: corrupted"
-        sealed = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
-        self._content = as_type(sealed, _ChecksumFile, location, CheckpointError)
+        content = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
+        self._content = as_type(content, _ChecksumFile, location, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):
                 checked_name(part, _ANY_NAME, location, CheckpointError)
@@ -89,8 +89,8 @@ class ExportedDirectory:
                     f"{folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
                 )
         for name, path in paths.items():
-            is_known = name in self._content.files or name == CHECKSUMS
-            if not is_known and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
+            is_listed = name in self._content.files or name == CHECKSUMS
+            if not is_listed and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
                 raise CheckpointError(f"{path}: does not belong to this export")
 
     def counts(self) -> dict[str, int]:

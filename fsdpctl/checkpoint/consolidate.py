@@ -49,14 +49,14 @@ def consolidate(
     with publish.export_directory(destination, reader.folder, overwrite=overwrite) as folder:
         # Merged weights stay in float32 here, so that `cast` below rounds them only once.
         weights = exported_weights(reader, None if dtype is None else "F32", merge=merge)
-        kept_in_float32: Collection[str] = ()
+        in_float32: Collection[str] = ()
         if MODEL_KEY in reader.manifest.config:
             from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
 
-            kept_in_float32 = float32_names(
+            in_float32 = float32_names(
                 config_of_checkpoint(reader.manifest.config, str(reader)).model
             )
-        exports = _exported_tensors(weights, dtype, kept_in_float32)
+        exports = _exported_tensors(weights, dtype, in_float32)
         publish.check_space(destination, sum(each.entry.nbytes for each in exports))
         files = _split_into_files(exports, max_file_bytes)
         exports_by_name = {each.entry.name: each for each in exports}
@@ -67,12 +67,10 @@ def consolidate(
                 advance(len(data))
 
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-            usual = (
-                x
-                for x in exports
-                if x.stored_dtype in FLOATS and x.entry.name not in kept_in_float32
+            floats = (
+                x for x in exports if x.stored_dtype in FLOATS and x.entry.name not in in_float32
             )
-            notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in usual})
+            notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in floats})
     total = sum(each.entry.nbytes for each in exports)
     notes += notes_on_merge(reader, merge=merge)
     return publish.ExportResult(destination, total, len(exports), notes, len(files))
@@ -86,18 +84,18 @@ class _ExportedTensor:
 
 
 def _exported_tensors(
-    reader: TensorSource, dtype: str | None, kept_in_float32: Collection[str]
+    reader: TensorSource, dtype: str | None, in_float32: Collection[str]
 ) -> list[_ExportedTensor]:
-    exported = []
+    exports = []
     for key in tensor_keys(reader):
         info, name = reader.info(key), key.partition("/")[2]
         casts = dtype is not None and info.dtype in FLOATS
-        target = "float32" if name in kept_in_float32 else str(dtype)
-        written = EXPORT_DTYPES[target] if casts else info.dtype
-        exported.append(
-            _ExportedTensor(key, info.dtype, TensorEntry(name, written, tuple(info.shape)))
+        target = "float32" if name in in_float32 else str(dtype)
+        to_dtype = EXPORT_DTYPES[target] if casts else info.dtype
+        exports.append(
+            _ExportedTensor(key, info.dtype, TensorEntry(name, to_dtype, tuple(info.shape)))
         )
-    return exported
+    return exports
 
 
 def _split_into_files(
@@ -174,9 +172,9 @@ def write_sharded_weights(
     ):
         files = {}
         for rank in range(num_files):
-            if shares := _file_spans(tensors, rank, num_files):
+            if spans := _file_spans(tensors, rank, num_files):
                 name = rank_file(rank)
-                files[name] = _write_file(source, scratch / name, shares, advance)
+                files[name] = _write_file(source, scratch / name, spans, advance)
         publish.write_manifest(scratch, metadata, files, tensors, num_files)
     return total
 
@@ -190,16 +188,16 @@ def _file_spans(
 
 
 def _write_file(
-    source: TensorSource, path: Path, shares: Mapping[str, Span], advance: Advance
+    source: TensorSource, path: Path, spans: Mapping[str, Span], advance: Advance
 ) -> manifest.FileInfo:
     """Write a file of spans. The header precedes the tensors, so they are read twice."""
     stored = {}
-    for key, span in shares.items():
+    for key, span in spans.items():
         digests = manifest.chunk_digests(data for _, data in source.read(key, span))
         stored[key] = source.info(key).dtype, manifest.StoredSpan(span, digests)
 
     def chunks() -> Iterator[memoryview]:
-        for key, span in shares.items():
+        for key, span in spans.items():
             for _, data in source.read(key, span):
                 yield data
                 advance(len(data))

@@ -110,16 +110,16 @@ def _check_supported(model: ModelConfig, reader: CheckpointReader) -> None:
     problem = ""
     if "model" not in reader.manifest.config:
         problem = f"{reader} does not name its model"
-    elif (family := model_type_of(model)) not in _ARCHITECTURES:
-        problem = f"{family} models: not supported; expected {', '.join(_ARCHITECTURES)}"
+    elif (model_type := model_type_of(model)) not in _ARCHITECTURES:
+        problem = f"{model_type} models: not supported; expected {', '.join(_ARCHITECTURES)}"
     else:
         config = _transformers_config(model)
-        rope, kind = config.rope_parameters, config.rope_parameters["rope_type"]
+        rope, rope_type = config.rope_parameters, config.rope_parameters["rope_type"]
         others = [name for name, value in rope.items() if name not in _ROPE_KEYS and value]
         if config.hidden_act not in _SILU:
             problem = f"activation {config.hidden_act} not supported by llama.cpp; expected silu"
-        elif kind not in _ROPE_TYPES:
-            problem = f"rope_type {kind} not supported; expected {', '.join(_ROPE_TYPES)}"
+        elif rope_type not in _ROPE_TYPES:
+            problem = f"rope_type {rope_type} not supported; expected {', '.join(_ROPE_TYPES)}"
         elif others:
             problem = f"{others[0]} of rotary embeddings: not supported"
     if problem:
@@ -132,7 +132,7 @@ def _tensors(
     architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
     names = library.get_tensor_name_map(architecture, model.num_layers)
     reorders = model_type_of(model) in ("llama", "mistral")
-    found = []
+    tensors = []
     for name in reader.names(PARAMETER):
         key = tensor_key(PARAMETER, name)
         info = reader.info(key)
@@ -140,9 +140,9 @@ def _tensors(
         if gguf_name is None or info.dtype not in FLOATS:
             raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
         rows = model.head_width if reorders and name.endswith(_REORDERED) else 0
-        written = dtype if len(info.shape) > 1 else "F32"
-        found.append(_GgufTensor(gguf_name, key, info, written, rows))
-    return found
+        tensor_dtype = dtype if len(info.shape) > 1 else "F32"
+        tensors.append(_GgufTensor(gguf_name, key, info, tensor_dtype, rows))
+    return tensors
 
 
 def _transformers_config(model: ModelConfig) -> Any:
@@ -253,8 +253,8 @@ def _chunks(weights: TensorSource, advance: Advance, tensor: _GgufTensor) -> Ite
     for start in range(0, tensor.info.numel, head):
         read = b"".join(data for _, data in weights.read(tensor.key, Span(start, start + head)))
         rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows_per_head // 2, width * size)
-        together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
-        yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)
+        reordered = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
+        yield cast(reordered.data, tensor.info.dtype, tensor.dtype, tensor.name)
         advance(len(read))
 
 
@@ -304,8 +304,8 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
         writer.add_string(GGUF_TOKENIZER, saved[TOKENIZER_JSON].decode())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
-    rough = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"
-    return rough if name in ("tekken", "gpt-4o") else ""
+    note = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"
+    return note if name in ("tekken", "gpt-4o") else ""
 
 
 def _add_tokenizer(
@@ -332,8 +332,8 @@ def _find_pre_tokenizer(tokenizer_json: Mapping[str, Any]) -> str:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     plain = {**tokenizer_json, "post_processor": None, "truncation": None, "padding": None}
-    theirs = Tokenizer.from_str(json.dumps(plain))
-    ours = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
+    original = Tokenizer.from_str(json.dumps(plain))
+    candidate = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
     decoded = (decoders.ByteLevel().decode([each]) for each in tokenizer_json["model"]["vocab"])
     complete = [
         each for each in decoded if "\ufffd" not in each
@@ -347,17 +347,17 @@ def _find_pre_tokenizer(tokenizer_json: Mapping[str, Any]) -> str:
         candidates[name] = pre_tokenizers.Sequence(
             [*(pre_tokenizers.Split(Regex(each), "isolated") for each in steps), last]
         )
-    pieces = _pieces(theirs.pre_tokenizer)
+    pieces = _pieces(original.pre_tokenizer)
     for name in sorted(candidates, key=lambda each: _pieces(candidates[each]) != pieces):
-        ours.pre_tokenizer = candidates[name]
-        ours.model.ignore_merges = name in _IGNORE_MERGES
-        if all(_ids(ours, each) == _ids(theirs, each) for each in (_SAMPLE_TEXTS, texts)):
+        candidate.pre_tokenizer = candidates[name]
+        candidate.model.ignore_merges = name in _IGNORE_MERGES
+        if all(_ids(candidate, each) == _ids(original, each) for each in (_SAMPLE_TEXTS, texts)):
             return name
     return ""
 
 
-def _pieces(made: Any) -> list[str]:
-    return [piece for text in _SAMPLE_TEXTS for piece, _ in made.pre_tokenize_str(text)]
+def _pieces(pre_tokenizer: Any) -> list[str]:
+    return [piece for text in _SAMPLE_TEXTS for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -370,11 +370,11 @@ def _tokens(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tuple[list[st
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     vocabulary: Mapping[str, int] = tokenizer_json["model"]["vocab"]
-    known = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
+    token_of_id = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
     for each in tokenizer_json.get("added_tokens", ()):
         kind = gguf.TokenType.CONTROL if each.get("special") else gguf.TokenType.USER_DEFINED
-        known[each["id"]] = (each["content"], kind)
-    for number in known.keys() & range(vocab_size):
-        text, kind = known[number]
+        token_of_id[each["id"]] = (each["content"], kind)
+    for number in token_of_id.keys() & range(vocab_size):
+        text, kind = token_of_id[number]
         tokens[number], types[number] = text, int(kind)
     return tokens, types

@@ -33,15 +33,15 @@ class ComposedTensors:
     def __init__(self, source: TensorSource, compositions: Mapping[str, _Composition]) -> None:
         self._source = source
         self._compositions = {
-            tensor_key(made.kind, name): made for name, made in compositions.items()
+            tensor_key(each.kind, name): each for name, each in compositions.items()
         }
-        self._names = {name: made.kind for name, made in compositions.items()}
+        self._kinds = {name: each.kind for name, each in compositions.items()}
 
     def __str__(self) -> str:
         return str(self._source)
 
     def names(self, kind: str) -> list[str]:
-        return sorted(name for name, of in self._names.items() if of == kind)
+        return sorted(name for name, each in self._kinds.items() if each == kind)
 
     def info(self, key: str) -> TensorInfo:
         if key not in self._compositions:
@@ -49,7 +49,7 @@ class ComposedTensors:
         composition = self._compositions[key]
         dtypes = {self._source.info(part).dtype for part, _ in composition.parts}
         if len(dtypes) > 1:
-            raise CheckpointError(f"{self}: {key}: its parts have dtypes {', '.join(dtypes)}")
+            raise CheckpointError(f"{self}: {key}: the parts have dtypes {', '.join(dtypes)}")
         info = TensorInfo(list(composition.shape), dtypes.pop())
         if sum(span.numel for _, span in composition.parts) != info.numel:
             raise CheckpointError(
@@ -63,12 +63,12 @@ class ComposedTensors:
         span = span or Span(0, sum(part.numel for _, part in composition.parts))
         start = 0
         for inner, part in composition.parts:
-            here = Span(max(span.start, start), min(span.stop, start + part.numel))
-            offset = part.start - start  # from elements of this tensor to elements of its part
+            overlap = Span(max(span.start, start), min(span.stop, start + part.numel))
+            offset = part.start - start  # from positions in this tensor to positions in the part
             start += part.numel
-            if here.start >= here.stop:
+            if overlap.start >= overlap.stop:
                 continue
-            for read, data in self._source.read(inner, here.shift(offset)):
+            for read, data in self._source.read(inner, overlap.shift(offset)):
                 yield read.shift(-offset), data
 
 
@@ -85,13 +85,13 @@ def under_model_names(stored: TensorSource, model: ModelConfig) -> TensorSource:
         kind = BUFFER if stored_as.is_buffer else PARAMETER
         shapes = {tuple(stored.info(key).shape) for key in keys}
         if len(parts) == 1:
-            shape = shapes.pop()  # loading compares it with the model's
+            shape = shapes.pop()  # loading compares this shape with the model's
         compositions[name] = _Composition(shape, parts, kind)
     return ComposedTensors(stored, compositions)
 
 
 def under_hub_names(weights: TensorSource, model: ModelConfig) -> TensorSource:
-    """Return weights, whose names are those in memory, as transformers writes them to files."""
+    """Return weights under the names and in the shapes that transformers writes to files."""
     module = build_base_model(model)
     shapes = stored_names(module)
     compositions = {}
@@ -120,5 +120,5 @@ def _check_equal(weights: TensorSource, name: str, copy: str) -> None:
     keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
     shapes = [weights.info(key).shape for key in keys]
     chunks = zip(*(weights.read(key) for key in keys), strict=True)
-    if shapes[0] != shapes[1] or any(one != other for (_, one), (_, other) in chunks):
-        raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties them")
+    if shapes[0] != shapes[1] or any(a != b for (_, a), (_, b) in chunks):
+        raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties both")

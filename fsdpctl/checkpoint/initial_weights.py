@@ -143,10 +143,10 @@ class BaseWeights:
         return BaseInfo(self.info.path, xxh3, self.info.sampled)
 
     def _changed(self) -> CheckpointError:
-        since = "the checkpoint was trained on" if self.named_by else "the run has loaded"
+        subject = "the checkpoint was trained on" if self.named_by else "the run has loaded"
         return CheckpointError(
             f"{self.named_by and f'{self.named_by}: '}base model {self.info.path} has changed: "
-            f"its weights differ from those that {since}"
+            f"expected the weights that {subject}"
         )
 
 
@@ -180,11 +180,11 @@ def weights_checksum(
 ) -> str:
     """Return a checksum over `spans` of each tensor; each rank reads a part of them. Collective."""
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
-    parts = [(name, span) for name, info in infos.items() for span in spans(info)]
-    start, stop = (place * len(parts) // ranks.size for place in (ranks.rank, ranks.rank + 1))
+    pairs = [(name, span) for name, info in infos.items() for span in spans(info)]
+    start, stop = (index * len(pairs) // ranks.size for index in (ranks.rank, ranks.rank + 1))
     error, local_digests = "", list[str]()
     try:
-        local_digests = [_digest(weights, name, span, on_bytes) for name, span in parts[start:stop]]
+        local_digests = [_digest(weights, name, span, on_bytes) for name, span in pairs[start:stop]]
     except FsdpctlError as caught:  # the other ranks wait for the result
         error = str(caught)
     results = ranks.all_gather_values((local_digests, error))
@@ -206,7 +206,7 @@ def _samples(info: TensorInfo) -> Iterable[Span]:
     last = info.numel - size
     if info.numel <= _SAMPLES * size:
         return [Span(0, info.numel)]
-    return [Span(0, size).shift(place * last // (_SAMPLES - 1)) for place in range(_SAMPLES)]
+    return [Span(0, size).shift(i * last // (_SAMPLES - 1)) for i in range(_SAMPLES)]
 
 
 def _digest(weights: TensorSource, name: str, span: Span, on_bytes: OnBytes) -> str:

@@ -31,18 +31,18 @@ class OptimizerRun(Protocol):
 
     @property
     def shard(self) -> FlatShard:
-        """The shard that contains it."""
+        """The shard that contains the run."""
 
     @property
     def span(self) -> Span:
-        """Its elements in the flat buffer."""
+        """The run's elements in the flat buffer."""
 
 
 class ShardedOptimizer(Protocol):
     """The part of an optimizer's interface that checkpoints need."""
 
     def separate_params(self, names: Collection[str]) -> None:
-        """Step each of the named parameters as a tensor of its own, with its own step count."""
+        """Step each of the named parameters as a separate tensor with a separate step count."""
 
     def create_states(self) -> None:
         """Create the states that the first optimizer step creates."""
@@ -75,11 +75,11 @@ def model_pieces(
 def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[TensorPiece]:
     """Yield the pieces of optimizer states that this rank writes; none before the first step."""
     for run, states in optimizer.span_states():
-        within = run.span.intersect(run.shard.saved_span)
-        for piece in run.shard.layout.param_slices(within) if within else ():
-            inside = piece.in_flat.shift(-run.span.start)
+        saved_span = run.span.intersect(run.shard.saved_span)
+        for piece in run.shard.layout.param_slices(saved_span) if saved_span else ():
+            local_span = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
-                moment = get_moment(states, name).window(inside)
+                moment = get_moment(states, name).window(local_span)
                 kind = name if moment.scales is None else name + CODES
                 yield TensorPiece(tensor_key(kind, piece.param.name), piece, moment.values)
                 if moment.scales is not None:
@@ -109,7 +109,7 @@ def load_into(
     optimizer: ShardedOptimizer | None,
     weights: TensorSource | None = None,
 ) -> Progress:
-    """Load this rank's shards and states, reading only the elements that it holds. Collective.
+    """Load this rank's shards and states, reading only the elements of these shards. Collective.
 
     `weights` has the tensors of the checkpoint and of its base, if it has a base. Without an
     optimizer, optimizer states are not read. Return the progress of the run.
@@ -133,7 +133,7 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 @torch.no_grad()
 def load_weights(source: TensorSource, model: ShardedModelProtocol) -> None:
-    """Load this rank's shards, reading only the elements that it holds. Collective."""
+    """Load this rank's shards, reading only the elements of these shards. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
@@ -170,26 +170,26 @@ def _read(source: TensorSource, key: str, span: Span) -> Iterator[tuple[Span, Te
 def _read_into(source: TensorSource, key: str, span: Span, target: Tensor) -> None:
     """Copy the elements `span` of a flattened tensor into `target`, cast to target's dtype."""
     for part, values in _read(source, key, span):
-        within = part.shift(-span.start)
-        target[within.start : within.stop].copy_(values)
+        local_span = part.shift(-span.start)
+        target[local_span.start : local_span.stop].copy_(values)
 
 
 def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
     """Read the optimizer's moments, and quantize or dequantize them if its dtype differs."""
     for run, states in optimizer.span_states():
         for piece in run.shard.layout.param_slices(run.span):
-            inside = piece.in_flat.shift(-run.span.start)
+            local_span = piece.in_flat.shift(-run.span.start)
             for name in moment_names(states):
                 # Whole blocks: the zeros after a parameter belong to its last block.
-                part = Span(inside.start, round_up(inside.stop, SCALE_BLOCK))
+                part = Span(local_span.start, round_up(local_span.stop, SCALE_BLOCK))
                 moment = get_moment(states, name).window(part)
                 _load_moment(reader, name, piece, moment)
 
 
 def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment: Moment) -> None:
     for part in Span(0, piece.in_flat.numel).split(TILE["cuda"]):
-        whole = Span(part.start, round_up(part.stop, SCALE_BLOCK))
-        span, target = part.shift(piece.in_param.start), moment.window(whole)
+        padded_span = Span(part.start, round_up(part.stop, SCALE_BLOCK))
+        span, target = part.shift(piece.in_param.start), moment.window(padded_span)
         stored = _read_moment(reader, name, piece.param.name, span, target.values.device)
         if (stored.scales is None) != (target.scales is None):
             stored = (
@@ -205,12 +205,12 @@ def _read_moment(
 ) -> Moment:
     """Read the elements `span` of a parameter's moment in their stored form, in whole blocks."""
     key = tensor_key(name + CODES, param)
-    is_coded = key in reader.manifest.tensors
-    key = key if is_coded else tensor_key(name, param)
+    is_quantized = key in reader.manifest.tensors
+    key = key if is_quantized else tensor_key(name, param)
     dtype = TORCH_DTYPES[reader.info(key).dtype]
     values = torch.zeros(round_up(span.numel, SCALE_BLOCK), dtype=dtype, device=device)
     _read_into(reader, key, span, values)
-    if not is_coded:
+    if not is_quantized:
         return Moment(values)
     scales = torch.zeros(values.numel() // SCALE_BLOCK, dtype=torch.bfloat16, device=device)
     _read_into(reader, tensor_key(name + SCALES, param), scale_blocks(span), scales)
@@ -245,6 +245,6 @@ def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
         counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:
             raise CheckpointError(
-                f"{names[0]}: its optimizer step differs from that of adjacent parameters"
+                f"{names[0]}: optimizer step differs from the step of adjacent parameters"
             )
         states["step"].fill_(counts.pop())

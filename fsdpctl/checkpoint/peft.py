@@ -52,15 +52,15 @@ class PeftAdapters(FileTensors):
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
         self._shapes = trained_shapes(module)
-        ours = {theirs: name for name, theirs in peft_names(self._shapes).items()}
-        known, first = {name for name, _ in module.named_parameters()}, tied_names(module)
+        name_of = {peft_name: name for name, peft_name in peft_names(self._shapes).items()}
+        param_names, tied_to = {name for name, _ in module.named_parameters()}, tied_names(module)
         entries: dict[str, tuple[TensorFile, TensorEntry]] = {}
-        for theirs, entry in file.entries.items():
-            if not theirs.endswith(_RESIZED_COPIES):
-                name = ours.get(theirs) or theirs.removeprefix(PEFT_PREFIX)
-                name = name if name in known else first.get(name, name)
-                if name not in known or not theirs.startswith(PEFT_PREFIX):
-                    _check_name(theirs, folder)
+        for peft_name, entry in file.entries.items():
+            if not peft_name.endswith(_RESIZED_COPIES):
+                name = name_of.get(peft_name) or peft_name.removeprefix(PEFT_PREFIX)
+                name = name if name in param_names else tied_to.get(name, name)
+                if name not in param_names or not peft_name.startswith(PEFT_PREFIX):
+                    _check_name(peft_name, folder)
                 entries.setdefault(name, (file, entry))
         super().__init__(folder, entries)
 
@@ -71,21 +71,22 @@ class PeftAdapters(FileTensors):
             if name not in self._entries and not is_adapter_name(name):
                 raise UsageError(f"{location}: {name} not found; model.lora.also requires it")
             if name not in self._entries:
-                there = [
+                stored_layers = [
                     each.replace(EXPERT_ADAPTERS, ".") for each in adapted_layers(self._entries)
                 ]
-                layers = {each.rpartition(".")[2] for each in there}
+                layers = {each.rpartition(".")[2] for each in stored_layers}
                 is_stacked = any(EXPERT_ADAPTERS in each for each in (*self._entries, *shapes))
                 if is_stacked or any(f".{layer}.lora_" in name for layer in layers):
-                    layers = set(there)  # full names: only some of the layers of a name are adapted
+                    # Only some of the layers with this ending are adapted: list full names.
+                    layers = set(stored_layers)
                 raise UsageError(
                     f"{location}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
                 )
-            shape_found = self._entries[name][1].shape
-            if shape_found != shape:
+            stored_shape = self._entries[name][1].shape
+            if stored_shape != shape:
                 raise UsageError(
-                    f"{location}: {name}: expected shape {list(shape)}, got {list(shape_found)}"
+                    f"{location}: {name}: expected shape {list(shape)}, got {list(stored_shape)}"
                 )
         for name in self._entries:
             if name not in shapes and not is_adapter_name(name):
@@ -143,15 +144,15 @@ def write_peft(
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     module = build_model(model)
     trained = trained_shapes(module)
-    ours = {theirs: name for name, theirs in peft_names(trained).items()}
+    name_of = {peft_name: name for name, peft_name in peft_names(trained).items()}
     fully_trained = [name for name in trained if not is_adapter_name(name)]
     ties = {other: name for other, name in tied_names(module).items() if name in fully_trained}
-    ours |= {PEFT_PREFIX + other: name for other, name in ties.items()}
-    infos = {name: weights.info(tensor_key(PARAMETER, ours[name])) for name in sorted(ours)}
+    name_of |= {PEFT_PREFIX + other: name for other, name in ties.items()}
+    infos = {name: weights.info(tensor_key(PARAMETER, name_of[name])) for name in sorted(name_of)}
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
     def read(entry: TensorEntry) -> Iterator[memoryview]:
-        return (data for _, data in weights.read(tensor_key(PARAMETER, ours[entry.name])))
+        return (data for _, data in weights.read(tensor_key(PARAMETER, name_of[entry.name])))
 
     path = "" if reader.manifest.base is None else reader.manifest.base.path
     on_hub = hub_name(path)
@@ -179,8 +180,8 @@ def _target_modules(layers: list[str], names: Collection[str]) -> list[str]:
     """Return the last parts of the layers' names if these match no other layer, or full names."""
     ends = {layer.rpartition(".")[2] for layer in layers}
     bases = (name.removesuffix(".weight") for name in names if not is_adapter_name(name))
-    alike = {base for base in bases if base.rpartition(".")[2] in ends}
-    return sorted(ends) if alike <= set(layers) else layers
+    matches = {base for base in bases if base.rpartition(".")[2] in ends}
+    return sorted(ends) if matches <= set(layers) else layers
 
 
 def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
     lora, alpha = model.lora, model.lora.used_alpha
     assert lora.rank is not None
     layers = [each for each in linear if f"{each}." not in renamed]
-    others = [each for each in names if not each.startswith(tuple(renamed))]
+    other_names = [each for each in names if not each.startswith(tuple(renamed))]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -205,7 +206,7 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
-        "target_modules": _target_modules(layers, others),
+        "target_modules": _target_modules(layers, other_names),
         "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": not transposed_layers(plain).isdisjoint(linear),

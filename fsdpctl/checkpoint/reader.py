@@ -149,7 +149,7 @@ class CheckpointReader:
         spans = file.metadata.pop(manifest.SPANS_KEY, "{}")  # popped: the text is long
         stored = manifest.spans_from_json(spans, f"{path}: corrupted")
         if stored.keys() != file.entries.keys():
-            raise CheckpointError(f"{path}: corrupted: its spans do not match its tensors")
+            raise CheckpointError(f"{path}: corrupted: the spans do not match the tensors")
         for key, each in stored.items():
             self._add(key, LocatedSpan(each, file, file.entries[key]))
 
@@ -176,18 +176,18 @@ class CheckpointReader:
             )
 
 
-def _read_part(key: str, part: LocatedSpan, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
+def _read_part(key: str, part: LocatedSpan, span: Span) -> Iterator[tuple[Span, memoryview]]:
     size = tensor_file.ITEMSIZES[part.entry.dtype]
     per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.span.span.start
-    inner = wanted.shift(-offset)
-    first = inner.start // per_chunk
-    stop = min(round_up(inner.stop, per_chunk), part.span.span.numel)
+    local_span = span.shift(-offset)
+    first = local_span.start // per_chunk
+    stop = min(round_up(local_span.stop, per_chunk), part.span.span.numel)
     chunks = part.file.chunks(part.entry, first * tensor_file.CHUNK_BYTES, stop * size)
-    for number, data in enumerate(chunks, start=first):
-        if not part.span.matches_chunk(number, data):
+    for index, data in enumerate(chunks, start=first):
+        if not part.span.matches_chunk(index, data):
             raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")
-        chunk_span = Span(number * per_chunk, number * per_chunk + len(data) // size)
-        overlap = chunk_span.intersect(inner)
+        chunk_span = Span(index * per_chunk, index * per_chunk + len(data) // size)
+        overlap = chunk_span.intersect(local_span)
         assert overlap is not None
-        within = overlap.shift(-chunk_span.start)
-        yield overlap.shift(offset), data[within.start * size : within.stop * size]
+        chunk_part = overlap.shift(-chunk_span.start)
+        yield overlap.shift(offset), data[chunk_part.start * size : chunk_part.stop * size]

@@ -36,7 +36,7 @@ from fsdpctl.io.run_files import MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, is_remote, open_store, with_retries
 
 _BLOCK_BYTES, _MIN_BLOCK_BYTES = 8 << 20, 256 << 10  # bytes of a request
-_CACHE_BYTES = 512 << 20  # for blocks that a reader keeps
+_CACHE_BYTES = 512 << 20  # memory for the blocks of a reader
 _PREFETCHED_BLOCKS = 2  # blocks that are fetched before they are needed
 TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
 
@@ -52,9 +52,9 @@ class _BlockCache:
         )
         self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
-    def read(self, file: StoredFile, number: int, file_size: int) -> bytes:
+    def read(self, file: StoredFile, index: int, file_size: int) -> bytes:
         last = (file_size - 1) // self.size
-        for each in range(number, min(number + _PREFETCHED_BLOCKS, last) + 1):
+        for each in range(index, min(index + _PREFETCHED_BLOCKS, last) + 1):
             block = (file.path, each)
             if block not in self._blocks:
                 stop = min((each + 1) * self.size, file_size)
@@ -62,7 +62,7 @@ class _BlockCache:
             self._blocks.move_to_end(block)
         while len(self._blocks) > max(_CACHE_BYTES // self.size, 1 + _PREFETCHED_BLOCKS):
             self._blocks.popitem(last=False)
-        return self._blocks[file.path, number].result()
+        return self._blocks[file.path, index].result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,24 @@ class _RemoteFile(tensor_file.TensorFile):
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         size = self.blocks.size
-        for number in range(start // size, (stop - 1) // size + 1):
-            data = memoryview(self.blocks.read(self.location, number, self.size))
-            yield data[max(0, start - number * size) : stop - number * size]
+        for index in range(start // size, (stop - 1) // size + 1):
+            data = memoryview(self.blocks.read(self.location, index, self.size))
+            yield data[max(0, start - index * size) : stop - index * size]
 
 
 class RemoteReader(CheckpointReader):
     """A complete checkpoint in a store, with local sparse files that have headers and sizes."""
 
-    def __init__(self, place: StoredFile) -> None:
+    def __init__(self, location: StoredFile) -> None:
         """Fetch and check everything except the bytes of tensors."""
-        self._location = place
+        self._location = location
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
-        with errors_name(folder, place.url):
-            manifest = fetch_manifest(place, folder)
+        with errors_name(folder, location.url):
+            manifest = fetch_manifest(location, folder)
             self._blocks = _BlockCache(len(manifest.files))
             files = [*manifest.files.items(), *manifest.attachments.items()]
-            with doing(f"looking at {place.url}", "files", len(files)) as advance:
+            with doing(f"looking at {location.url}", "files", len(files)) as advance:
                 for _ in TRANSFERS.map(partial(self._describe, folder), files):
                     advance(1)
             super().__init__(folder)
@@ -125,8 +125,8 @@ class RemoteReader(CheckpointReader):
         file.copy_prefix(path, end, info.size)
 
     def _file(self, path: Path) -> tensor_file.TensorFile:
-        known = tensor_file.open_tensor_file(path)
-        values = {each.name: getattr(known, each.name) for each in fields(known)}
+        file = tensor_file.open_tensor_file(path)
+        values = {each.name: getattr(file, each.name) for each in fields(file)}
         return _RemoteFile(**values, location=self._location.child(path.name), blocks=self._blocks)
 
     def copy_files(self, folder: Path) -> None:
@@ -134,8 +134,8 @@ class RemoteReader(CheckpointReader):
         check_space(folder, sum(each.size for each in files.values()))
         for name, info in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            with (folder / name).open("xb") as out:
-                out.truncate(info.size)
+            with (folder / name).open("xb") as file:
+                file.truncate(info.size)
         sizes = {name: each.size for name, each in files.items()}
         with doing(f"downloading {self}", BYTES, sum(sizes.values())) as advance:
             for count in TRANSFERS.map(partial(self._copy, folder), byte_ranges(sizes)):
@@ -147,8 +147,8 @@ class RemoteReader(CheckpointReader):
     def _copy(self, folder: Path, part: tuple[str, int, int]) -> int:
         name, start, stop = part
         content = self._location.child(name).read(start, stop)
-        with (folder / name).open("r+b", buffering=0) as out:
-            os.pwrite(out.fileno(), content, start)
+        with (folder / name).open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), content, start)
         return len(content)
 
 
@@ -295,7 +295,9 @@ def open_checkpoint(source: str) -> CheckpointReader:
         return RemoteCheckpoints(parent).open(name)
     newest = RemoteCheckpoints(source).newest()
     if newest is None:
-        raise UsageError(f"{source}: no complete checkpoint found; expected that of a run, or one")
+        raise UsageError(
+            f"{source}: no complete checkpoint found; expected the URL of a run or of a checkpoint"
+        )
     return newest.open()
 
 
@@ -320,8 +322,8 @@ def _difference(path: Path, file: StoredFile) -> str:
 
     def compare(part: tuple[str, int, int]) -> bool:
         _, start, stop = part
-        with path.open("rb", buffering=0) as here:
-            return os.pread(here.fileno(), stop - start, start) == file.read(start, stop)
+        with path.open("rb", buffering=0) as file_here:
+            return os.pread(file_here.fileno(), stop - start, start) == file.read(start, stop)
 
     try:
         is_same = file.size() == size and all(list(TRANSFERS.map(compare, byte_ranges({"": size}))))

@@ -31,8 +31,8 @@ def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
         return model
     settings, content = model_settings(str(folder)), config_dict(model)
     content.pop(TIE_KEY, None)
-    theirs = json.loads(settings["model.config_json"])
-    content |= {TIE_KEY: theirs[TIE_KEY]} if TIE_KEY in theirs else {}
+    stored_json = json.loads(settings["model.config_json"])
+    content |= {TIE_KEY: stored_json[TIE_KEY]} if TIE_KEY in stored_json else {}
     stored = with_config(model, content)
     return with_sizes(stored, vocab_size=int(settings["model.vocab_size"]))
 
@@ -77,12 +77,12 @@ class ResizedEmbeddings:
             yield from self._source.read(stored, span)
             return
         width = prod(info.shape[1:])
-        old = min(self._first_new_token, self._source.info(stored).shape[0]) * width
-        if span.start < old:
-            yield from self._source.read(stored, Span(span.start, min(span.stop, old)))
-        if (start := max(span.start, old)) < span.stop:
+        stored_numel = min(self._first_new_token, self._source.info(stored).shape[0]) * width
+        if span.start < stored_numel:
+            yield from self._source.read(stored, Span(span.start, min(span.stop, stored_numel)))
+        if (start := max(span.start, stored_numel)) < span.stop:
             first, size = start // width, info.nbytes // info.numel
-            rows = self._mean_row(stored, old, width) * (-(-span.stop // width) - first)
+            rows = self._mean_row(stored, stored_numel, width) * (-(-span.stop // width) - first)
             part = Span(start, span.stop).shift(-first * width)
             yield Span(start, span.stop), memoryview(rows)[part.start * size : part.stop * size]
 

@@ -129,8 +129,8 @@ def incomplete_checkpoints_in(source: Path) -> list[str]:
 
 
 def _checkpoints_in(source: Path) -> Path:
-    inside = source / run_files.CHECKPOINTS
-    return inside if inside.is_dir() else source
+    checkpoints = source / run_files.CHECKPOINTS
+    return checkpoints if checkpoints.is_dir() else source
 
 
 def replace_link(link: Path, target: Path) -> str:
@@ -157,8 +157,8 @@ def restore_links(checkpoints: Path) -> None:
     """Restore links to checkpoints if a program that follows links has copied the directory."""
     complete = complete_checkpoints(checkpoints)
     for link in (checkpoints / run_files.LATEST, checkpoints / run_files.BEST):
-        same = (each for each in complete if _is_copy(link, each))
-        if (original := next(same, None)) is not None:
+        originals = (each for each in complete if _is_copy(link, each))
+        if (original := next(originals, None)) is not None:
             _delete(link, original)
             replace_link(link, original)
     if complete:
@@ -170,9 +170,9 @@ def _is_copy(link: Path, folder: Path) -> bool:
     if link.is_symlink() or not (link / run_files.MANIFEST).is_file():
         return False
     names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
-    copied, original = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
-    same = copied == original  # manifests contain the checksums of all files
-    return same and names[0] <= names[1]
+    manifest, original = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
+    is_equal = manifest == original  # manifests contain the checksums of all files
+    return is_equal and names[0] <= names[1]
 
 
 @contextmanager
@@ -220,9 +220,9 @@ def remove_expired(
 
 def _delete(folder: Path, checkpoint: Path) -> None:
     """Delete a directory; if that is interrupted, `remove_unfinished` deletes the rest."""
-    leaving = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
-    folder.rename(leaving)
+    removed = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
+    folder.rename(removed)
     try:
-        shutil.rmtree(leaving)
+        shutil.rmtree(removed)
     except RecursionError:
-        raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(leaving)) from None
+        raise OSError(errno.ENAMETOOLONG, "nested too deeply", str(removed)) from None

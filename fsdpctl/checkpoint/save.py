@@ -94,9 +94,9 @@ def write_checkpoint(
     """
     parts = ranks.all_gather_values((uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
-    lack = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
-    if lack:
-        local_result = _RankResult(str(folder.parent), error=lack)
+    problem = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
+    if problem:
+        local_result = _RankResult(str(folder.parent), error=problem)
     else:
         local_result = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
     results = ranks.all_gather_values(local_result)
@@ -153,12 +153,12 @@ def rank_pieces(
 
 def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
     """Yield the parameters without elements, which no shard contains."""
-    nothing = Span(0, 0)
+    empty = Span(0, 0)
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
-                yield TensorPiece(key, ParamSlice(param, nothing, nothing), shard.weights()[:0])
+                yield TensorPiece(key, ParamSlice(param, empty, empty), shard.weights()[:0])
 
 
 def _write_pieces(path: Path, pieces: list[TensorPiece], on_bytes: OnBytes) -> FileInfo:

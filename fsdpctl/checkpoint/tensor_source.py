@@ -32,9 +32,9 @@ class TensorSource(Protocol):
 class FileTensors:
     """Weights that are stored in full in safetensors files, without checksums."""
 
-    def __init__(self, folder: Path, found: Mapping[str, tuple[TensorFile, TensorEntry]]) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, tuple[TensorFile, TensorEntry]]) -> None:
         self.folder = folder
-        self._entries = dict(found)
+        self._entries = dict(entries)
 
     def __str__(self) -> str:
         return str(self.folder)

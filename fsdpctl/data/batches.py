@@ -83,8 +83,8 @@ class Batches:
         indices = order[span.start : span.stop]
         if self.samples.is_remote and micro_step == 0:
             for step in range(_STEPS_AHEAD):
-                after = position + step * self.plan.global_batch_size
-                self.samples.fetch(self.sample_indices(after, rank))
+                next_position = position + step * self.plan.global_batch_size
+                self.samples.fetch(self.sample_indices(next_position, rank))
         return self._gather(indices, rank, self.plan.micro_batch_size)
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
@@ -94,11 +94,11 @@ class Batches:
         rows of the micro-batch. A rank without a row gets one token without a target.
         """
         start, count = self._validation_span(number)
-        size, most = self.plan.micro_batch_size, self._max_per_rank(count)
-        first = rank // self.plan.context_parallel * most
-        share = range(start, start + count)[first : first + most]
+        size, max_rows = self.plan.micro_batch_size, self._max_per_rank(count)
+        first = rank // self.plan.context_parallel * max_rows
+        share = range(start, start + count)[first : first + max_rows]
         indices = np.array(share[micro_step * size : (micro_step + 1) * size], dtype=np.uint64)
-        return _trimmed(self._gather(indices, rank, max(len(indices), 1)))
+        return _trim(self._gather(indices, rank, max(len(indices), 1)))
 
     def num_validation_passes(self, number: int) -> int:
         """Return how many micro-batches each rank runs for a global batch of validation."""
@@ -166,19 +166,19 @@ class Batches:
         return MicroBatch(*part, split, context, packs, tuple(ends), sources, content)
 
 
-def _trimmed(batch: MicroBatch) -> MicroBatch:
+def _trim(batch: MicroBatch) -> MicroBatch:
     """Cut the columns after the last target of all rows, unless ranks share the rows."""
     if batch.context is not None:
         return batch
     columns = (batch.targets != IGNORE_INDEX).any(0).nonzero()
     end = int(columns[-1]) + 1 if len(columns) else 1
-    lengths = tuple(_truncated(each, end) for each in batch.lengths)
+    lengths = tuple(_truncate(each, end) for each in batch.lengths)
     return replace(
         batch, tokens=batch.tokens[:, :end], targets=batch.targets[:, :end], lengths=lengths
     )
 
 
-def _truncated(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
+def _truncate(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
     ends = [min(each, end) for each in accumulate(lengths)]
     lengths_before_end = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
     return tuple(each for each in lengths_before_end if each)

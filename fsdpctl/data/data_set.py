@@ -67,16 +67,16 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
     UsageError if two sources have the same name or different tokenizers.
     """
     first, names = data_sets[0], [each.name for each in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{key}: two sources are called {twice[0]}; write NAME=PATH:SHARE")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{key}: two sources are called {repeated[0]}; write NAME=PATH:SHARE")
     for source, other in zip(sources, data_sets, strict=True):
         check_same_tokenizer(sources[0].path, first, source.path, other)
     total = sum(each.train.num_tokens for each in data_sets)
     pairs = zip(sources, data_sets, strict=True)
     shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
-    if least := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
-        way = "give it a larger share, or join it with another source"
-        raise UsageError(f"{key}: {least}: the share is below 1 of {PERIOD:,} samples; {way}")
+    if smallest := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
+        hint = "give it a larger share, or join it with another source"
+        raise UsageError(f"{key}: {smallest}: the share is below 1 of {PERIOD:,} samples; {hint}")
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in data_sets]

@@ -23,10 +23,12 @@ from fsdpctl.io.untrusted import parse_yaml
 HUB, _CARD, _DEFAULT = "hf://", "README.md", "default"
 _VALIDATION = ("validation", "valid", "val", "dev")
 _CSV = (".csv", ".tsv")
-_USUAL = ("train", *_VALIDATION)  # splits that users need not name
-_SPLITS = (*_USUAL, "training", "test", "testing", "eval", "evaluation")
+_MAIN_SPLITS = ("train", *_VALIDATION)  # splits that users need not name
+_SPLITS = (*_MAIN_SPLITS, "training", "test", "testing", "eval", "evaluation")
 # Keys of a configuration in a card that don't change the rows.
-_PLAIN = {"config_name", "data_files", "data_dir", "default", "description", "features", "version"}
+_CARD_KEYS = {
+    "config_name", "data_files", "data_dir", "default", "description", "features", "version",
+}  # fmt: skip
 # Files about data: a pattern selects them only if it ends with their name.
 _DESCRIPTIONS = (
     _CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip",
@@ -83,7 +85,7 @@ def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> D
             repository.fetch(lambda names: [each for each in names if each == _CARD])
     if (snapshot := repository.snapshot()) is None:
         raise repository.missing_error(_CARD)
-    files = _selected(repository, snapshot, config_split, option)
+    files = _select(repository, snapshot, config_split, option)
     names = [each.relative_to(snapshot).as_posix() for each in (*files.train, *files.validation)]
     absent = (each for each in names if not (snapshot / each).is_file())
     missing = next(absent, _missing_shard(names))
@@ -94,17 +96,17 @@ def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> D
     with repository.locked():
         repository.fetch(lambda _: names)
     # Now that the files are here, their content tells more than their names.
-    return _selected(repository, snapshot, config_split, option)
+    return _select(repository, snapshot, config_split, option)
 
 
-def _selected(
+def _select(
     repository: Repository,
     snapshot: Path,
     config_split: Sequence[str | None],
     option: str | None,
 ) -> DataFiles:
-    here = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
-    names = everything = sorted(repository.names() or here)
+    paths = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
+    names = everything = sorted(repository.names() or paths)
     location, (config, split) = repository.location, config_split
     check_inside([snapshot / each for each in names], snapshot, location)
     if patterns := _patterns(snapshot / _CARD, config, location):
@@ -134,18 +136,18 @@ def _files_of_splits(
     chosen = split or ("train" if "train" in splits else next(iter(splits)))
     if location.startswith("data.val_path") and split is None:
         chosen = val_split or chosen
-    if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _USUAL):
+    if chosen not in splits or (split is None and len(splits) > 1 and chosen not in _MAIN_SPLITS):
         raise UsageError(f"{location}: name a split after a /, of {', '.join(splits)}")
     val_split = None if split or val_split == chosen else val_split
     for each in (chosen, *([val_split] if val_split else [])):
-        if lacks := next((x for x, files in splits[each].items() if not files), None):
-            raise UsageError(f"{location}: {lacks} in the card of the data set matches no file")
+        if pattern := next((x for x, files in splits[each].items() if not files), None):
+            raise UsageError(f"{location}: {pattern} in the card of the data set matches no file")
     files_of = {each: [*chain(*files.values())] for each, files in splits.items()}
     train, validation = files_of[chosen], files_of[val_split] if val_split else []
     kinds = {_kind(each.name): each for each in (*train, *validation)}
     if None in kinds or (len(kinds) > 1):
-        way = "expected files of one kind, JSON Lines, Parquet, Arrow, CSV or text"
-        raise UsageError(f"{location}: {kinds.get(None, train[0]).name}: not supported; {way}")
+        hint = "expected files of one kind, JSON Lines, Parquet, Arrow, CSV or text"
+        raise UsageError(f"{location}: {kinds.get(None, train[0]).name}: not supported; {hint}")
     (kind,) = kinds
     if option == CHAT and kind != CHAT:
         raise UsageError(f"{location}: text without conversations; set data=text")
@@ -183,7 +185,7 @@ def _patterns(card: Path, config: str | None, location: str) -> dict[str, list[s
     files, folder = chosen.get("data_files"), chosen.get("data_dir")
     if folder and not files:
         raise UsageError(f"{location}: data_dir without data_files in the card: not supported")
-    if files and (other := next((each for each in chosen if each not in _PLAIN), None)):
+    if files and (other := next((each for each in chosen if each not in _CARD_KEYS), None)):
         raise UsageError(f"{location}: {other} of the data set's card: not supported")
     rows = files if isinstance(files, list) else [files] if files else []
     if all(isinstance(each, str) for each in rows):

@@ -34,8 +34,8 @@ def _source_per_position(shares: Sequence[float]) -> NDArray[np.intp]:
     counts = np.maximum(np.floor(targets).astype(np.int64), (targets > 0).astype(np.int64))
     while (missing := PERIOD - int(counts.sum())) != 0:
         step = 1 if missing > 0 else -1
-        lack = np.where(counts + step > 0, step * (targets - counts), -np.inf)
-        counts[int(np.argmax(lack))] += step
+        gaps = np.where(counts + step > 0, step * (targets - counts), -np.inf)
+        counts[int(np.argmax(gaps))] += step
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(each) for each in counts])
     bits = splitmix64((sources * PERIOD + numbers).astype(np.uint64), 1)
@@ -146,10 +146,10 @@ class MixedSamples(Samples):
         sources, before = self.schedule.sources(position, length), self.schedule.counts(position)
         result = np.empty(length, dtype=np.uint64)
         for source in np.unique(sources).tolist():
-            is_of, count = sources == source, len(self.per_source[source])
-            start, num = int(before[source]), int(is_of.sum())
+            is_of_source, count = sources == source, len(self.per_source[source])
+            start, num = int(before[source]), int(is_of_source.sum())
             numbers = samples_at(start, num, count, seed + (source << 40))
-            result[is_of] = numbers + np.uint64(self._starts[source])
+            result[is_of_source] = numbers + np.uint64(self._starts[source])
         return result
 
     def count_tokens(self, numbers: Sequence[int]) -> int:

@@ -25,32 +25,32 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         return tokenizer
     location = f"data.new_tokens={config.new_tokens}"
     if not isinstance(tokenizer, FileTokenizer):
-        way = "set model.path or data.tokenizer"
-        raise UsageError(f"{location}: requires a model's tokenizer; {way}")
+        hint = "set model.path or data.tokenizer"
+        raise UsageError(f"{location}: requires a model's tokenizer; {hint}")
     from tokenizers import AddedToken
 
-    auto, size, known = tokenizer.hf, tokenizer.vocab_size, tokenizer.hf.get_added_vocab()
+    auto, size, added_vocab = tokenizer.hf, tokenizer.vocab_size, tokenizer.hf.get_added_vocab()
     template = auto.chat_template or ""
     template = "".join(template.values()) if isinstance(template, dict) else template
     if config.template is not None:
         template = read_text_file(Path(config.template), follow_links=True) or template
-    added = [
+    new_tokens = [
         AddedToken(
             text, normalized=False, special=text in template or _CONTROL.fullmatch(text) is not None
         )
         for text in config.new_token_texts
-        if text not in known
+        if text not in added_vocab
     ]
-    before = auto.get_vocab()
+    old_vocab = auto.get_vocab()
     with library_errors(location):
-        for is_special, alike in groupby(added, lambda each: each.special):
-            auto.add_tokens([*alike], special_tokens=is_special)
+        for is_special, tokens in groupby(new_tokens, lambda each: each.special):
+            auto.add_tokens([*tokens], special_tokens=is_special)
     files = tokenizer.files_as_saved()
     if tokenizer.model_config is not None:
         files[CONFIG_JSON] = tokenizer.model_config
     extended = FileTokenizer(tokenizer.name, files)
     vocab = extended.hf.get_vocab()
-    ids = sorted(vocab.get(text, -1) for text in config.new_token_texts if text not in before)
+    ids = sorted(vocab.get(text, -1) for text in config.new_token_texts if text not in old_vocab)
     if ids != [*range(size, size + len(ids))]:
         raise UsageError(f"{location}: the tokenizer {tokenizer.name} cannot get these tokens")
     extended.first_new_id = size if ids else None

@@ -76,8 +76,8 @@ class ChatSetup:
 def open_chat_setup(config: DataConfig, seed: int) -> ChatSetup:
     """Open the tokenizer and the chat template; UsageError if the tokenizer can't be used."""
     if config.tokenizer in (None, BYTE_TOKENIZER):
-        way = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
-        raise UsageError(f"data=chat: requires a model's tokenizer; {way}")
+        hint = "set model=hf model.path=DIR, or data.tokenizer=DIR; or data=text, for rows of text"
+        raise UsageError(f"data=chat: requires a model's tokenizer; {hint}")
     today = _date(config.date)
     tokenizer = open_run_tokenizer(config)
     assert isinstance(tokenizer, FileTokenizer)
@@ -106,7 +106,7 @@ def open_chats(
     if not (counts.get("marked") or counts.get("found")):
         template = None  # all rows are plain text
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
-    train, val = (_part(entry, part, packing, str(config.path)) for part in SPLITS)
+    train, val = (_documents(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
     summary = data_files.summary(validates=config.uses_validation_files)
     about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
@@ -130,8 +130,8 @@ def open_chats(
 
 
 def has_cached_chats(setup: ChatSetup, config: DataConfig, files: DataFiles) -> bool:
-    known = read_cache(_checksums_entry_name(files))
-    return known is not None and read_cache(_entry_name(config, files, setup)) is not None
+    sums = read_cache(_checksums_entry_name(files))
+    return sums is not None and read_cache(_entry_name(config, files, setup)) is not None
 
 
 def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> CacheEntry:
@@ -146,19 +146,19 @@ def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> 
     return write_cache(name, tokenized.arrays, facts)
 
 
-def _part(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
+def _documents(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
     if f"{name}.tokens" not in entry.arrays:
         return None
     keys = [f"{name}.{each}" for each in ("tokens", "trained", "starts")]
-    tokens, trained, starts = (entry.arrays[each] for each in keys)
+    tokens, loss_mask, starts = (entry.arrays[each] for each in keys)
     checksum = "".join(entry.checksums[each] for each in keys)
     origin = origin if name == "train" else "the validation data"
-    return DocumentSet(tokens, trained, starts, packing, origin, checksum)
+    return DocumentSet(tokens, loss_mask, starts, packing, origin, checksum)
 
 
-def _first_prompt(part: DocumentSet) -> tuple[int, ...]:
-    tokens, trained = part[0]
-    answers = np.flatnonzero(trained[1:]) + 1
+def _first_prompt(documents: DocumentSet) -> tuple[int, ...]:
+    tokens, loss_mask = documents[0]
+    answers = np.flatnonzero(loss_mask[1:]) + 1
     return tuple(int(each) for each in tokens[: answers[0] if len(answers) else len(tokens)])
 
 

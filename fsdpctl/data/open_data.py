@@ -51,10 +51,10 @@ def open_data(
     if config.name == STDLIB:
         return open_one(config, _PATH)
     if config.val_path is None:
-        return _opened(open_one, config, _PATH)
-    alone = replace(config, val_path=None, val_fraction=0.0)
+        return _open(open_one, config, _PATH)
+    one_source = replace(config, val_path=None, val_fraction=0.0)
     train, val = (
-        _opened(open_one, replace(alone, path=path), key)
+        _open(open_one, replace(one_source, path=path), key)
         for path, key in ((config.path, _PATH), (config.val_path, _VAL_PATH))
     )
     check_same_tokenizer(str(config.path), train, config.val_path, val)
@@ -68,9 +68,7 @@ def open_data(
     )
 
 
-def _opened(
-    open_one: Callable[[DataConfig, str], DataSet], config: DataConfig, key: str
-) -> DataSet:
+def _open(open_one: Callable[[DataConfig, str], DataSet], config: DataConfig, key: str) -> DataSet:
     sources = sources_in(str(config.path), key)
     if key == _VAL_PATH and any(each.share is not None for each in sources):
         raise UsageError(f"{key}={config.path}: shares are only valid in data.path")
@@ -123,9 +121,9 @@ def _check_tokenizer(key: str, file: TokenFile, tokenizer: Tokenizer) -> tuple[s
         return (f"{path} ({file.format}) names {named}: read as tokens of {tokenizer.name}",)
     if file.tokenizer_xxh3 == tokenizer.checksum:
         return ()
-    same = file.tokenizer == tokenizer.name
+    other = "an earlier version" if file.tokenizer == tokenizer.name else file.tokenizer
     raise UsageError(
-        f"{key}={path}: expected tokens of the tokenizer {tokenizer.name}, got those of "
-        f"{'an earlier version of it' if same else file.tokenizer}; run `fsdpctl tokenize SRC "
-        f"{path} --tokenizer {tokenizer.name} --overwrite`, or set model.init=random"
+        f"{key}={path}: expected tokens of the tokenizer {tokenizer.name}, got tokens of {other}; "
+        f"run `fsdpctl tokenize SRC {path} --tokenizer {tokenizer.name} --overwrite`, or set "
+        "model.init=random"
     )

@@ -32,8 +32,9 @@ class Sample:
         documents, start = [], 0
         for length in self.lengths or (len(self.tokens),):
             end = start + length
-            after = [int(self.targets[end - 1])] if self.targets[end - 1] != IGNORE_INDEX else []
-            documents.append([*self.tokens[start:end].tolist(), *after])
+            documents.append(self.tokens[start:end].tolist())
+            if self.targets[end - 1] != IGNORE_INDEX:
+                documents[-1].append(int(self.targets[end - 1]))
             start = end
         return documents[:-1] if self.padding else documents
 
@@ -181,14 +182,14 @@ class PackedSamples(Samples):
             self._sequences = [[int(number)] for number in numbers]
 
     def _count_trained(self, too_long: Mask) -> Numbers:
-        starts, flags = self._documents.starts, self._documents.trained
+        starts, loss_mask = self._documents.starts, self._documents.trained
         if not len(self._lengths):
             return self._lengths
-        counts: Numbers = np.add.reduceat(flags, starts[:-1], dtype=np.int64)
-        counts -= flags[starts[:-1]]  # the first token of a document is never a target
+        counts: Numbers = np.add.reduceat(loss_mask, starts[:-1], dtype=np.int64)
+        counts -= loss_mask[starts[:-1]]  # the first token of a document is never a target
         for number in np.flatnonzero(too_long):
             start = starts[number]
-            counts[number] = flags[start + 1 : start + self.seq_len + 1].sum()
+            counts[number] = loss_mask[start + 1 : start + self.seq_len + 1].sum()
         return counts
 
     @property

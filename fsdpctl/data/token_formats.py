@@ -152,10 +152,10 @@ def open_token_files(
             if expected != got:
                 problem = f"{fact}: expected {expected}, as in {first.shard.path}, got {got}"
                 raise UsageError(f"{key}: {other.shard.path}: {problem}")
-    lacking = [each.shard.path for each in opened if each.shard.loss_mask is None]
-    if lacking and len(lacking) < len(opened):
+    unmasked = [each.shard.path for each in opened if each.shard.loss_mask is None]
+    if unmasked and len(unmasked) < len(opened):
         problem = "not found; expected one next to every token file, or none"
-        raise UsageError(f"{key}: {lacking[0]}{LOSS_MASK_SUFFIX}: {problem}")
+        raise UsageError(f"{key}: {unmasked[0]}{LOSS_MASK_SUFFIX}: {problem}")
     count = len(data_files.train)
     return TokenFiles(opened[:count], opened[count:], data_files)
 
@@ -244,7 +244,7 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _ours(file: _OpenedFile) -> TokenFile:
+def _fsdpctl(file: _OpenedFile) -> TokenFile:
     sidecar = file.path.with_suffix(".json")
     content = read_json(sidecar, dict[str, Any], follow_links=True)
     noun = "the header of a token file"
@@ -365,6 +365,6 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
 
 
 _READERS: dict[str, Callable[[_OpenedFile], TokenFile]] = {
-    "fsdpctl": _ours, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
+    "fsdpctl": _fsdpctl, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
     "numpy": _numpy, "uint16": _raw("uint16"), "uint32": _raw("uint32"),
 }  # fmt: skip

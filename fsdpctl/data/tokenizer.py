@@ -65,8 +65,8 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text, with replacement characters for bytes that aren't UTF-8."""
-        known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
-        return known.decode("utf-8", errors="replace")
+        content = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
+        return content.decode("utf-8", errors="replace")
 
     def decode_stream(self, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text of generated tokens as soon as their characters are complete."""
@@ -147,12 +147,12 @@ class FileTokenizer:
             raise UsageError(f"{self._location}: {problem}")
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
+        plain, with_added = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
         size = len(plain)
-        for start in range(len(whole) - size + 1):
-            if whole[start : start + size] == plain:
-                return whole[:start], whole[start + size :]
-        return whole, []
+        for start in range(len(with_added) - size + 1):
+            if with_added[start : start + size] == plain:
+                return with_added[:start], with_added[start + size :]
+        return with_added, []
 
     @cached_property
     def checksum(self) -> str:
@@ -223,18 +223,18 @@ class FileTokenizer:
         context = self._backend.encode(context_text, add_special_tokens=False)
         spans = np.array(context.offsets, dtype=np.int64).reshape(-1, 2)
         starts, stops = spans.T + cut - CONTEXT_CHARS
-        alone = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
-        if len(alone):
-            number = int(alone[np.abs(starts[alone] - cut).argmin()])
+        candidates = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
+        if len(candidates):
+            context_index = int(candidates[np.abs(starts[candidates] - cut).argmin()])
             half = CONTEXT_CHARS // 2
             first, last = np.searchsorted(starts, (cut - half, cut + half))
-            index = encoding.char_to_token(int(starts[number]))
-            shift = len(ids) if index is None else index - number
-            theirs = range(max(0, first + shift), min(len(ids), last + shift))
-            ours = [(context.ids[n], (starts[n], stops[n])) for n in range(first, last)]
+            index = encoding.char_to_token(int(starts[context_index]))
+            shift = len(ids) if index is None else index - context_index
+            indices = range(max(0, first + shift), min(len(ids), last + shift))
+            expected = [(context.ids[n], (starts[n], stops[n])) for n in range(first, last)]
             # In repetitions of a character, ids agree at every shift, but their spans don't.
-            is_same = [(ids[n], encoding.token_to_chars(n)) for n in theirs] == ours
-            if index is not None and first <= number < last and is_same:
+            is_same = [(ids[n], encoding.token_to_chars(n)) for n in indices] == expected
+            if index is not None and first <= context_index < last and is_same:
                 return index
         raise UsageError(
             f"{self._location}: the tokens of a long text depend on text that is far away; split "
@@ -330,10 +330,10 @@ def _backend(auto: Any) -> JsonTokenizer | None:
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
-    kind = type(auto)
+    cls = type(auto)
     if not isinstance(auto, Fast):
         return None
-    if (kind._encode_plus, kind.__call__) != (Fast._encode_plus, Fast.__call__):
+    if (cls._encode_plus, cls.__call__) != (Fast._encode_plus, Fast.__call__):
         return None
     backend: JsonTokenizer = auto.backend_tokenizer
     backend.no_truncation()

@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     TEMPLATE_JSON,
 )  # fmt: skip
 _CLASS_KEYS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
-_IGNORED_KEYS = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
+_IGNORED_KEYS = ("tokenizer_object", "gguf_file", "fast_selected", "init_inputs")
 _TEMPLATE_PIECE = f"{TEMPLATES}/"
 
 
@@ -70,7 +70,7 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
 
 
 @lru_cache(maxsize=2)
-def _files_of_gguf(path: Path, changed: int) -> dict[str, bytes]:
+def _files_of_gguf(path: Path, mtime_ns: int) -> dict[str, bytes]:
     files = {CONFIG_JSON: json.dumps(config_of_gguf(path)).encode()}
     if not has_tokenizer(path):
         return files
@@ -115,9 +115,9 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
     UsageError if a file is damaged, or if transformers can't load the tokenizer.
     """
     location = f"tokenizer {name}"
-    copied = _copied(files, location)
+    contents = _files_to_copy(files, location)
     with library_errors(location), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
-        for each, content in copied.items():
+        for each, content in contents.items():
             path = Path(folder, each)
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
@@ -131,11 +131,11 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
             if auto.vocab_files_names and not files.keys() & set(VOCABULARIES[1:]):
                 raise ValueError
         except Exception as error:
-            raise _refusal(name, str(error).replace(folder, name), files) from None
+            raise _load_error(name, str(error).replace(folder, name), files) from None
     return auto
 
 
-def _refusal(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
+def _load_error(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
     if "trust_remote_code" in text:
         problem = "requires code in the directory (auto_map), which fsdpctl does not run"
     elif TOKENIZER_JSON in files:
@@ -165,30 +165,30 @@ def library_errors(location: str) -> Iterator[None]:
         raise UsageError(f"{location}: {' '.join(str(error).split()):.200}") from None
 
 
-def _copied(files: Mapping[str, bytes], location: str) -> dict[str, bytes]:
+def _files_to_copy(files: Mapping[str, bytes], location: str) -> dict[str, bytes]:
     """Return the files that transformers may read, after checks that transformers omits."""
     names = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATE_PIECE))
-    known = {name: files[name] for name in names}
+    selected = {name: files[name] for name in names}
     parsed = {
         name: parse_json(content, dict[str, Any], f"{location}: {name}")
         for name, content in files.items()
-        if name.endswith(".json") and (name in known or name == CONFIG_JSON)
+        if name.endswith(".json") and (name in selected or name == CONFIG_JSON)
     }
-    changed = {}
+    contents = {}
     if TOKENIZER_CONFIG in parsed:
         settings = parsed[TOKENIZER_CONFIG]
-        if settings.get("fast_tokenizer_files", [TOKENIZER_JSON]) != [TOKENIZER_JSON]:
-            problem = f"fast_tokenizer_files in {TOKENIZER_CONFIG}: not supported"
+        if settings.get("fast_selected", [TOKENIZER_JSON]) != [TOKENIZER_JSON]:
+            problem = f"fast_selected in {TOKENIZER_CONFIG}: not supported"
             raise UsageError(f"{location}: {problem}")
         # A path in the settings could lead out of the directory.
-        changed[TOKENIZER_CONFIG] = {
+        contents[TOKENIZER_CONFIG] = {
             key: value
             for key, value in settings.items()
             if key not in _IGNORED_KEYS and not key.endswith("_file")
         }
     if CONFIG_JSON in parsed:
-        changed[CONFIG_JSON] = class_keys(files[CONFIG_JSON])
-    return known | {name: json.dumps(content).encode() for name, content in changed.items()}
+        contents[CONFIG_JSON] = class_keys(files[CONFIG_JSON])
+    return selected | {name: json.dumps(content).encode() for name, content in contents.items()}
 
 
 def class_keys(content: bytes | None) -> dict[str, Any]:

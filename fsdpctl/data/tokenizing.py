@@ -108,8 +108,8 @@ def tokenize_files(
     with os_errors_as(output.path), closing(_Writer(output, tokenizer, state)) as writer:
         size = sum(each.stat().st_size for each in data_files.train)
         with doing("tokenizing", BYTES, size) as advance:
-            most = PIECE_BYTES if tokenizer.splits_text else None
-            pieces = documents(data_files, "SRC", skipped, most, advance)
+            max_bytes = PIECE_BYTES if tokenizer.splits_text else None
+            pieces = documents(data_files, "SRC", skipped, max_bytes, advance)
             for batch, tokens in _encoded(islice(pieces, state.pieces, None), tokenizer):
                 writer.write(batch, tokens)
         if not state.total:

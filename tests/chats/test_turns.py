@@ -167,7 +167,7 @@ NOT_FOUND = {
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "no control token .* ends",
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}"
-    "{% endfor %}": "its beginning was not found: .* add_generation_prompt",
+    "{% endfor %}": "beginning not found: .* add_generation_prompt",
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}": (
         "message 2: the chat template drops this message"
     ),

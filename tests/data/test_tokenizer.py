@@ -166,10 +166,10 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
         return open_data(DataConfig("tokens", path, tokenizer=str(folder))).tokenizer.name
 
     assert opened("mine") == str(folder)
-    with pytest.raises(UsageError, match=rf"expected tokens of .*{folder}, got those of bytes"):
+    with pytest.raises(UsageError, match=rf"expected tokens of .*{folder}, got tokens of bytes"):
         opened("raw")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    with pytest.raises(UsageError, match="got those of an earlier version of it"):
+    with pytest.raises(UsageError, match="got tokens of an earlier version"):
         opened("mine")
 
 
