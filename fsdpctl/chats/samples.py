@@ -59,14 +59,14 @@ def samples_of(
     for form in _forms(chat, renderer.takes_json_arguments):
         dialog = Conversation(renderer, form, controls)
         try:
-            whole = dialog.render_prefix(len(form.messages)).text
+            text = dialog.render_prefix(len(form.messages)).text
         except RenderError as error:
             errors.append(error)
             continue
-        if any(str(each["content"]) in whole for each in _messages_with_parts(form)):
+        if any(str(each["content"]) in text for each in _messages_with_parts(form)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
-        if any(_is_written_by_python(each, whole) for each in _arguments(form)):
+        if any(_is_written_by_python(each, text) for each in _arguments(form)):
             errors.append(RenderError("the template writes arguments as Python does"))
             continue
         return _make_samples(dialog, policy)
@@ -144,11 +144,9 @@ def _split(dialog: Conversation, answers: list[Turn]) -> list[ChatSample]:
     while remaining:
         last = remaining[-1]
         text = dialog.render_prefix(last.index + 1).text
-        unchanged = [
-            each for each in remaining if each is last or _is_unchanged(dialog, each, text)
-        ]
-        samples.append(_sample(dialog, last.index + 1, unchanged))
-        remaining = [each for each in remaining if each not in unchanged]
+        equal = [each for each in remaining if each is last or _is_unchanged(dialog, each, text)]
+        samples.append(_sample(dialog, last.index + 1, equal))
+        remaining = [each for each in remaining if each not in equal]
     return samples[::-1]
 
 
@@ -176,7 +174,7 @@ def _sample_of_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample
     return ChatSample(text, spans, dialog.renderer.has_generation_blocks)
 
 
-def _sample_of_all(work: _Work, whole: str) -> ChatSample:
+def _sample_of_all(work: _Work, text: str) -> ChatSample:
     """Return a sample of all messages, trained on everything but answers that the data masks."""
     dialog = work.dialog
     masked = [index for index in dialog.assistant_indices if not dialog.chat.trained[index]]
@@ -184,14 +182,14 @@ def _sample_of_all(work: _Work, whole: str) -> ChatSample:
     for start, stop in _sample_of_rewritten(dialog, masked).spans if masked else []:
         spans.append((position, start))
         position = stop
-    return ChatSample(whole, [*spans, (position, len(whole))])
+    return ChatSample(text, [*spans, (position, len(text))])
 
 
-def _count_texts(work: _Work, whole: str) -> None:
+def _count_texts(work: _Work, rendered: str) -> None:
     controls = work.dialog.control_pattern
     for message in work.dialog.messages:
         text = text_of(message)
         if controls is not None and controls.search(text):
             work.counts["control_tokens"] += 1
-        if message["role"] in ("system", "developer", "user") and text.strip() not in whole:
+        if message["role"] in ("system", "developer", "user") and text.strip() not in rendered:
             work.counts["left_out"] += 1

@@ -41,10 +41,10 @@ def find_turn(dialog: Conversation, index: int, count: int) -> Turn:
     """
     if dialog.renderer.has_generation_blocks:
         return _marked_turn(dialog, index, count)
-    whole = dialog.render_prefix(count).text
+    text = dialog.render_prefix(count).text
     low, high = _content_span(dialog, index, count)
     start, is_prompted = _start(dialog, index, count, low)
-    _check_header(dialog, index, start, whole[start:low], is_prompted=is_prompted)
+    _check_header(dialog, index, start, text[start:low], is_prompted=is_prompted)
     end = _end(dialog, index, count, high)
     return Turn(index, [(start, end)], end)
 
@@ -56,20 +56,20 @@ def _end(dialog: Conversation, index: int, count: int, content: int) -> int:
     both at the end and in the middle of a conversation: Phi-4-mini writes a second token only at
     the end of the conversation.
     """
-    whole, controls = dialog.render_prefix(count).text, dialog.control_pattern
-    first = controls.search(whole, content) if controls else None
+    text, controls = dialog.render_prefix(count).text, dialog.control_pattern
+    first = controls.search(text, content) if controls else None
     if controls is None or first is None:
         raise TurnError(
             f"message {index + 1}: no control token of the tokenizer ends the assistant message, "
-            f"which is followed by {whole[content : content + 40]!r}"
+            f"which is followed by {text[content : content + 40]!r}"
         )
     end, following = first.end(), re.compile(rf"\s*(?:{controls.pattern})")
-    while match := following.match(whole, end):
+    while match := following.match(text, end):
         if count == index + 1:
-            belongs = _is_in_next_prompt(dialog, index, whole[: match.end()], end)
+            belongs = _is_in_next_prompt(dialog, index, text[: match.end()], end)
         else:
             shorter = dialog.render_prefix(index + 1).text.rstrip()
-            belongs = shorter.endswith(whole[first.start() : match.end()])
+            belongs = shorter.endswith(text[first.start() : match.end()])
         if not belongs:
             break
         end = match.end()
@@ -87,47 +87,47 @@ def _is_in_next_prompt(dialog: Conversation, index: int, text: str, end: int) ->
 
 
 def _content_span(dialog: Conversation, index: int, count: int) -> tuple[int, int]:
-    whole = dialog.render_prefix(count).text
-    span = _changing_span(dialog, index, dialog.messages[:count], whole)
+    text = dialog.render_prefix(count).text
+    span = _changing_span(dialog, index, dialog.messages[:count], text)
     if span is None:
         raise TurnError(f"message {index + 1}: the chat template drops this message")
     low, high = span
-    inside = dialog.control_pattern.findall(whole, low, high) if dialog.control_pattern else []
+    inside = dialog.control_pattern.findall(text, low, high) if dialog.control_pattern else []
     if foreign := first_absent(inside, str(dialog.messages[index])):
         problem = f"boundaries not found: the span that changes with its text contains {foreign}"
         raise TurnError(f"message {index + 1}: {problem}")
     return low, high
 
 
-def first_absent(texts: Sequence[str], text: Container[str]) -> str | None:
-    """Return the first of `words` that is not in `text`, or None; equal words are searched once."""
-    return next((each for each in dict.fromkeys(texts) if each not in text), None)
+def first_absent(tokens: Sequence[str], text: Container[str]) -> str | None:
+    """Return the first token that is not in `text`, or None; equal tokens are searched once."""
+    return next((each for each in dict.fromkeys(tokens) if each not in text), None)
 
 
 def _changing_span(
-    dialog: Conversation, index: int, messages: list[Message], whole: str
+    dialog: Conversation, index: int, messages: list[Message], text: str
 ) -> tuple[int, int] | None:
-    low, high = len(whole), 0
+    low, high = len(text), 0
     for filler in fillers_for(messages[index]):
         other = dialog.render(_with_message(messages, index, filler)).text
-        start, stop = _difference(whole, other) or (low, high)
+        start, stop = _difference(text, other) or (low, high)
         low, high = min(low, start), max(high, stop)
     return (low, high) if low <= high else None
 
 
 def _start(dialog: Conversation, index: int, count: int, content: int) -> tuple[int, bool]:
     """Return where the message's prompt ends, and whether the rendering begins with the prompt."""
-    whole, prompt = dialog.render_prefix(count).text, dialog.prompt_for(index).text
-    if whole.startswith(prompt):
+    text, prompt = dialog.render_prefix(count).text, dialog.prompt_for(index).text
+    if text.startswith(prompt):
         return len(prompt), True
     # The prompt renders earlier messages differently: compare the text after the previous message.
     ends = _ends_of_message_before(dialog, index, count)
     if ends is None:
-        return min(common_prefix(whole, prompt), content), False
-    in_prompt, in_whole = ends
+        return min(common_prefix(text, prompt), content), False
+    in_prompt, in_text = ends
     header = prompt[in_prompt:]
-    num_same = common_prefix(header, whole[in_whole:])
-    start = in_whole + num_same
+    num_same = common_prefix(header, text[in_text:])
+    start = in_text + num_same
     return start if num_same == len(header) else min(start, content), False
 
 
@@ -137,10 +137,10 @@ def _ends_of_message_before(dialog: Conversation, index: int, count: int) -> tup
         return None
     ends = []
     for messages, prompted in ((dialog.messages[:index], True), (dialog.messages[:count], False)):
-        whole = dialog.render(messages, has_prompt=prompted).text
+        text = dialog.render(messages, has_prompt=prompted).text
         filler = fillers_for(messages[index - 1])[0]
         changed = _with_message(messages, index - 1, filler)
-        span = _difference(whole, dialog.render(changed, has_prompt=prompted).text)
+        span = _difference(text, dialog.render(changed, has_prompt=prompted).text)
         if span is None:
             return None
         ends.append(span[1])
@@ -151,44 +151,43 @@ def _with_message(messages: list[Message], index: int, filler: str) -> list[Mess
     return [*messages[:index], with_filler(messages[index], filler), *messages[index + 1 :]]
 
 
-def _difference(whole: str, other: str) -> tuple[int, int] | None:
-    if other == whole:
+def _difference(text: str, other: str) -> tuple[int, int] | None:
+    if other == text:
         return None
-    num_same = common_prefix(whole, other)
-    limit = min(len(whole), len(other)) - num_same
-    return num_same, len(whole) - min(common_prefix(whole[::-1], other[::-1]), limit)
+    num_same = common_prefix(text, other)
+    limit = min(len(text), len(other)) - num_same
+    return num_same, len(text) - min(common_prefix(text[::-1], other[::-1]), limit)
 
 
 def _check_header(
-    dialog: Conversation, index: int, start: int, text_before: str, *, is_prompted: bool
+    dialog: Conversation, index: int, start: int, prefix: str, *, is_prompted: bool
 ) -> None:
     """Check that a trained span doesn't begin with the header of assistant messages.
 
-    `ahead` is the text between `start` and the content. It may be whitespace, reasoning, or the
+    `prefix` is the text between `start` and the content. It may be whitespace, reasoning, or the
     opening of a tool call. If the template supports add_generation_prompt, the prompt already
     contains the header.
     """
-    if not text_before.strip():
+    if not prefix.strip():
         return
     if is_prompted:
         has_prompt = dialog.render_prefix(index).text != dialog.prompt_for(index).text
         if has_prompt or not _text_before_plain(dialog, index, start).strip():
             return
         reason = "the template ignores add_generation_prompt"
-    elif dialog.control_pattern is None or dialog.control_pattern.search(text_before) is None:
+    elif dialog.control_pattern is None or dialog.control_pattern.search(prefix) is None:
         return
     else:
         reason = "the rendering does not begin with the prompt"
-    header = repr(text_before.strip()[:40])
-    problem = f"beginning not found: {reason}, and {header} precedes the content"
+    problem = f"beginning not found: {reason}, and {prefix.strip()[:40]!r} precedes the content"
     raise TurnError(f"message {index + 1}: {problem}")
 
 
 def _text_before_plain(dialog: Conversation, index: int, start: int) -> str:
     messages = [*dialog.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
-    whole = dialog.render(messages).text
-    span = _changing_span(dialog, index, messages, whole)
-    return whole[start : span[0]] if span else whole[start:]
+    text = dialog.render(messages).text
+    span = _changing_span(dialog, index, messages, text)
+    return text[start : span[0]] if span else text[start:]
 
 
 def common_prefix(one: str, other: str) -> int:

@@ -216,7 +216,7 @@ class RemoteCheckpoints:
         return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
-        return [name for name, is_whole in self._find().items() if is_whole]
+        return [name for name, is_complete in self._find().items() if is_complete]
 
     def newest(self) -> "RemoteCheckpoint | None":
         """Return the newest complete checkpoint, or None; errors suggest an older checkpoint."""
@@ -253,7 +253,7 @@ class RemoteCheckpoints:
         if manifest.exists():
             if not _difference(local_manifest, manifest):
                 return
-            manifest.remove()  # first, so that a mix of two checkpoints is never complete
+            manifest.remove()  # a mix of two checkpoints must never have a manifest
         uploaded = read_manifest(folder)
         for name in (*uploaded.files, *uploaded.attachments):
             _upload_file(folder / name, location.child(name))
@@ -264,10 +264,10 @@ class RemoteCheckpoints:
             raise
 
     def remove_expired(self, keep: CheckpointConfig, newest: Path) -> None:
-        """Delete the checkpoints that `keep` does not keep, and incomplete ones before `newest`."""
+        """Delete the checkpoints that `keep` expires, and incomplete ones before `newest`."""
         kept_names = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
         checkpoints = self._find()
-        complete = [each for each, is_whole in checkpoints.items() if is_whole]
+        complete = [each for each, is_complete in checkpoints.items() if is_complete]
         incomplete = [
             each for each in checkpoints if each not in complete and step_of(each) < step_of(newest)
         ]
@@ -295,9 +295,7 @@ def open_checkpoint(source: str) -> CheckpointReader:
         return RemoteCheckpoints(parent).open(name)
     newest = RemoteCheckpoints(source).newest()
     if newest is None:
-        raise UsageError(
-            f"{source}: no complete checkpoint found; expected the URL of a run or of a checkpoint"
-        )
+        raise UsageError(f"{source}: no complete checkpoint found; expected a run or a checkpoint")
     return newest.open()
 
 
@@ -322,8 +320,8 @@ def _difference(path: Path, file: StoredFile) -> str:
 
     def compare(part: tuple[str, int, int]) -> bool:
         _, start, stop = part
-        with path.open("rb", buffering=0) as file_here:
-            return os.pread(file_here.fileno(), stop - start, start) == file.read(start, stop)
+        with path.open("rb", buffering=0) as local_file:
+            return os.pread(local_file.fileno(), stop - start, start) == file.read(start, stop)
 
     try:
         is_same = file.size() == size and all(list(TRANSFERS.map(compare, byte_ranges({"": size}))))

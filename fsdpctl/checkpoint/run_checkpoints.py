@@ -97,8 +97,8 @@ def find_checkpoint(source: Path) -> Path:
                 "`fsdpctl consolidate-checkpoint` or to train --resume"
             )
         raise UsageError(f"{source}: directory not found{nearest_run_hint(source)}")
-    if not (source / run_files.RUN_CONFIG).is_file() and (known := newest_runs_hint(source)):
-        raise UsageError(f"{source}: holds runs; expected one of them{known}")
+    if not (source / run_files.RUN_CONFIG).is_file() and (runs_hint := newest_runs_hint(source)):
+        raise UsageError(f"{source}: holds runs; expected one of them{runs_hint}")
     run_files.check_run_files(source)
     if _is_complete(source) or run_files.STEP.fullmatch(source.resolve().name):
         return source

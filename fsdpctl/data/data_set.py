@@ -125,6 +125,6 @@ def check_same_tokenizer(path: str, one: DataSet, other_path: str, other: DataSe
     same_tokenizer = other.tokenizer.checksum == one.tokenizer.checksum
     if not same_tokenizer or other.vocab_size != one.vocab_size:
         raise UsageError(
-            f"{other_path}: tokens of {other.tokenizer.name}, {other.vocab_size:,} different ones, "
-            f"unlike those of {path}: of {one.tokenizer.name}, {one.vocab_size:,}"
+            f"{other_path}: expected tokens of {one.tokenizer.name} ({one.vocab_size:,} tokens), "
+            f"as in {path}, got tokens of {other.tokenizer.name} ({other.vocab_size:,} tokens)"
         )

@@ -30,10 +30,10 @@ class EstimatedData:
             return EstimatedSamples(seq_len, (self.num_tokens - 1) // seq_len)
         rows, shares = self.excerpt.samples(seq_len), self.excerpt.packing.shares_sequences
         # The last sequences of an excerpt are packed less densely than the sequences of all data.
-        most = max(rows.num_tokens / seq_len, len(rows) - shares)
+        num_sequences = max(rows.num_tokens / seq_len, len(rows) - shares)
         lengths = np.minimum(self.excerpt.lengths, seq_len if shares else 1)
         part = 1 if self.fractions is None else np.dot(lengths, self.fractions) / lengths.sum()
-        return EstimatedSamples(seq_len, round(self.scale * most * part))
+        return EstimatedSamples(seq_len, round(self.scale * num_sequences * part))
 
 
 @dataclass(frozen=True)

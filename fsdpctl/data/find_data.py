@@ -95,7 +95,7 @@ def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> D
         raise repository.missing_error(missing)
     with repository.locked():
         repository.fetch(lambda _: names)
-    # Now that the files are here, their content tells more than their names.
+    # Select again: the content of fetched files tells more than the names.
     return _select(repository, snapshot, config_split, option)
 
 

@@ -2,7 +2,7 @@
 
 A four-round Feistel network permutes the smallest power of four that contains the indices. Results
 outside the range are permuted again until they are inside (cycle walking, Black and Rogaway 2002).
-The result is a permutation of the range, of which nothing needs to be stored.
+The result is a permutation of the range. It is computed when it is needed and not stored.
 """
 
 from collections import defaultdict

@@ -47,8 +47,8 @@ class TokenStream:
 
 def concatenated(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
     sizes = [each.num_bytes for each in files]
-    known = [each for each in sizes if each is not None]
-    size = sum(known) if len(known) == len(files) else None
+    known_sizes = [each for each in sizes if each is not None]
+    size = sum(known_sizes) if len(known_sizes) == len(files) else None
     checksum = files[0].xxh3 if len(files) == 1 and files[0].xxh3 else _fingerprint(files)
     tokens = ShardTokens([each.shard for each in files])
     return TokenStream(tokens, size, checksum, origin, isolates)

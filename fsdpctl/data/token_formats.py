@@ -356,9 +356,9 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     if len(ids) < 64:
         return ""
     if is_half[1::2].mean() > 0.99 and is_half[::2].mean() < 0.9:
-        way_on = "set data.format=uint32" if size == 2 else "convert them to uint32"
+        next_step = "set data.format=uint32" if size == 2 else "convert them to uint32"
         problem = f"nearly every second id is 0: the ids probably have {2 * size} bytes"
-        return f"{problem}; {way_on}"
+        return f"{problem}; {next_step}"
     if np.median(ids) >= 1 << 20:  # more than the size of any vocabulary
         return "most ids exceed a million: the ids probably have 2 bytes; set data.format=uint16"
     return ""

@@ -273,7 +273,7 @@ class FileTokenizer:
         return EncodedText(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize the prompt; an empty prompt becomes the EOS token, as of a previous document."""
+        """Tokenize the prompt; an empty prompt becomes EOS, the token that ends other documents."""
         with library_errors(self._location):
             tokens = next(self._ids([prompt], adds=add_special_tokens))
         return tokens or [self.eos_id or 0]

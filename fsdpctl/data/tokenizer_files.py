@@ -152,8 +152,8 @@ def _load_error(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
 def library_errors(location: str) -> Iterator[None]:
     """Convert exceptions and panics of tokenizer libraries to UsageError.
 
-    A panic of Rust is not an `Exception`, and the library prints it before Python sees it. So all
-    exceptions are caught, and standard error is redirected.
+    A panic of Rust is not an `Exception`, and the library prints panics before Python sees them.
+    So all exceptions are caught, and standard error is redirected.
     """
     try:
         with silenced_stderr(), warnings.catch_warnings():
