@@ -94,7 +94,7 @@ class OffloadedInput:
         *,
         stays: bool,
     ) -> None:
-        """Start the copy; an input that `stays` is not copied. Backward needs `before` next."""
+        """Start the copy; an input that `stays` is not copied. Backward needs `previous` next."""
         self.number = number
         self.tensor: Tensor | None = value  # for the block
         self._inputs = inputs

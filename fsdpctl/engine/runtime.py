@@ -82,13 +82,11 @@ class ParamSync:
                 self.accounting.free(BufferKind.GRADS, name, number)
                 if each:
                     self.accounting.allocate(BufferKind.OFFLOADING, name, number, each[0].nbytes)
-            self._arriving[name] = [Handle(partial(self._finish_step, unit, task, gradients))]
+            self._arriving[name] = [Handle(partial(self._end_step, unit, task, gradients))]
         if not (self.overlaps or self._strategy.shards_params):
             self.finish()
 
-    def _finish_step(
-        self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]
-    ) -> Tensor:
+    def _end_step(self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]) -> Tensor:
         """Wait until the host has stepped a unit, and send its masters to other ranks."""
         task.wait()
         for number, each in enumerate(gradients):

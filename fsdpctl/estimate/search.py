@@ -162,7 +162,7 @@ class _CandidateSearch:
         raise AssertionError  # the gap shrinks
 
     def _interpolate(self, lighter: Point, fitting: Point) -> int:
-        """Return the steps from `over` until the line to `fits` is at the limit; 0: unknown."""
+        """Return the steps from `lighter` until the line to `fitting` is at the limit, or 0."""
         most, least = self._estimate(lighter), self._estimate(fitting)
         if most is None or least is None:
             return 0

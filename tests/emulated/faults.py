@@ -139,7 +139,7 @@ _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] =
      lambda right, *given: (Handle(lambda: torch.empty(0)), right(*given)[1])),
     ("the_record_is_made_on_the_host", record, "sum_of_squares", (Case(),),
      lambda right, model: right(model).cpu()),
-    ("a_part_lands_in_the_place_of_another_rank", HostParams, "send", (PARAMS,),
+    ("a_part_lands_in_the_place_of_another_rank", HostParams, "copy_to_device", (PARAMS,),
      lambda right, own, target, part: right(
          own, target, part.flip(0) if target.is_cuda else part)),
 )  # fmt: skip
@@ -154,12 +154,12 @@ def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given)
     return right(self, *given)
 
 
-@instead(HostParams, "send", PARAMS, STEPPED_FP32)
+@instead(HostParams, "copy_to_device", PARAMS, STEPPED_FP32)
 def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *given: Any) -> None:
     right(self, *given)
 
 
-@instead(HostParams, "send", PARAMS, STEPPED_FP32)
+@instead(HostParams, "copy_to_device", PARAMS, STEPPED_FP32)
 def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParams, *given: Any) -> Any:
     with mock.patch.object(Copier, "record_event", _nothing):
         return right(self, *given)
@@ -193,7 +193,7 @@ def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
     return found[0] if found[0].is_pinned() else found.pop()
 
 
-@instead(HostParams, "send", PARAMS)
+@instead(HostParams, "copy_to_device", PARAMS)
 def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, part: Tensor) -> None:
     target.copy_(part)
 

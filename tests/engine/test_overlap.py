@@ -163,7 +163,7 @@ def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, 
         clock.start("copy")
         return right(self, *given)
 
-    with mock.patch.object(HostParams, "send", sent):
+    with mock.patch.object(HostParams, "copy_to_device", sent):
         run("full_shard", Prefetch(depth, depth), clock, offload="all")
     assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are in slots
     moving = DELAY + gathering
