@@ -106,7 +106,7 @@ def checked_responses(home: str, silence: float = _TIMEOUT) -> Iterator[list[int
 
 
 class _ResponseChecks:
-    """Checks the requests and responses of a download."""
+    """The checks of the requests and responses of a download."""
 
     def __init__(self, home: str, silence: float = _TIMEOUT) -> None:
         self.answered, self._silence = [0], silence

@@ -32,7 +32,7 @@ COMPILE_FAILED = "torch.compile failed"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one worker failed."""
+    """The failure of one worker."""
 
     rank: int
     host: str
@@ -78,7 +78,7 @@ def _innermost_error(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcome:
-    """How the workers of one launcher exited, as reported to the other launchers."""
+    """The exit of one launcher's workers, as reported to the other launchers."""
 
     failures: tuple[Failure, ...] = ()
     stop_signal: int | None = None  # received by the launcher
@@ -96,7 +96,7 @@ class NodeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """How a round ended; without a failure or an early stop, all workers finished."""
+    """The end of a round; without a failure or an early stop, all workers finished."""
 
     failures: tuple[Failure, ...]
     stop_signal: int | None  # received by this launcher

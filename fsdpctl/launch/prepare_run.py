@@ -1,4 +1,4 @@
-"""Prepares a run: locks its directory, resolves `auto`, and writes the files that workers read."""
+"""Preparation of a run: its lock, the values of `auto`, and the files that workers read."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Trains in rounds: after a failure, the remaining ranks resume from the newest checkpoint."""
+"""Training in rounds: after a failure, the remaining ranks resume from the newest checkpoint."""
 
 import os
 import time

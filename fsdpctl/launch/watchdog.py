@@ -47,7 +47,7 @@ Ranks = dict[int, psutil.Process]  # running ranks, by local rank
 
 
 class Watchdog:
-    """Watches the ranks of a host in one round; `hang` describes the hung ranks in one line."""
+    """A watch over the ranks of a host in one round; `hang` describes the hung ranks."""
 
     def __init__(
         self,

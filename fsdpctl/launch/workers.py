@@ -176,7 +176,7 @@ class _StoppedEarlyError(BaseException):
 
 
 class _StopRequests:
-    """Forwards the first stop request to the workers in a block; a second Ctrl-C kills them."""
+    """A block that forwards the first stop request to workers; a second Ctrl-C kills them."""
 
     def __init__(self, have_begun: Callable[[], bool], *, is_last: bool) -> None:
         """Prepare; `have_begun()` returns whether workers exist.

@@ -21,7 +21,7 @@ from fsdpctl.comm.flat_shard import (
     trainable_shards,
 )
 
-EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+EPS = 1e-6  # equals that of torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True, slots=True)

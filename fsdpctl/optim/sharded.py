@@ -42,7 +42,7 @@ class SteppedSpan:
 
 
 class ShardedOptimizerMixin(torch.optim.Optimizer):
-    """Mixin for torch optimizers, which makes them step this rank's shards."""
+    """A mixin that makes a torch optimizer step this rank's shards."""
 
     spans: tuple[tuple[SteppedSpan, int], ...]  # spans, each with the index of its group
     steps_on_host = False  # whether the optimizer can step master weights in host memory

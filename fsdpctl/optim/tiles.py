@@ -78,7 +78,7 @@ class Factors:
 
 
 class TiledStep:
-    """Steps spans one after another, with one set of tiles."""
+    """A step of spans, one after another, with one set of tiles."""
 
     def __init__(self, runs: list[SteppedSpan], by: HostScalars, *, is_fused: bool = False) -> None:
         """Prepare to step `runs`; `is_fused` allows fused kernels. Divide by `grad_scale`."""

@@ -165,7 +165,7 @@ class _Piece:
 
 
 class _Replay:
-    """Adds bytes and buffers to planned events."""
+    """A replay of planned events that adds their bytes and buffers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.units: Mapping[str, UnitBytes] = unit_bytes(plan)

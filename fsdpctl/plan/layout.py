@@ -134,7 +134,7 @@ class FlatLayout:
 
     param_spans: tuple[ParamSpan, ...]
     numel: int
-    shard_spans: Sequence[Span]  # one per rank of a replica
+    shard_spans: Sequence[Span]  # a span per rank of a replica
     shares_per_shard: int = 1  # the number of replicas, if replicas share master weights
 
     @property

@@ -114,7 +114,7 @@ class ReductionFlow:
 
 
 class Schedule:
-    """Decides when units are gathered, freed and reduced while a model runs.
+    """The decisions when units are gathered, freed and reduced while a model runs.
 
     The engine calls it from hooks and executes the events that it yields. `step_events` calls it in
     the planned order. Both get the same events if the model runs its units in that order.

@@ -185,7 +185,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All that determines what a rank of fsdpctl's engine allocates, gathers and reduces."""
+    """The plan of what a rank of fsdpctl's engine allocates, gathers and reduces."""
 
     model_layout: ModelLayout
     position: MeshPosition

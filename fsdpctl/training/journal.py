@@ -17,7 +17,7 @@ _MOST_WARNINGS = 100  # warnings in the events of a start
 
 
 class Journal:
-    """Records messages and metrics of a run; any thread may call it. Only rank 0 writes."""
+    """The messages and metrics of a run; any thread may record them. Only rank 0 writes."""
 
     def __init__(
         self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool

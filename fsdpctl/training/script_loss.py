@@ -86,7 +86,7 @@ def _check_result(result: Any) -> tuple[Tensor, int | Tensor, *tuple[Any, ...]]:
 
 
 class NamedSums:
-    """Sums over the passes of this rank; all passes and ranks have the same names."""
+    """The named sums over the passes of this rank; all passes and ranks have equal names."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None  # None: no pass has run

@@ -165,7 +165,7 @@ class Save:
 
 
 class Checkpoints(Callback):
-    """Writes the checkpoints of a run, one at a time, on all ranks at the same steps.
+    """A callback that writes checkpoints, one at a time, on all ranks at the same steps.
 
     In the background mode, training waits only for a copy of this rank's part to host memory. A
     save waits until the previous one is complete.

@@ -67,7 +67,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 class SampleText(Callback):
-    """Generates `train.sample_tokens` tokens after the last step; a stop request ends it."""
+    """A callback that generates tokens after the last step, until a stop is requested."""
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         if error is not None or not run.parts.config.train.sample_tokens:

@@ -18,7 +18,7 @@ _MOST_ENTRIES = 100_000  # entries of the history; a file then has at most a few
 
 
 class HeapTrim(Callback):
-    """Returns the free pages of glibc's heap to the system every 20 steps.
+    """A callback that returns free pages of glibc's heap to the system every 20 steps.
 
     It has no effect with another C library.
 

@@ -17,7 +17,7 @@ _SKIPPED_STEPS = 1
 
 
 class Profiling(Callback):
-    """Traces three steps at the start of a run or on request, into one file per rank.
+    """A callback that traces three steps, at the start or on request, into a file per rank.
 
     https://ui.perfetto.dev and chrome://tracing show `profile/from-step-S-rank-N.json`.
     """

@@ -26,7 +26,7 @@ RESTART = "FSDPCTL_RESTART"  # environment variable: the restart that started th
 
 
 class EstimateReport(Callback):
-    """Compares step time and peak memory with the estimate, after the first steps.
+    """A callback that compares the first steps' time and peak memory with the estimate.
 
     CPU processes report their peak memory after the last step.
     """
@@ -141,7 +141,7 @@ class RunReporter(Callback):
 
 
 class CompilerReport(Callback, logging.Handler):
-    """Warns once if torch.compile gives up on a function, which then runs uncompiled.
+    """A callback that warns once if torch.compile leaves a function uncompiled.
 
     Dynamo only writes a log message, and fsdpctl removes the log of a rank that succeeds.
     """

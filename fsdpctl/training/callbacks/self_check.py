@@ -41,7 +41,7 @@ _ROWS_AT_ONCE = 64
 
 
 class SelfCheck(Callback):
-    """Checks the first step of a start, and stops the run if something is wrong.
+    """A callback that checks the first step of a start, and stops the run if it is wrong.
 
     It warns if the first step that is applied with a learning rate above 0 changes no weight.
     """
