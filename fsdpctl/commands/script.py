@@ -34,7 +34,7 @@ def train(
     in one line and exits with the code of `fsdpctl train`.
 
     Args:
-        module: Any module with values; those of rank 0 are trained.
+        module: Any module with values; the values of rank 0 are trained.
         loss: `loss(module, batch)` returns the sum of the losses of a batch, and the count by which
             the sum is divided, such as the number of samples, pixels or tokens. A third value, a
             dict of other sums by name, is optional: they are divided by the count and reported.

@@ -48,7 +48,7 @@ def interface_of(address: str) -> str | None:
 
 
 def loopback() -> str:
-    """Return the loopback address, that of IPv4 if this machine has one."""
+    """Return the loopback address of IPv4, or of IPv6 if this machine has no IPv4."""
     return LOOPBACK if interface_of(LOOPBACK) or not interface_of("::1") else "::1"
 
 

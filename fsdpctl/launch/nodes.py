@@ -41,7 +41,7 @@ class NodeReport:
     heartbeat: int = 0  # differs in every report
     round_index: int = 0  # the round of the following fields
     states: list[RankState] = field(default_factory=list)  # states of the node's ranks
-    is_stuck: bool = False  # ranks of this node or of another one hang
+    is_stuck: bool = False  # whether ranks of any node hang
     outcome: NodeOutcome | None = None
     # By the index of the round before; only node 0 decides.
     next_rounds: dict[int, RestartRound] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class NodeExchange:
     """The last reports of this node and of the other nodes.
 
     Note: a call on a dead connection blocks for up to 15 minutes, until the kernel closes it. So a
-    thread exchanges all reports on a connection of its own, and callers get the last ones.
+    thread exchanges all reports on a second connection, and callers get the last reports.
     """
 
     def __init__(self, store: Store, node: int, count: int, patience: float) -> None:

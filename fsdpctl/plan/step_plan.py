@@ -71,7 +71,7 @@ def assign_unshard_buffers(
     """Assign unshard buffers to units by their size in bytes.
 
     At most `depth + 1` of the units that share permanent buffers are unsharded at a time. The root
-    and oversized units have buffers of their own, so that they do not enlarge the shared buffers.
+    and oversized units have separate buffers, so that they do not enlarge the shared buffers.
     """
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
     oversized = [unit for unit in forward if nbytes[unit] > limit]

@@ -185,10 +185,10 @@ def _new_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
 
 def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> RunDirState:
     run_dir = Path(str(config.train.run_dir))
-    is_here = _is_run(run_dir)
-    newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_here else None
+    is_run = _is_run(run_dir)
+    newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_run else None
     stored = None if remote is None else remote.newest()
-    if is_here:
+    if is_run:
         # Restarts may have had fewer ranks: the configuration before the first one counts.
         first = run_dir / LOGS / f"{_RESTART}1"
         stored_config = read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
@@ -199,7 +199,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
         notes = _note_on_latest(run_dir, config)
         return RunDirState(config, ResumeState.NEW, 0, notes=notes)
     previous, current = to_settings(stored_config), to_settings(config)
-    if is_here:
+    if is_run:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, previous, current)
     if stored is not None:  # a different run must not overwrite the store's checkpoints
         _check_same_run(stored.url, stored.url, stored.manifest.config, current)

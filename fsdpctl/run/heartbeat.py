@@ -120,7 +120,7 @@ def record_cause(run_dir: Path, cause: str) -> None:
 
 
 class RunLock:
-    """The lock file of a run, held by a launcher and its workers until the last of them exits."""
+    """The lock file of a run, held until the launcher and all its workers have exited."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK

@@ -48,7 +48,7 @@ class TimeLimit:
     """The time at which a run must stop so that everything is saved within its limit.
 
     A run stops when less time is left than twice the longest step plus three times the longest
-    save. Between two polls, one step runs, and on CUDA another one is in progress. A save that was
+    save. Between two polls, one step runs, and on CUDA a second step is in flight. A save that was
     due may have begun, and the last save follows; the time of a third save is a margin.
     The first step of a start, which compiles and allocates, does not count. The step in progress
     counts with its time so far.

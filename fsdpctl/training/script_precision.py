@@ -4,7 +4,7 @@ Note: the rule is that of Lightning and accelerate with FSDP. Parameters are gat
 floating-point inputs of the module are cast to bf16. The script's loss function runs under
 torch.autocast. Buffers keep their dtype and their values: statistics and position tables stay
 float32, in checkpoints too. If a submodule has floating-point buffers, its parameters are cast to
-the dtype of the buffers; those of a normalization without buffers are cast to float32. Kernels
+the dtype of the buffers; parameters of a normalization without buffers are cast to float32. Kernels
 expect this combination, because parameters are float32 under autocast alone.
 """
 

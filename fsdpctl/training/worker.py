@@ -31,7 +31,7 @@ STATUS_FILE = "FSDPCTL_PAGES"  # environment variable: the file with the status 
 
 _PR_SET_PDEATHSIG = 1
 
-_INTERVAL, _POLL_SECONDS, _MOMENT = 1.0, 0.5, 0.3  # seconds
+_CHECK_SECONDS, _POLL_SECONDS, _SIGNAL_SECONDS = 1.0, 0.5, 0.3
 _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
 
@@ -72,7 +72,7 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
     try:
         wait_for_all()
     except Exception:
-        time.sleep(_MOMENT)
+        time.sleep(_SIGNAL_SECONDS)
         if _stop_signal is not None:
             signal.signal(_stop_signal, signal.SIG_DFL)
             os.kill(os.getpid(), _stop_signal)
@@ -85,7 +85,7 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
     from fsdpctl.errors import StoppedError
     from fsdpctl.training.requests import stop_reason_at_start
 
-    while not _can_save.wait(_INTERVAL):
+    while not _can_save.wait(_CHECK_SECONDS):
         if (reason := stop_reason_at_start(run_dir, seconds, started)) is not None:
             error = StoppedError(f"stopped before there was anything to save ({reason})")
             report_error(error)
