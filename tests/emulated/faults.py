@@ -217,7 +217,7 @@ def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequenc
     for each in buffers:
         if each.shard is not None:
             with torch.cuda.stream(self.reduce_stream):
-                self._own(each).copy_(each.shard)
+                self._own_span(each).copy_(each.shard)
     return right(self, [replace(each, shard=None) for each in buffers])
 
 
