@@ -95,12 +95,12 @@ def test_a_changed_base_is_found(tmp_path: Path, name: str, place: int, *, at_st
     known.verify(alone)  # other files are no change
     later, changed = (
         replace(known, weights=stored(tmp_path, name, place)),
-        "has changed: its weights",
+        "has changed: expected the weights",
     )
     if at_start:
         with pytest.raises(CheckpointError, match=changed):
             later.check_samples(alone)
-        with pytest.raises(CheckpointError, match="differ from those that the run has loaded"):
+        with pytest.raises(CheckpointError, match="expected the weights that the run has loaded"):
             new.verify(alone)
     else:
         later.check_samples(alone)
