@@ -74,7 +74,7 @@ class DataConfig:
     )
     rewritten_turns: str = key(
         "split",
-        "chat: policy for assistant messages that the template rewrites once messages follow: a "
+        "chat: policy for assistant messages that the template rewrites once others follow: a "
         "sample for each message (split), or the rewritten text (keep)",
         choices=REWRITTEN,
     )
