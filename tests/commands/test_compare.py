@@ -159,7 +159,7 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
 
     monkeypatch.setattr(results, "run_briefly", run)
     monkeypatch.setattr(results, "note", lambda *lines: said.extend(lines))
-    monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, here: "math")
+    monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, local: "math")
     # As for a family that keeps the attention of transformers.
     monkeypatch.setattr("fsdpctl.resolve.prepare.adapt_to_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")
