@@ -52,6 +52,7 @@ IN_DOCUMENTS = [
 IN_DOCSTRINGS = [
     r"^(?:Of|What|Those|That|As|Who|Where)\b", r"\bSee that\b", r"Raises: \w+: (?-i:[a-z])",
 ]  # fmt: skip
+IN_COMMENTS = [r"^# (?:[Oo]f|by|[Ii]ts|[Ww]hose|[Ww]hich|[Tt]hose)\b"]
 ALLOWED = {("docs/architecture.md", r"What")}  # its table has questions
 _CODE = re.compile(r"`[^`]*`|https?://\S+")
 
@@ -68,7 +69,8 @@ def findings(path: Path, source: str | None = None) -> Iterator[Finding]:
     """Yield all phrases in one file, or in `source` in its place."""
     name = path.relative_to(ROOT).as_posix()
     for line, text, kind in _texts(path, source or path.read_text(encoding="utf-8")):
-        extra = {"document": IN_DOCUMENTS, "docstring": IN_DOCSTRINGS}.get(kind, [])
+        by_kind = {"document": IN_DOCUMENTS, "docstring": IN_DOCSTRINGS, "comment": IN_COMMENTS}
+        extra = by_kind.get(kind, [])
         for pattern in (*EVERYWHERE, *extra):
             for match in re.finditer(pattern, text, re.IGNORECASE if pattern[0] != "^" else 0):
                 phrase = match[0].strip(".;| ")
@@ -124,9 +126,12 @@ def _of_python(source: str) -> Iterator[tuple[int, str, str]]:
             kind = "docstring" if id(node) in docstrings else "message"
             text = " ".join(node.value.split()) if kind == "docstring" else node.value
             yield node.lineno, _CODE.sub("`", text), kind
+    before = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], _CODE.sub("`", token.string), "comment"
+            is_next = token.start[0] == before + 1 and token.line.lstrip().startswith("#")
+            before = token.start[0]
+            yield before, _CODE.sub("`", token.string), "continued" if is_next else "comment"
 
 
 def files() -> list[Path]:

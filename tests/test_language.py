@@ -11,3 +11,5 @@ def test_a_phrase_outside_of_the_vocabulary_is_found() -> None:
     path = ROOT / "tests" / "test_language.py"
     planted = "# Whoever trains goes on from there, as ever."
     assert {each.phrase for each in findings(path, planted)} == {"Whoever", "goes on", "as ever"}
+    planted = "x = 1  # of a run\n# A comment\n# of two lines\n"
+    assert [each.line for each in findings(path, planted)] == [1]

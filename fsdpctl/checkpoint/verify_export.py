@@ -87,7 +87,7 @@ def _open_both(
 def _open_stored(folder: Path) -> FileTensors:
     try:
         files = weight_files(folder)
-    except UsageError as error:  # its next step is for training
+    except UsageError as error:  # the rest of the message is about training
         raise CheckpointError(str(error).removeprefix("model.path=").split(". Set")[0]) from None
     return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
 

@@ -28,7 +28,7 @@ class UnrecordedCollectives:
     pending: str = ""
 
 
-UNRECORDED = UnrecordedCollectives()  # of this process
+UNRECORDED = UnrecordedCollectives()  # the collectives of this process
 
 
 def read_record() -> CollectiveRecord:

@@ -46,8 +46,8 @@ class RankStatus:
     step: int | None  # the step in progress; None before the first one
     is_waiting: bool  # for other ranks
     phase: str
-    pid: int = 0  # of its process; 0: not started
-    heartbeats: int = 0  # of the watchdog in this rank's process, if it has one
+    pid: int = 0  # process ID; 0: not started
+    heartbeats: int = 0  # count of the watchdog in this rank's process, if it has one
     is_requested: bool = False  # a watchdog detected a hang and requests the collectives
 
 
@@ -87,7 +87,7 @@ class RankStatusPage:
         return bool(self._page.is_requested)
 
 
-RANK_STATUS = RankStatusPage()  # of this process
+RANK_STATUS = RankStatusPage()  # the page of this process
 
 
 class HostPages:

@@ -153,7 +153,7 @@ class SharedCollectives(GlooCollectives):
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters, so that ranks do not write to one cache line
-_NUM_COUNTERS = 4  # of each rank
+_NUM_COUNTERS = 4  # per rank
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)

@@ -11,7 +11,7 @@ _BAR_SHARE = 0.62  # share of the height per bar
 # Okabe and Ito's colors, which people with color blindness can distinguish.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, GREY, LIGHT = "#D55E00", "#CC79A7", "#BBBBBB", "#DDDDDD"
-_MEMORY = {  # by category
+_MEMORY = {  # colors by category
     "parameters": BLUE, "optimizer_states": GREEN, "gathered_units": SKY, "gradients": ORANGE,
     "reduce_buffers": PURPLE, "activations": LIGHT, "logits_and_loss": GREY, "workspaces": RED,
 }  # fmt: skip

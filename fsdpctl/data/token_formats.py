@@ -44,8 +44,8 @@ class TokenFile:
     format: str
     start_checksum: str  # checksum of the first bytes
     vocab_size: int | None = None
-    tokenizer: str | None = None  # its name
-    tokenizer_xxh3: str | None = None  # its checksum
+    tokenizer: str | None = None  # name
+    tokenizer_xxh3: str | None = None  # checksum
     xxh3: str | None = None  # checksum of the tokens
     num_bytes: int | None = None  # bytes of the text
     hint: str = ""  # why ids seem to have another width, and what to set

@@ -62,7 +62,7 @@ class GradientReducer:
         self._plan = plan
         self._mesh, self._chain = mesh, mesh.chain
         scale = 1 / mesh.world.size
-        self._scales = (scale, 1.0) if plan.uses_all_reduce else (1.0, scale)  # of copies, of sums
+        self._scales = (scale, 1.0) if plan.uses_all_reduce else (1.0, scale)  # copies, sums
         self._reducing: deque[_InFlight] = deque()
         self._combining: deque[_InFlight] = deque()  # before or in the second collective
 

@@ -268,7 +268,7 @@ class Runtime:
         if not self.backward.is_running:
             # The loss does not depend on the outermost module's output.
             self.begin_backward(None if call is None else call.forward)
-        self.accounting.ranges.end()  # of the previous unit
+        self.accounting.ranges.end()  # ends the range of the previous unit
         completed: list[str] = []
         if self.backward.is_current and call is not None:
             self.tracker.reach(call)

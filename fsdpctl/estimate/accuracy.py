@@ -18,9 +18,9 @@ ACCURACY = "accuracy.json"
 SHORT_STEP = 0.1
 _MIN_STEPS = 5  # fewest published steps of a kind for a band
 _UNTESTED_RANGE = 0.5, 2.0  # relative to the predicted time, for kinds without a band
-_OUTLIER_SHARE = 0.05  # of the published steps, left out on each side of a band
+_OUTLIER_SHARE = 0.05  # share of published steps left out on each side of a band
 _SYMMETRIC_BELOW = 20  # with fewer published steps, both sides of a band have the larger width
-TIE = 0.01  # of the step time: a smaller difference is below the accuracy within a kind
+TIE = 0.01  # share of the step time: a smaller difference is below the accuracy within a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ErrorBand:
     kind: str
     low: float
     high: float
-    count: int  # of published steps of this kind
+    count: int  # published steps of this kind
     unlike: str = ""  # the GPU of the run, if no published step of this kind ran on the GPU
 
     def __str__(self) -> str:

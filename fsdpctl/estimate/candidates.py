@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
     strategy: str
     recomputation: int  # an index into `SearchSpace.recomputations`
-    size: int | None  # of a micro-batch; None: a rank's whole share, if the size is not `auto`
+    size: int | None  # micro-batch; None: a rank's whole share, if the size is not `auto`
     prefetch: int  # an index into the prefetch settings of the strategy
 
 
@@ -41,7 +41,7 @@ class SearchSpace:
     """The values of each setting to search; a setting that is not `auto` has one value."""
 
     config: Filled
-    names: tuple[str, ...]  # of the settings that are `auto`
+    names: tuple[str, ...]  # settings that are `auto`
     strategies: tuple[str, ...]
     recomputations: tuple[Recomputation, ...]  # the least first
     sizes: tuple[int | None, ...]  # the smallest first
@@ -185,7 +185,7 @@ class Ranking:
 
     names: tuple[str, ...]  # the settings that are selected
     ranked: tuple[Candidate, ...]  # the best, any two of which differ in more than prefetch
-    count: int  # of combinations in the search space
+    count: int  # combinations in the search space
     spec_source: str  # the source of the hardware specs
     closest: RunEstimate | None = None  # if nothing fits, the combination that lacks least memory
     defaults: RunEstimate | None = None  # the defaults, if they do not fit

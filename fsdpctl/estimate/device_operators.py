@@ -197,7 +197,8 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     if op in _BACKWARDS_OF_ROWS or op.name() == "torch_attn::_varlen_attn_backward":
         return _flash_workspace(op, inputs, kernel)
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
-        query = inputs[1]  # its float32 gradient, and a float32 sum per row
+        # Backward makes a float32 gradient of the query, and a float32 sum per row.
+        query = inputs[1]
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, embedding_dim = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
@@ -278,7 +279,7 @@ def _key(values: Sequence[Any]) -> tuple[object, ...]:
         if isinstance(each, Tensor):
             if type(each) not in _PLAIN_TENSORS or each.device != _META:
                 raise _NotCacheable
-            key.append((each.shape, each.stride(), each.dtype))  # its offset has no effect
+            key.append((each.shape, each.stride(), each.dtype))  # the tensor's offset has no effect
         elif isinstance(each, list | tuple):
             key.append(_key(each))
         else:
@@ -320,7 +321,7 @@ class AssumedRouting:
     def __init__(self, *, is_cuda: bool) -> None:
         """Compute results of operators as on CUDA, or as on the CPU."""
         self._is_cuda = is_cuda
-        self._num_choices, self._num_experts = 0, 1  # of the last routing
+        self._num_choices, self._num_experts = 0, 1  # the last routing's
         self._index_storages: set[int] = set()  # storages of results of `nonzero`
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

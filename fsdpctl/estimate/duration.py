@@ -48,12 +48,12 @@ class RunTime:
     """The time of a run on GPUs, without validation, checkpoints and restarts."""
 
     step_seconds: float
-    tokens: int  # of a step, of all ranks
+    tokens: int  # per step, over all ranks
     num_ranks: int
     length: RunLength = RunLength()
-    price: float | None = None  # of a GPU hour
+    price: float | None = None  # per GPU hour
     band: ErrorBand | None = None  # None: the specs of the hardware are assumed
-    spec_source: str = ""  # of the hardware's specs
+    spec_source: str = ""  # source of the hardware specs
     notes: tuple[str, ...] = ()  # assumptions, a line each
 
     @property

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 
-_CHUNK_TOKENS = 64  # of the delta rules
+_CHUNK_TOKENS = 64  # chunk of the delta rules
 _SCAN_TOKENS = 2048  # between two states that a selective scan saves
 # Backward computes the states again, and two products for each product of the forward: three times
 # the work of the forward.

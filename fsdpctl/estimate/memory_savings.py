@@ -36,10 +36,10 @@ class Suggestion:
     """The changed settings of a run, and their cost."""
 
     values: KeyValues
-    cost: str  # what takes more time
-    plan: RunPlan  # of the run with the changed settings
-    effect: str = ""  # what changes in the training
-    time: RunTime | None = None  # of the run with the changed settings; None: not predicted
+    cost: str  # the work that takes more time
+    plan: RunPlan  # with the changed settings
+    effect: str = ""  # change of the training itself
+    time: RunTime | None = None  # with the changed settings; None: not predicted
 
     @property
     def figures(self) -> str:

@@ -53,7 +53,7 @@ class RunEstimate:
     num_params: int
     num_trained: int  # parameters that are trained
     num_active: int  # parameters that a token uses
-    frozen_bytes: int  # of all frozen parameters
+    frozen_bytes: int  # all frozen parameters
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate

@@ -50,7 +50,7 @@ class _AllocationTracer(TorchDispatchMode):
         self.counts_work = False
         self.events: dict[PassPosition, list[MemoryEvent]] = {}
         self.work: dict[PassPosition, list[Work]] = {}
-        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}  # by pass and position
+        self._allocs: dict[tuple[int, PassPosition], list[Alloc]] = {}  # key: pass and position
         self._is_cuda, self._attention_kernel = device == "cuda", kernel
         # By address of the StorageImpl: number of the pass, position, ordinal of the allocation. An
         # address is reused after a free, so the entry is removed when its storage is freed. Weak

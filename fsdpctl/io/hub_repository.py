@@ -169,7 +169,7 @@ class Repository:
         """Raise what the library raises as a UsageError, without the URLs in its messages."""
         logger = logging.getLogger("huggingface_hub")
         level = logger.level
-        logger.setLevel(logging.CRITICAL)  # its warnings quote signed URLs
+        logger.setLevel(logging.CRITICAL)  # warnings of the library quote signed URLs
         try:
             yield
         except HubError as error:

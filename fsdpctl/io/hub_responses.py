@@ -24,7 +24,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
 _ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
-_ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")  # of a URL
+_ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")
 # Limits that the real server never reaches: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
 _MAX_BYTES = 256 * MIB  # decompressed, per response or listing
 _MAX_PAGES = 2000  # per listing
@@ -111,7 +111,7 @@ class _ResponseChecks:
     def __init__(self, home: str, silence: float = _TIMEOUT) -> None:
         self.answered, self._silence = [0], silence
         self._homes = (home, "https://huggingface.co", "https://hf.co")
-        self._pages = dict[str, int]()  # by URL of a listing's page: the bytes of the pages before
+        self._pages = dict[str, int]()  # bytes of the previous pages, by the URL of a page
 
     def before(self, request: Any) -> None:
         if "authorization" in request.headers:

@@ -172,7 +172,7 @@ class RoundOutcome:
         A killed worker breaks the connections of all other workers. After a while, the agent kills
         the remaining workers.
         """
-        limits = dict[str, int]()  # by host, because the clocks of hosts may differ
+        limits = dict[str, int]()  # separate by host, because the clocks of hosts may differ
         for each in self.failures:
             limit = each.timestamp + _SAME_CAUSE_SECONDS
             limits[each.host] = min(limit, limits.get(each.host, limit))

@@ -220,7 +220,7 @@ def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scores: ScoreOptions
 ) -> Tensor:
     """Attend in the concatenated rows with the kernel for sequences of different lengths."""
-    from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
+    from torch.nn.attention.varlen import varlen_attn  # the import takes a third of a second
 
     batch, heads, length, head_dim = q.shape
     dtype, offsets = compute_dtype(q), mask.offsets

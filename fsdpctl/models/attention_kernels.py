@@ -54,7 +54,7 @@ def use_kernel(kernel: str | None) -> Iterator[None]:
 
 
 def _prefer(kernel: str, fallbacks: tuple[str, ...], stack: ExitStack) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel  # its import takes a third of a second
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # the import takes a third of a second
 
     if kernel in _IMPLEMENTATIONS:
         stack.callback(_activate(kernel))

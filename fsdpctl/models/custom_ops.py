@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("fsdpctl", "DEF")  # its deletion unregisters operators
+_LIBRARY = torch.library.Library("fsdpctl", "DEF")  # deleting the library unregisters operators
 OPERATORS: dict[Any, Callable[..., Any]] = {}
 """The functions of operators that compute matrix products or their operands, by operator."""
 # Without these options, Triton contracts a product and a sum, and divides with an error of 2 ulp.

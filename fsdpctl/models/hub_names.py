@@ -41,7 +41,7 @@ def map_stored_tensors(module: TransformersDecoder, names: Sequence[str]) -> dic
     from transformers.core_model_loading import dot_natural_key
 
     renames = _Renaming(module)
-    by_target: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
+    by_target: dict[str, dict[str, list[str]]] = {}  # key: name in memory, then pattern
     for name in sorted(names, key=dot_natural_key):
         target, pattern = renames.target(name)
         by_target.setdefault(target, {}).setdefault(pattern, []).append(name)

@@ -51,7 +51,7 @@ def _is_plain_linear(cls: Any, has_bias: bool) -> bool:
         x = torch.randn(2, 4, _IN, generator=generator)
         try:
             output = layer(x)
-        except Exception:  # its forward requires more than a weight and a bias
+        except Exception:  # forward requires more than a weight and a bias
             return False
         expected = F.linear(x, plain.weight, plain.bias)
         return (

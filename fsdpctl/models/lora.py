@@ -182,7 +182,7 @@ class NameFilter:
 
     key: str
     text: str
-    patterns: Mapping[str, re.Pattern[str]]  # by name in the list, or by `text`
+    patterns: Mapping[str, re.Pattern[str]]  # key: name in the list, or `text`
 
     @staticmethod
     def parse(key: str, text: str, *, at_end: bool = False) -> "NameFilter":

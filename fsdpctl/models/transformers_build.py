@@ -159,7 +159,7 @@ def _fused_class(norm: nn.Module) -> type | None:
         norm_copy.__dict__["_parameters"] = {key: nn.Parameter(weight) for key in norm._parameters}
         try:
             expected = norm_copy(x)
-        except Exception:  # its forward requires other arguments
+        except Exception:  # forward requires other arguments
             return None
         for base in (_FusedRmsNorm, _FusedRmsNormPlusOne)[: 1 + len(norm._parameters)]:
             fused = type(cls.__name__, (base, cls), {"__module__": cls.__module__})

@@ -40,7 +40,7 @@ class _Pool:
     __slots__ = ("free", "page_size", "last", "min_remainder")
 
     def __init__(self, page_size: int, min_remainder: int) -> None:
-        self.free: list[tuple[int, int, _Block]] = []  # by size, then address
+        self.free: list[tuple[int, int, _Block]] = []  # sorted by size, then address
         self.page_size = page_size  # bytes by which an expandable segment grows
         self.min_remainder = min_remainder  # smallest remainder of a block that is split
         self.last: _Block | None = None  # the end of the expandable segment

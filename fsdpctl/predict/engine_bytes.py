@@ -27,7 +27,7 @@ class EngineBytes(StepRecorder):
     def __init__(self) -> None:
         self.nbytes = dict.fromkeys(CATEGORIES, 0)
         self.history: list[dict[Category, int]] = []  # after each change
-        self._sizes: list[tuple[Category, int]] = []  # by key
+        self._sizes: list[tuple[Category, int]] = []  # index: key
 
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0

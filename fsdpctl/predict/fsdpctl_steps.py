@@ -39,7 +39,7 @@ class _EngineBuffers:
         self._plan, self._recorder = plan, recorder
         self._keys: dict[tuple[BufferKind, str, int], int] = {}
         self._offloaded: set[str] = set()  # units whose gradients are on the host
-        self._gradient_bytes: dict[str, int] = {}  # by unit, of gradients to be offloaded
+        self._gradient_bytes: dict[str, int] = {}  # bytes per unit that are to be offloaded
         self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
 
     def begin_pass(self) -> None:
@@ -333,7 +333,7 @@ class FsdpctlSteps:
 
 def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> None:
     recorder.begin_phase("building the model")
-    scratch: dict[str, int] = {}  # by dtype
+    scratch: dict[str, int] = {}  # key: dtype
     slots = {name: slot for slot in step.unshard_buffers for name in slot.units}
     allocated: set[str] = set()  # the first unit of each slot
     for unit, layouts in step.layouts.items():

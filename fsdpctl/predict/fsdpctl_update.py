@@ -44,9 +44,9 @@ class HostSchedule:
             for unit in (step.order.root, *step.order.forward)
         }
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
-        self._gradient_copies: dict[str, int] = {}  # by unit: copies to the host
-        self._last_copy: int | None = None  # its gradient on the device must not be freed yet
-        self._results: dict[str, int] = {}  # by unit: copies to the device, or steps
+        self._gradient_copies: dict[str, int] = {}  # copies to the host, by unit
+        self._last_copy: int | None = None  # the copied gradient must not be freed yet
+        self._results: dict[str, int] = {}  # copies to the device or steps, by unit
 
     def offload_gradients(self, unit: str) -> None:
         """Copy the reduced gradients of a unit to the host, added to gradients in host memory."""

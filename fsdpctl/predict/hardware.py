@@ -95,7 +95,7 @@ class HostDataSheet:
 
     memory_bandwidth: float  # bytes/s of the node
     pcie_bandwidth: float  # bytes/s of a device in each direction
-    ranks: int  # of the node
+    ranks: int  # on the node
     slowdown: float = 0.0  # share of the computing speed that a rank loses while its host steps
 
     def transfer(self, queue: HostQueue, nbytes: float) -> Transfer:
@@ -137,7 +137,7 @@ class DeviceDataSheet:
     step_overhead: float = 0.0  # seconds per step
     # Relative gain of attention when the length grows from 65,536 to 1,048,576.
     long_sequence_gain: float = 0.0
-    unit_seconds: float = 0.0  # of the host, for the engine's part of a unit's forward or backward
+    unit_seconds: float = 0.0  # host time for the engine's part of a unit's forward or backward
 
     def seconds(self, work: Work) -> float:
         """Return the time by the roofline model, plus the launch of the kernel."""

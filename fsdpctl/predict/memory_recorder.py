@@ -47,14 +47,14 @@ class MemoryRecorder(StepRecorder):
         self.operations: list[Operation] = []
         self.phases: list[tuple[int, StepPhase]] = []  # each with the index of its first operation
         # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
-        self._purposes: list[Purpose] = []  # of the engine's keys
-        self.streams: dict[int, int] = {}  # by key, unless it is stream 0
+        self._purposes: list[Purpose] = []  # index: key of the engine
+        self.streams: dict[int, int] = {}  # key: tensor; absent: stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
         # For tensors that are freed in the next pass, by key: the current and the previous key.
         self._keys: dict[int, int] = {}
         self._old_keys: dict[int, int | None] = {}
         self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
-        self._new_keys: dict[int, int] = {}  # by key of such a gradient: the key in this pass
+        self._new_keys: dict[int, int] = {}  # key of such a gradient: its key in this pass
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
 
     def begin(self) -> None:

@@ -46,7 +46,7 @@ class PassPart(StrEnum):
     FORWARD = "forward"
     BETWEEN = "between"  # from the end of a unit's forward to the next unit or the model's end
     LOSS = "loss"  # from the end of the model's forward to the first unit's backward
-    BACKWARD = "backward"  # of a unit, and of the operators between the unit and the previous unit
+    BACKWARD = "backward"  # backward of a unit, and of operators between it and the previous unit
     END = "end"  # after the backward
 
 
@@ -199,8 +199,8 @@ class ModelPass:
         }
         self._traced_repeated = {name: each for each in repetitions for name in each.traced}
         self._first_key: dict[PassPosition, int] = {}
-        self.tensors: list[TensorOrigin] = []  # by key
-        self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
+        self.tensors: list[TensorOrigin] = []  # index: key
+        self.gradients: dict[str, int] = {}  # key of the gradient, by parameter
         forward = (PassPart.FORWARD, PassPart.BETWEEN)
         positions = [
             PassPosition(PassPart.BEFORE),

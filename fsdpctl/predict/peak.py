@@ -151,7 +151,7 @@ class StepEstimate:
     """The peak memory of a rank, in bytes, and the peak's allocations."""
 
     device: str
-    allocator: str  # of the run
+    allocator: str  # launch.allocator
     peak: Peak
     trace: AllocationTrace
     recorder: MemoryRecorder

@@ -64,7 +64,7 @@ class SimulatedStep:
     seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed_communication: float = 0.0  # seconds in which the compute stream waited for transfers
-    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by link
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # key: link
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class Category(StrEnum):
     REDUCE_BUFFERS = "reduce_buffers"
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits_and_loss"
-    WORKSPACES = "workspaces"  # of kernels
+    WORKSPACES = "workspaces"  # memory of kernels
 
 
 CATEGORY_OF = dict.fromkeys(BufferKind, Category.REDUCE_BUFFERS) | {

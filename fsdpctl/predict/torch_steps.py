@@ -320,7 +320,7 @@ class DdpSteps:
         self._cast_keys: dict[str, list[int]] = {}
         self._bucket_nbytes = 0  # in the current bucket
         self._bucket_handles: list[int] = []  # reductions in flight
-        self._params = {unit.name: unit.params for unit in units}  # by unit
+        self._params = {unit.name: unit.params for unit in units}
 
     def setup(self, *, draws: bool) -> None:
         """Allocate parameters and buckets; `draws` has no effect, as drawing is not modeled."""

@@ -93,7 +93,7 @@ class RunDirState:
     config: Filled  # includes the run directory
     resume_state: ResumeState
     step: int  # step of the checkpoint to start from
-    previous_settings: Mapping[str, str] = field(default_factory=dict)  # of the last manual start
+    previous_settings: Mapping[str, str] = field(default_factory=dict)  # at the last manual start
     # The configuration of the last manual start, if it was in this directory.
     stored_config: Config | None = None
     source: CheckpointReader | None = None  # checkpoint outside this directory to start from

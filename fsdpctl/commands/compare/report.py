@@ -22,7 +22,7 @@ JSON, PICTURE = "compare.json", "compare.png"
 _DPI = 144
 SORT_KEYS = ("time", "gpu-hours", "cost", "memory")  # the order of variants
 _THROUGHPUT_CHART = "tokens_per_second", "Throughput", "tokens per second, all ranks"
-_CHARTS = {  # by order: the field of a result, the heading and the unit of its chart
+_CHARTS = {  # for each order: the field of a result, the heading and the unit of its chart
     "time": ("hours", "Time of the run", "hours"),
     "gpu-hours": ("gpu_hours", "GPU time of the run", "GPU hours"),
     "cost": ("cost", "Cost of the run", "cost at cluster.price"),
@@ -46,20 +46,20 @@ class VariantResult:
     world_size: int | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
-    error_band: "ErrorBand | None" = None  # of a predicted step time
-    steps: int | None = None  # of a run with a set length; hours and cost are predicted for it
+    error_band: "ErrorBand | None" = None  # error of a predicted step time
+    steps: int | None = None  # length of the run, for which hours and cost are predicted
     hours: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
-    price: float | None = None  # of a GPU hour
+    price: float | None = None  # per GPU hour
     budget_steps: int | None = None  # that --budget buys, if the variant fits
     budget_tokens: int | None = None  # in these steps
     exposed_communication_seconds: float | None = None  # per step
     mfu: float | None = None  # model FLOPs utilization; None: peak FLOP/s of the device unknown
-    sent_bytes_per_step: int | None = None  # by a rank, as planned
-    peak_tensor_bytes: int | None = None  # of all tensors, on rank 0; CUDA only
+    sent_bytes_per_step: int | None = None  # per rank, as planned
+    peak_tensor_bytes: int | None = None  # all tensors of rank 0; CUDA only
     estimated_peak_tensor_bytes: int | None = None
-    peak_reserved_bytes: int | None = None  # by the caching allocator of rank 0; CUDA only
+    peak_reserved_bytes: int | None = None  # caching allocator of rank 0; CUDA only
     estimated_peak_reserved_bytes: int | None = None
     memory_bytes: int | None = None  # available to a rank's tensors
     final_loss: float | None = None
@@ -118,8 +118,8 @@ def _exposed(row: VariantResult) -> str | None:
     return None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
 
 
-COLUMNS: dict[str, Cell] = {  # by title
-    "status": _status,  # of a variant without results
+COLUMNS: dict[str, Cell] = {  # cells by the column's title
+    "status": _status,  # only of variants without results
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "ms/step": _number("step_seconds", ",.1f", 1e3),
     "error band": _cell("error_band", lambda band: f"{band.low - 1:+.0%} {band.high - 1:+.0%}"),
@@ -157,13 +157,13 @@ def _amount(row: VariantResult, by: str) -> float:
 def loss_lines(rows: Sequence[VariantResult]) -> Iterator[str]:
     """Yield lines about losses of equal training settings: whether they are equal."""
     measured = [row for row in rows if row.final_loss is not None]
-    groups = dict[tuple[tuple[str, str], ...], list[VariantResult]]()  # by training settings
+    by_settings = dict[tuple[tuple[str, str], ...], list[VariantResult]]()
     for row in measured:
         settings = tuple(pair for pair in row.varied.items() if decides_losses(pair[0]))
-        groups.setdefault(settings, []).append(row)
-    lines = [line for group in groups.values() for line in _loss_differences(group)]
+        by_settings.setdefault(settings, []).append(row)
+    lines = [line for group in by_settings.values() for line in _loss_differences(group)]
     if not lines and len(measured) > 1:
-        limit = "" if len(groups) == 1 else " among variants with the same training settings"
+        limit = "" if len(by_settings) == 1 else " among variants with the same training settings"
         yield f"all losses are equal{limit}"
     yield from lines
 
