@@ -111,7 +111,7 @@ def find_tokenizer(folder: Path) -> str | None:
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
             folders = [run_dir / RUN_ASSETS, checkpoint]  # old checkpoints are deleted
-    return next((str(place) for place in folders if has_tokenizer(place)), None)
+    return next((str(folder) for folder in folders if has_tokenizer(folder)), None)
 
 
 def read_attachments(reader: CheckpointReader) -> dict[str, bytes]:

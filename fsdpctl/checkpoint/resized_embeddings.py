@@ -60,8 +60,8 @@ class ResizedEmbeddings:
         return str(self._source)
 
     def names(self, kind: str) -> list[str]:
-        found = self._source.names(kind)
-        return sorted({*found, *self._untied}) if kind == PARAMETER else found
+        names = self._source.names(kind)
+        return sorted({*names, *self._untied}) if kind == PARAMETER else names
 
     def info(self, key: str) -> TensorInfo:
         info = self._source.info(self._stored_key(key))

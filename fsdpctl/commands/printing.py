@@ -93,8 +93,10 @@ def show_table(
         if not set(cells) & set(texts[1:]):
             continue
         wraps = bool(filled) and any(each.count(" ") >= _FEW_WORDS for each in texts[1:])
-        words = [w for each in cells for w in (each.split() if wraps or each == name else [each])]
-        widths = (max(map(cell_len, each)) for each in (words, cells))
+        unbroken = [
+            w for each in cells for w in (each.split() if wraps or each == name else [each])
+        ]
+        widths = (max(map(cell_len, each)) for each in (unbroken, cells))
         filled.append(_Column(texts, name in right, *widths))
     if out.is_terminal and filled and len(filled[0].texts) <= _MANY_ROWS:
         for number, part in enumerate(_parts(filled, out.width)):

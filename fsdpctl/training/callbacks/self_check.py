@@ -247,8 +247,8 @@ def _small_config(config: Config) -> Config:
 
 def _stream(config: Config, num_tokens: int) -> TokenStream:
     size = min(VOCABULARY, config.model.vocab_size or VOCABULARY)
-    drawn = np.random.default_rng(0).integers(size, size=num_tokens + 1, dtype=np.uint16)
-    return TokenStream(drawn, None)
+    tokens = np.random.default_rng(0).integers(size, size=num_tokens + 1, dtype=np.uint16)
+    return TokenStream(tokens, None)
 
 
 def _gradients(parts: TrainingParts) -> dict[str, Tensor]:
