@@ -1,4 +1,4 @@
-"""Messages of a row, in the forms of other programs: roles, content, tool calls, loss flags."""
+"""Normalizes the messages of a row: roles, content, tool calls and loss flags of other programs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ _ROLE_SYNONYMS = {
     "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
 }  # fmt: skip
 LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
-# Other keys that seem to be loss flags. Rows also have metadata such as `train_split`, so for rows
-# such keys are listed.
+# Keys of messages that look like loss flags. Rows also have metadata such as `train_split`, so
+# ROW_LOSS_KEYS lists the keys of rows.
 _LOSS_LIKE_KEYS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
 ROW_LOSS_KEYS = re.compile(
     r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
@@ -37,7 +37,7 @@ _USED_KEYS = {
     "call": {"type", "function"},
     "function": {"name", "arguments"},
 }
-_COMMON_KEYS = _USED_KEYS["message"] | _USED_KEYS["part"]
+_NOT_LOSS_KEYS = _USED_KEYS["message"] | _USED_KEYS["part"]
 _SIMILAR_TO_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
@@ -45,7 +45,7 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
     """Return the messages with normalized names, and for each whether it may be trained on.
 
     Adds to `keys` the paths of loss flags, and of keys that only a template may use. UsageError if
-    a message can't be trained on, or has a key that is not supported.
+    no message can be trained on, or if a key is not supported.
     """
     if not messages:
         raise UsageError("the conversation has no messages")
@@ -63,7 +63,7 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
         for key in renamed.keys() & set(LOSS_KEYS):
             keys.followed.add(f"messages[].{key}")
             del renamed[key]
-        _check_content(renamed, location)
+        _normalize_content(renamed, location)
         keys.ignored.update(_ignored_paths(renamed))
         if role in _CALL_KEYS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
@@ -93,7 +93,7 @@ def loss_flag(
                 problem = "not supported; expected true, false, 0 or 1"
                 raise UsageError(f"{location}{key} {value!s:.20}: {problem}")
             flag = bool(value) and flag is not False
-        elif key not in _COMMON_KEYS and others.fullmatch(key) and not is_empty(value):
+        elif key not in _NOT_LOSS_KEYS and others.fullmatch(key) and not is_empty(value):
             raise UsageError(f"{location}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
     return flag
 
@@ -116,18 +116,18 @@ def system_message(text: str, messages: Sequence[Message], key: str) -> list[Mes
     return [{"role": "system", "content": text}]
 
 
-def _rename_keys(message: Message, role_key: str, location: str) -> Message:
+def _rename_keys(message: Message, role_name: str, location: str) -> Message:
     """Return the message with the keys `role`, `content` and `tool_calls` in place of synonyms."""
-    speaker = "role" if "role" in message else "from"
-    names = speaker, "content" if "content" in message else "value"
+    speaker_key = "role" if "role" in message else "from"
+    names = speaker_key, "content" if "content" in message else "value"
     rest = {key: value for key, value in message.items() if key not in names}
     role, content = (message.get(name) for name in names)
-    normalized_role = _ROLE_SYNONYMS.get(role_key, role_key)
+    normalized_role = _ROLE_SYNONYMS.get(role_name, role_name)
     if normalized_role not in ROLES:
         problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
         hint = did_you_mean(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
         raise UsageError(f"{location}: {problem}; expected {', '.join(ROLES)}{hint}")
-    if role_key in _CALL_KEYS:
+    if role_name in _CALL_KEYS:
         rest["tool_calls"] = _calls_of(content, f"{location}: {role}")
     elif content is not None:
         rest["content"] = content
@@ -147,7 +147,7 @@ def _calls_of(content: object, location: str) -> list[Message]:
             for each in functions]  # fmt: skip
 
 
-def _check_content(message: Message, location: str) -> None:
+def _normalize_content(message: Message, location: str) -> None:
     for key in message.keys() & _UNSUPPORTED_KEYS:
         if not is_empty(message[key]):
             raise UsageError(f"{location}: {key}: not supported; expected text only")
@@ -193,7 +193,7 @@ def _check_call(call: Message, location: str) -> Message:
             raise UsageError(f"{location}: {key}: not supported; expected arguments")
     if isinstance(arguments, str) and arguments.strip():
         content = parse_json(arguments, dict[str, Any], location)
-        msgspec.msgpack.encode(content)  # UnicodeEncodeError: half of a surrogate pair
+        msgspec.msgpack.encode(content)  # raises UnicodeEncodeError for half of a surrogate pair
     elif not isinstance(arguments, str | dict):
         raise UsageError(f"{location}: expected an object")
     return call

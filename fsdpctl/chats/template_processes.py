@@ -38,7 +38,7 @@ from fsdpctl.io.texts import batched_by_size
 from fsdpctl.io.untrusted import MIB
 
 MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = 10.0, 2 << 30  # most chats need less than 1%
-_BATCH_BYTES = 2 * MIB  # chats of this size take much longer to render than a process to start
+_BATCH_BYTES = 2 * MIB  # rendering takes much longer than starting a process
 _MESSAGES_PER_BUDGET = 100
 
 
@@ -56,13 +56,13 @@ class TemplateSetup(msgspec.Struct, array_like=True):
     max_bytes: int  # a limit for memory, and for output
 
     def seconds_for(self, chat: Chat) -> float:
-        """Return the CPU seconds for a chat: each message takes some renderings of all messages."""
+        """Return the CPU seconds for a chat, which is rendered a few times per message."""
         return self.max_seconds * (1 + len(chat.messages) // _MESSAGES_PER_BUDGET)
 
 
 # The first reply is about the template: an error, or "" if it can be compiled. Then follows a reply
 # about each chat, up to the first error.
-_REPLIES = msgspec.json.Decoder(ChatSamples | str)
+_REPLY_DECODER = msgspec.json.Decoder(ChatSamples | str)
 
 
 def render_chats(
@@ -111,7 +111,7 @@ class _Batch:
         self.replies_file.seek(0)
         content = self.replies_file.read()
         with suppress(msgspec.MsgspecError):
-            replies = _REPLIES.decode_lines(content[: content.rfind(b"\n") + 1])
+            replies = _REPLY_DECODER.decode_lines(content[: content.rfind(b"\n") + 1])
         for reply, (location, _) in zip(replies, self.locations, strict=False):
             if isinstance(reply, str) and reply:
                 raise UsageError(f"{location}: {reply}")

@@ -48,7 +48,7 @@ class ShardedOptimizer(Protocol):
         """Create the states that the first optimizer step creates."""
 
     def span_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
-        """Yield each run with its states: the scalar `step`, and moments; see `codes`."""
+        """Yield each run with its states: the scalar `step`, and moments (quantized_states)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def load_into(
 ) -> Progress:
     """Load this rank's shards and states, reading only the elements of these shards. Collective.
 
-    `weights` has the tensors of the checkpoint and of its base, if it has a base. Without an
-    optimizer, optimizer states are not read. Return the progress of the run.
+    `weights` has the tensors of the checkpoint, and of the base model whose adapters it stores.
+    Without an optimizer, optimizer states are not read. Return the progress of the run.
     """
     _load_model(weights or reader, model)
     progress = reader.manifest.progress

@@ -22,9 +22,9 @@ from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.run_checkpoints import (
     best_checkpoint_name,
-    errors_name,
     expired,
     find_checkpoint,
+    renamed_in_errors,
     step_of,
 )
 from fsdpctl.config.schema import Config
@@ -96,12 +96,12 @@ class RemoteReader(CheckpointReader):
         self._location = location
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
-        with errors_name(folder, location.url):
+        with renamed_in_errors(folder, location.url):
             manifest = fetch_manifest(location, folder)
             self._blocks = _BlockCache(len(manifest.files))
             files = [*manifest.files.items(), *manifest.attachments.items()]
             with doing(f"looking at {location.url}", "files", len(files)) as advance:
-                for _ in TRANSFERS.map(partial(self._describe, folder), files):
+                for _ in TRANSFERS.map(partial(self._fetch_header, folder), files):
                     advance(1)
             super().__init__(folder)
 
@@ -109,10 +109,10 @@ class RemoteReader(CheckpointReader):
         return self._location.url
 
     def attachment(self, name: str) -> bytes:
-        with errors_name(self.folder, str(self)):
+        with renamed_in_errors(self.folder, str(self)):
             return super().attachment(name)
 
-    def _describe(self, folder: Path, file_and_info: tuple[str, FileInfo]) -> None:
+    def _fetch_header(self, folder: Path, file_and_info: tuple[str, FileInfo]) -> None:
         name, info = file_and_info
         file, path = self._location.child(name), folder / name
         if file.size() != info.size:
@@ -159,7 +159,7 @@ def fetch_manifest(location: StoredFile, folder: Path) -> Manifest:
     if size > MAX_READ_BYTES:
         raise CheckpointError(f"{file.url}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
     (folder / MANIFEST).write_bytes(file.read(0, size))
-    with errors_name(folder, location.url):
+    with renamed_in_errors(folder, location.url):
         return read_manifest(folder)
 
 
@@ -229,7 +229,9 @@ class RemoteCheckpoints:
                 manifest = fetch_manifest(location, Path(folder))
         except CheckpointError as error:
             older = f"{self.url}/{names[-2].name}" if names[1:] else ""
-            hint = f"; --resume {older} starts a new run from the previous one" if older else ""
+            hint = (
+                f"; --resume {older} starts a new run from the previous checkpoint" if older else ""
+            )
             raise CheckpointError(f"{error}{hint}") from None
         return RemoteCheckpoint(location, step_of(names[-1]), manifest)
 
@@ -264,7 +266,7 @@ class RemoteCheckpoints:
             raise
 
     def remove_expired(self, keep: CheckpointConfig, newest: Path) -> None:
-        """Delete the checkpoints that `keep` expires, and incomplete ones before `newest`."""
+        """Delete checkpoints that `keep` does not retain, and incomplete ones before `newest`."""
         kept_names = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
         checkpoints = self._find()
         complete = [each for each, is_complete in checkpoints.items() if is_complete]
@@ -278,7 +280,7 @@ class RemoteCheckpoints:
 
 
 def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
-    """Return the checkpoints of a run in its object store, below the name of its directory."""
+    """Return the checkpoints of a run in its object store, at the name of the run's directory."""
     url, run_dir = config.checkpoint.remote, config.train.run_dir
     if url is None or run_dir is None:
         return None

@@ -176,7 +176,7 @@ def _is_copy(link: Path, folder: Path) -> bool:
 
 
 @contextmanager
-def errors_name(folder: Path, source: str) -> Iterator[None]:
+def renamed_in_errors(folder: Path, source: str) -> Iterator[None]:
     """Replace `folder` by `source` in errors inside the block: users do not know the copy."""
     try:
         yield
@@ -186,7 +186,7 @@ def errors_name(folder: Path, source: str) -> Iterator[None]:
 
 def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
     """Copy a checkpoint and verify every byte; the copy appears complete or not at all."""
-    with atomic_directory(folder) as scratch, errors_name(scratch, str(source)):
+    with atomic_directory(folder) as scratch, renamed_in_errors(scratch, str(source)):
         source.copy_files(scratch)
         copy = CheckpointReader(scratch)
         with doing(f"verifying {source}", BYTES, copy.num_bytes) as advance:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _ROUNDS = 4
 _WINDOW = 16_384  # documents that are packed together
 Indices = NDArray[np.uint64]
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 def splitmix64(values: Indices, key: int) -> Indices:
@@ -61,7 +61,7 @@ def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
     return result
 
 
-def pack_documents(lengths: Sequence[int] | Numbers, capacity: int, seed: int) -> list[list[int]]:
+def pack_documents(lengths: Sequence[int] | IntArray, capacity: int, seed: int) -> list[list[int]]:
     """Return the numbers of the documents in each sequence of at most `capacity` tokens.
 
     `lengths` has the number of tokens of each document, from 1 to `capacity`. Best-fit decreasing
@@ -78,7 +78,7 @@ def pack_documents(lengths: Sequence[int] | Numbers, capacity: int, seed: int) -
 
 
 def _best_fit(
-    documents: Sequence[int], lengths: Sequence[int] | Numbers, capacity: int
+    documents: Sequence[int], lengths: Sequence[int] | IntArray, capacity: int
 ) -> list[list[int]]:
     """Put each document into the fullest sequence that still has room for it.
 

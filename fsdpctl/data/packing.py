@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fsdpctl.data.order import Indices, Numbers, pack_documents, samples_at
+from fsdpctl.data.order import Indices, IntArray, pack_documents, samples_at
 from fsdpctl.data.tokenizer import Tokens
 
 Mask = NDArray[np.bool_]
@@ -22,8 +22,8 @@ DROP, TRUNCATE = "drop", "truncate"
 class Sample:
     """A sequence of tokens with their targets."""
 
-    tokens: Numbers  # (seq_len,)
-    targets: Numbers  # (seq_len,): the token after each token, or IGNORE_INDEX
+    tokens: IntArray  # (seq_len,)
+    targets: IntArray  # (seq_len,): the token after each token, or IGNORE_INDEX
     lengths: tuple[int, ...] = ()  # the lengths of the documents in a packed sequence
     padding: int = 0  # padding tokens at the end, which count as a document
 
@@ -92,8 +92,8 @@ class DocumentSet:
     """Concatenated documents. A token is predicted from the tokens before it in its document."""
 
     tokens: Tokens  # 1-D; may be memory-mapped
-    trained: Mask  # (tokens,): whether a token is a target; the first of a document never is
-    starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
+    trained: Mask  # (tokens,): whether a token is a target, if it isn't a document's first
+    starts: IntArray  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
     checksum: str | None = None  # checksums of the three arrays, concatenated
@@ -117,7 +117,7 @@ class DocumentSet:
 
     @property
     def num_bytes(self) -> None:
-        """None: without masked text, the number of bytes is unknown."""
+        """None: the number of bytes of the trained text is unknown."""
         return
 
     @property
@@ -125,7 +125,7 @@ class DocumentSet:
         return int(np.count_nonzero(self.trained))
 
     @property
-    def lengths(self) -> Numbers:
+    def lengths(self) -> IntArray:
         return np.diff(self.starts)
 
     def __len__(self) -> int:
@@ -162,10 +162,10 @@ class PackedSamples(Samples):
         """Pack all documents that have a trained token within `seq_len`."""
         self.seq_len, self.origin = seq_len, documents.origin
         self._documents = documents
-        lengths: Numbers = documents.lengths - 1
+        lengths: IntArray = documents.lengths - 1
         too_long = lengths > seq_len
         self.num_too_long = int(too_long.sum())
-        self._lengths: Numbers = np.minimum(lengths, seq_len)
+        self._lengths: IntArray = np.minimum(lengths, seq_len)
         trained = self._count_trained(too_long)
         used = trained > 0
         drops = documents.packing.too_long == DROP
@@ -181,11 +181,11 @@ class PackedSamples(Samples):
         else:
             self._sequences = [[int(number)] for number in numbers]
 
-    def _count_trained(self, too_long: Mask) -> Numbers:
+    def _count_trained(self, too_long: Mask) -> IntArray:
         starts, loss_mask = self._documents.starts, self._documents.trained
         if not len(self._lengths):
             return self._lengths
-        counts: Numbers = np.add.reduceat(loss_mask, starts[:-1], dtype=np.int64)
+        counts: IntArray = np.add.reduceat(loss_mask, starts[:-1], dtype=np.int64)
         counts -= loss_mask[starts[:-1]]  # the first token of a document is never a target
         for number in np.flatnonzero(too_long):
             start = starts[number]
@@ -197,7 +197,7 @@ class PackedSamples(Samples):
         return (
             f"{self.origin}: nothing to train on within train.seq_len={self.seq_len}: of "
             f"{len(self._documents)} samples, {self.num_too_long} are longer and "
-            f"{self.num_untrained} have no trained token there"
+            f"{self.num_untrained} have no trained token within this length"
         )
 
     @property

@@ -1,7 +1,7 @@
 """Tracks the forwards of units that the running backward and later backwards still visit.
 
-Autograd runs the nodes that are ready in descending order of their creation. Once it has reached
-the backward of one call, the backward of every later call is complete, or was not needed.
+A call is a forward of a unit. Autograd runs ready nodes in descending order of their creation. Once
+autograd has reached the backward of a call, that of every later call is complete or not needed.
 
 All ranks must decide alike that a unit is complete, or they would wait for each other in different
 collectives. The decision therefore depends on the calls only. Gradients that arrived, and outputs
@@ -151,34 +151,34 @@ class BackwardTracker:
     """A record of the calls of all units of a model, and of the calls that backward has reached."""
 
     def __init__(self) -> None:
-        self.backward = 0  # the number of the running backward, or of the next one
-        self._tracks = False  # whether the outermost module's forward makes a graph
+        self.backward_count = 0  # completed backwards
+        self._makes_graph = False  # whether the outermost module's forward makes a graph
         self._number = 0
-        self.running = ForwardPass()  # the last forward of the outermost module
+        self.last_forward = ForwardPass()  # the last forward of the outermost module
         self._alive: WeakSet[ForwardPass] = WeakSet()
         self._recent: list[ref[ForwardPass]] = []  # forwards with a graph since the last backward
         self._untracked_units: set[str] = set()
 
-    def begin_forward(self, *, tracks: bool) -> None:
-        self.running.close()
-        self.running = ForwardPass()
-        self._tracks = tracks
-        if tracks:
-            self._recent.append(ref(self.running))
+    def begin_forward(self, *, makes_graph: bool) -> None:
+        self.last_forward.close()
+        self.last_forward = ForwardPass()
+        self._makes_graph = makes_graph
+        if makes_graph:
+            self._recent.append(ref(self.last_forward))
 
     def end_forward(self) -> None:
-        self.running.close()
+        self.last_forward.close()
 
     def begin_backward(self, first_forward: ForwardPass | None, agree: Agree) -> None:
         """Find the forwards that the new backward visits.
 
-        `first_forward` is the forward whose output has the first gradient; None if it ran within a
-        backward. If there are several forwards, `agree` exchanges whether each of them takes part
-        on this rank (empty: unknown), and returns whether each takes part on any rank.
+        `first_forward` is the forward whose output got a gradient first; None if that forward ran
+        within a backward. If there are several forwards, `agree` receives whether each takes part
+        on this rank (an empty list if unknown) and returns whether each takes part on any rank.
         """
         recent = [each() for each in self._recent]
-        # Autograd only reports about the innermost backward. `torch.autograd.grad` with few inputs
-        # does not visit all nodes, so its report is incomplete.
+        # Autograd only reports the nodes of the innermost backward. `torch.autograd.grad` with few
+        # inputs does not visit all nodes, so a forward may have no reported node.
         is_known = first_forward is not None and first_forward.is_in_backward()
         for forward in self._alive:
             is_only = recent == [forward]
@@ -192,33 +192,33 @@ class BackwardTracker:
             if each is not None:
                 each.takes_part = takes_part
 
-    def record_forward(self, unit: str, *, tracks: bool) -> None:
-        if self._tracks and not tracks:  # a nested backward may recompute the unit
+    def record_forward(self, unit: str, *, grad_enabled: bool) -> None:
+        if self._makes_graph and not grad_enabled:  # a nested backward may recompute the unit
             self._untracked_units.add(unit)
 
     def add_call(self, unit: str) -> UnitCall:
         """Record a forward of a unit that made a tensor which may get a gradient."""
         self._number += 1
-        self.running.calls.setdefault(unit, []).append(self._number)
-        self._alive.add(self.running)
-        return UnitCall(self.running, self._number)
+        self.last_forward.calls.setdefault(unit, []).append(self._number)
+        self._alive.add(self.last_forward)
+        return UnitCall(self.last_forward, self._number)
 
     def reach(self, call: UnitCall) -> None:
         """Record that backward has reached `call`; ModuleError if autograd did not report it."""
         if not call.forward.takes_part:
             raise ModuleError(
-                "backward reached a forward that was not part of it when it began, so units may "
-                "have been reduced without it; do not use a sharded model's older outputs in a "
-                "function that runs a backward of its own within another"
+                "backward reached a forward that backward did not include at its start, so units "
+                "may be reduced without the forward's gradients; do not use a sharded model's "
+                "older outputs in a function that runs a backward of its own within another"
             )
-        call.forward.reached_in[call.number] = self.backward
+        call.forward.reached_in[call.number] = self.backward_count
 
     def is_complete(self, unit: str, reached: UnitCall) -> bool:
-        """Return whether backward, having reached the call `reached`, needs `unit` no more."""
+        """Return whether backward no longer needs `unit` after reaching the call `reached`."""
         if unit in self._untracked_units:
             return False
         return not any(
-            number < reached.number and forward.reached_in.get(number) != self.backward
+            number < reached.number and forward.reached_in.get(number) != self.backward_count
             for forward in self._alive
             if forward.takes_part
             for number in forward.calls.get(unit, ())
@@ -227,12 +227,14 @@ class BackwardTracker:
     def end_backward(self, *, keeps_graph: bool) -> None:
         """End the backward. If its graph was freed, no other backward can visit its forwards."""
         if not keeps_graph:
-            completed = [each for each in self._alive if self.backward in each.reached_in.values()]
+            completed = [
+                each for each in self._alive if self.backward_count in each.reached_in.values()
+            ]
             self._alive.difference_update(completed)
         self._end()
 
     def reset(self) -> None:
-        """Forget all calls after a failure; a backward through one of the calls is still valid."""
+        """Forget all calls after a failure; a later backward may still visit their forwards."""
         for forward in self._alive:
             forward.takes_part = True
         self._alive.clear()
@@ -241,7 +243,7 @@ class BackwardTracker:
     def _end(self) -> None:
         self._untracked_units.clear()
         self._recent.clear()
-        self.backward += 1
+        self.backward_count += 1
 
 
 def agree_on_forwards(
@@ -249,9 +251,9 @@ def agree_on_forwards(
 ) -> Sequence[bool]:
     """Return which forwards take part in a backward on any rank. Collective.
 
-    `takes_part` says which take part on this rank; empty: unknown. `same_under` is the strategy if
-    it requires the same forwards on all ranks: otherwise ranks would gather different units, so a
-    difference is a ModuleError.
+    `takes_part` is whether each takes part on this rank, or empty if unknown. `same_under` names a
+    strategy that requires the same forwards on all ranks, because its ranks would otherwise gather
+    different units. ModuleError if it is set and the ranks differ.
     """
     answers = collectives.all_gather_values(list(takes_part))
     if not all(answers):
@@ -262,6 +264,6 @@ def agree_on_forwards(
         raise ModuleError(
             f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
             f"through {numbers[other]} on rank {other}; {same_under} requires the same forwards on "
-            "all ranks (add the loss of the others times zero)"
+            "all ranks (add 0 * the loss of the other forwards)"
         )
     return [any(each) for each in zip(*answers, strict=True)]

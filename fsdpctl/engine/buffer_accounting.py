@@ -60,23 +60,23 @@ class BufferAccounting:
         trace.append(event)
         self.on_event()
 
-    def allocate(self, buffer: BufferKind, unit: str, index: int, nbytes: int) -> None:
+    def allocate(self, kind: BufferKind, unit: str, index: int, nbytes: int) -> None:
         """Count a buffer; it replaces a buffer with the same kind, unit and index."""
-        key = (buffer, unit, index)
+        key = (kind, unit, index)
         previous = self._nbytes.get(key)
         self._nbytes[key] = nbytes
         self.nbytes += nbytes - (previous or 0)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         if self.trace is not None and previous is None:
-            self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
+            self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, kind))
 
-    def free(self, buffer: BufferKind, unit: str, index: int) -> None:
-        nbytes = self._nbytes.pop((buffer, unit, index), None)
+    def deallocate(self, kind: BufferKind, unit: str, index: int) -> None:
+        nbytes = self._nbytes.pop((kind, unit, index), None)
         if nbytes is None:
             return
         self.nbytes -= nbytes
         if self.trace is not None:
-            self._record(self.trace, Event(EventKind.DEALLOCATE, unit, nbytes, buffer))
+            self._record(self.trace, Event(EventKind.DEALLOCATE, unit, nbytes, kind))
 
-    def total(self, buffer: BufferKind) -> int:
-        return sum(nbytes for key, nbytes in self._nbytes.items() if key[0] is buffer)
+    def total(self, kind: BufferKind) -> int:
+        return sum(nbytes for key, nbytes in self._nbytes.items() if key[0] is kind)

@@ -202,7 +202,7 @@ def _fill(shard: FlatShard, resident: ResidentParams | None, values: Tensor) -> 
 
 
 @torch.no_grad()
-def move_buffers(module: nn.Module, device: torch.device, collectives: Collectives) -> None:
+def broadcast_buffers(module: nn.Module, device: torch.device, collectives: Collectives) -> None:
     """Move buffers to `device`, with the values of rank 0. Collective."""
     for each in module.modules():
         for key, buffer in each._buffers.items():
@@ -220,7 +220,7 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
     """
     empty = partial(torch.empty, 0, device=source.device)  # a meta parameter cannot get memory
     replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
-    move_buffers(module, source.device, mesh.world)
+    broadcast_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     host, host_params = _make_host_memory(plan, mesh, source.device)
     builder = _Builder(plan, mesh, source, params, host, host_params)

@@ -107,7 +107,7 @@ class GradientReducer:
                 BufferKind.SUM,
                 BufferKind.REPLICA_WORKSPACE,
             ):
-                self.accounting.free(buffer, *flat.key)
+                self.accounting.deallocate(buffer, *flat.key)
         self._reducing.clear()
         self._combining.clear()
         self.drop_gradients()
@@ -117,15 +117,15 @@ class GradientReducer:
         unit = None if self.offload is None else self.offload.finish()
         if unit is not None:
             for index in range(len(unit.trained_buffers)):
-                self.accounting.free(BufferKind.GRADS, unit.name, index)
+                self.accounting.deallocate(BufferKind.GRADS, unit.name, index)
 
     def drop_gradients(self) -> None:
         self.free_offloaded()
         for unit in self.units.values():
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
-                self.accounting.free(BufferKind.UNSHARDED_GRADS, unit.name, index)
-                self.accounting.free(BufferKind.GRADS, unit.name, index)
+                self.accounting.deallocate(BufferKind.UNSHARDED_GRADS, unit.name, index)
+                self.accounting.deallocate(BufferKind.GRADS, unit.name, index)
 
     def _accumulate(self, buffer: FlatBuffer) -> Tensor:
         """Accumulate the parameters' gradients in the held flat buffer, and return it."""
@@ -174,8 +174,8 @@ class GradientReducer:
                 else:  # the second collective has started already
                     flat.chained.wait()
                 flat.full = flat.reduction = flat.chained = None
-                self.accounting.free(BufferKind.WORKSPACE, *flat.key)
-                self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
+                self.accounting.deallocate(BufferKind.WORKSPACE, *flat.key)
+                self.accounting.deallocate(BufferKind.UNSHARDED_GRADS, *flat.key)
         if not self._plan.combines:
             self._add_gradients(started)
         elif self._chain is None:
@@ -193,7 +193,7 @@ class GradientReducer:
         assert flat.reduction is not None
         if self._plan.reduces_in_place(shard.layout):
             flat.mean = full
-            self.accounting.free(BufferKind.UNSHARDED_GRADS, *flat.key)
+            self.accounting.deallocate(BufferKind.UNSHARDED_GRADS, *flat.key)
         else:
             flat.mean = self._new_mean(flat)
         self.accounting.allocate(BufferKind.SUM, *flat.key, flat.mean.nbytes)
@@ -250,7 +250,7 @@ class GradientReducer:
 
         def finish() -> Tensor:
             reduction.finish(share, 1.0, share.dtype)
-            self.accounting.free(BufferKind.REPLICA_WORKSPACE, *flat.key)
+            self.accounting.deallocate(BufferKind.REPLICA_WORKSPACE, *flat.key)
             return share
 
         return Handle(finish)
@@ -278,10 +278,10 @@ class GradientReducer:
                 shard.grad = gradient
             else:
                 shard.grad = gradient
-                self.accounting.free(BufferKind.SUM, *flat.key)
+                self.accounting.deallocate(BufferKind.SUM, *flat.key)
             nbytes = shard.param.numel() * shard.grad_dtype.itemsize
             self.accounting.allocate(BufferKind.GRADS, flat.key[0], flat.index, nbytes)
         if shard.grad is not gradient:
             target = shard.grad if span is None else shard.grad[span.start : span.stop]
             target.add_(gradient)
-        self.accounting.free(BufferKind.SUM, *flat.key)
+        self.accounting.deallocate(BufferKind.SUM, *flat.key)

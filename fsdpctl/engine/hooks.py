@@ -97,7 +97,7 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(outputs: Any) -> None:
-        forward = None if in_backward() else runtime.tracker.running
+        forward = None if in_backward() else runtime.tracker.last_forward
         for output in _new_tensors(outputs, _Inputs()):
             output.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()

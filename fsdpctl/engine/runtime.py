@@ -79,7 +79,7 @@ class ParamSync:
             unit = self._units[name]
             unit.masters_changed()
             for number, each in enumerate(gradients):
-                self.accounting.free(BufferKind.GRADS, name, number)
+                self.accounting.deallocate(BufferKind.GRADS, name, number)
                 if each:
                     self.accounting.allocate(BufferKind.OFFLOADING, name, number, each[0].nbytes)
             self._arriving[name] = [Handle(partial(self._end_step, unit, task, gradients))]
@@ -91,7 +91,7 @@ class ParamSync:
         task.wait()
         for number, each in enumerate(gradients):
             each.clear()
-            self.accounting.free(BufferKind.OFFLOADING, unit.name, number)
+            self.accounting.deallocate(BufferKind.OFFLOADING, unit.name, number)
         for buffer in unit.trained_buffers:
             handle = buffer.start_sync(self._mesh, is_copied=True)
             if handle is not None:
@@ -186,7 +186,7 @@ class Runtime:
                     unit.free()
                     self.accounting.record(K.FREE, unit.name)
                     if not unit.unshard_buffer.is_permanent:
-                        self.accounting.free(BufferKind.PARAMS, unit.unshard_buffer.name, 0)
+                        self.accounting.deallocate(BufferKind.PARAMS, unit.unshard_buffer.name, 0)
                 case K.FORWARD | K.LEAVE | K.BACKWARD:
                     if event.kind is K.FORWARD and unit is not self.root:
                         self.param_sync.begin_unit(unit.name)
@@ -224,7 +224,7 @@ class Runtime:
         self.parameters.check()
         self.param_sync.begin_forward()
         trains = torch.is_grad_enabled()
-        self.tracker.begin_forward(tracks=trains)
+        self.tracker.begin_forward(makes_graph=trains)
         self._execute(self.schedule.begin_forward(trains=trains))
 
     def begin_unit(self, unit: ShardedUnit) -> None:
@@ -232,7 +232,7 @@ class Runtime:
             self._execute(self.schedule.recompute_unit(unit.name))
             return
         self._execute(self.schedule.begin_unit(unit.name))
-        self.tracker.record_forward(unit.name, tracks=torch.is_grad_enabled())
+        self.tracker.record_forward(unit.name, grad_enabled=torch.is_grad_enabled())
         self.accounting.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.models.context_parallel import ALL_TO_ALL
-from fsdpctl.predict.hardware import GATHERING
+from fsdpctl.predict.hardware import INDEXED_GROUPED_MM
 from fsdpctl.predict.model_pass import Work, WorkKind
 
 _aten = torch.ops.aten
@@ -31,15 +31,15 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7),
 }
 _INDEX_PUTS = {_aten.index_put.default, _aten.index_put_.default}
-_ONLY_MEMORY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
-# The number of (length, length) products, and of passes over queries and keys.
+_NO_WORK = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
+# (kind, number of (length, length) products, number of passes over queries and keys)
 _FORWARD, _BACKWARD = (WorkKind.ATTENTION, 2, 2), (WorkKind.ATTENTION_BACKWARD, 5, 4)
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
     """Return the work of an operator; None if it computes nothing, as views and `empty`."""
     results = _tensors(result)
-    if func in _ONLY_MEMORY or not results:
+    if func in _NO_WORK or not results:
         return None
     if func is ALL_TO_ALL:
         return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(results[0]), results[0].itemsize)
@@ -66,7 +66,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     elif func is _aten.embedding_dense_backward.default:
         nbytes = 2 * max(map(_bytes_of, (results[0], args[0])))
     elif not read:
-        nbytes = 2 * nbytes  # counts the kernel that fills the memory, which has another name
+        nbytes = 2 * nbytes  # also the fill kernel, which is a separate operator
     dims = (0, 0, 0, _serialized_rows(args)) if func in _INDEX_PUTS else (0, 0, 0, 0)
     return Work(_name(func), WorkKind.MEMORY, 0, nbytes, results[0].itemsize, dims)
 
@@ -92,8 +92,8 @@ def _tensors(values: object) -> list[Tensor]:
 def _grouped_mm(func: Any, args: Sequence[Any], result: Tensor) -> Work:
     """Return the work of grouped products.
 
-    `rows` of the result's `dims` are tokens per group, also in the gradient of the weights, which
-    sums over tokens.
+    `dims[1]` is the number of tokens per group, also in the gradient of the weights, which sums
+    over tokens.
     """
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
@@ -104,9 +104,9 @@ def _grouped_mm(func: Any, args: Sequence[Any], result: Tensor) -> Work:
         tokens = left.shape[0]
     flops, rows = 2 * tokens * length * columns, -(-tokens // groups)
     nbytes, dims = sum(map(_bytes_of, (left, right, result))), (groups, rows, columns, length)
-    # `library_kernels` marks rows that a kernel reads by index with a stride of 0.
-    gathers = 0 in (*left.stride(), *right.stride())
-    name = GATHERING if gathers else _name(func)
+    # A stride of 0 marks rows that a kernel reads by index (library_kernels).
+    reads_by_index = 0 in (*left.stride(), *right.stride())
+    name = INDEXED_GROUPED_MM if reads_by_index else _name(func)
     return Work(name, WorkKind.MATMUL, flops, nbytes, result.itemsize, dims)
 
 
@@ -115,6 +115,7 @@ def _sdpa(func: Any, args: Sequence[Any]) -> Work:
     query, key = args[first : first + 2]
     is_causal = len(args) > causal and args[causal] is True
     flops = (1 if is_causal else 2) * query.numel() * key.shape[2]
+    # The gradient is the first argument of a backward operator, so the query is not at index 0.
     return _attention(func, query, key, flops, query.shape, _BACKWARD if first else _FORWARD)
 
 
@@ -142,10 +143,10 @@ def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work
 
 
 def _attended(length: int, window: Sequence[int] | None) -> int:
-    """Return the average number of tokens that a token attends to: a causal mask or a window."""
-    most = window[0] + 1 if window and window[0] >= 0 else length
-    most = min(most, length)
-    return max(1, round(most - most * most / (2 * length)))
+    """Return the average number of tokens that a token attends to, by the mask or window."""
+    num_attended = window[0] + 1 if window and window[0] >= 0 else length
+    num_attended = min(num_attended, length)
+    return max(1, round(num_attended - num_attended * num_attended / (2 * length)))
 
 
 def _bytes_of(tensor: Tensor) -> int:

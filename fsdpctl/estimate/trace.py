@@ -28,9 +28,9 @@ from fsdpctl.models.quantized import DEQUANTIZE, dequantize_parts
 from fsdpctl.predict.hardware import UNPACKING
 from fsdpctl.predict.model_pass import (
     Alloc,
+    BecomesGradient,
     CachedTensor,
     Free,
-    Gradient,
     MemoryEvent,
     PassPart,
     PassPosition,
@@ -155,7 +155,7 @@ class _AllocationTracer(TorchDispatchMode):
         key = gradient.untyped_storage()._cdata
         if key in self._live:
             _, position, index = self._live[key]
-            self.events[self.position].append(Gradient(position, index, name))
+            self.events[self.position].append(BecomesGradient(position, index, name))
 
     def forget(self, gradient: Tensor) -> None:
         """Record no free of a gradient: the engine frees gradients."""

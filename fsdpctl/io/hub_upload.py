@@ -30,7 +30,7 @@ class UploadTarget:
         return match[1]
 
     @contextmanager
-    def _asking(self, action: str) -> Iterator[Any]:
+    def _hub_api(self, action: str) -> Iterator[Any]:
         from huggingface_hub import HfApi, constants
 
         repository = Repository(self.name, None, "model", self.url, is_upload=True)
@@ -47,7 +47,7 @@ class UploadTarget:
             raise UsageError(f"{self.url}: HF_HUB_OFFLINE is set; unset it to upload")
         if get_token() is None:
             raise UsageError(f"{self.url}: no token; set HF_TOKEN, or run `hf auth login`")
-        with self._asking(f"asking {hub_host()} for {self.name}") as api:
+        with self._hub_api(f"asking {hub_host()} for {self.name}") as api:
             user = api.whoami()
             owners = [str(x["name"]) for x in (user, *user.get("orgs", ())) if x.get("name")]
             if owner not in owners:
@@ -57,9 +57,9 @@ class UploadTarget:
                 )
             if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
                 raise UsageError(f"{self.url}: the token may only read; create one that may write")
-            self._existing(api)
+            self._commit_and_files(api)
 
-    def _existing(self, api: Any) -> tuple[str | None, set[str]]:
+    def _commit_and_files(self, api: Any) -> tuple[str | None, set[str]]:
         """Return the commit (None: the repository does not exist) and the names of the files."""
         from huggingface_hub import errors
 
@@ -84,10 +84,10 @@ class UploadTarget:
 
         new = {str(x.relative_to(folder)): x for x in sorted(folder.rglob("*")) if x.is_file()}
         disable_progress_bars()
-        with self._asking(f"uploading {self.name}") as api:
-            if self._existing(api)[0] is None:
+        with self._hub_api(f"uploading {self.name}") as api:
+            if self._commit_and_files(api)[0] is None:
                 api.create_repo(self.name, private=True, exist_ok=True)
-            parent, names = self._existing(api)
+            parent, names = self._commit_and_files(api)
             changes = [CommitOperationAdd(name, path) for name, path in new.items()]
             removed = [CommitOperationDelete(name) for name in sorted(names - new.keys())]
             commit = {"commit_message": "Upload by fsdpctl", "parent_commit": parent}

@@ -50,7 +50,7 @@ class Factors:
         `bound`. So the limit only removes rounding errors.
         """
         beta1, beta2 = group["betas"]
-        first, second = 1 - beta1**count, 1 - beta2**count
+        first_correction, second_correction = 1 - beta1**count, 1 - beta2**count
         ratio = beta1 * beta1 / beta2 if beta2 else 0.0
         terms = count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
         bound = (1 - beta1) * (terms / (1 - beta2)) ** 0.5
@@ -59,10 +59,10 @@ class Factors:
             beta2,
             group["eps"],
             1 - group["lr"] * group["weight_decay"],
-            group["lr"] / first,
-            second**-0.5,
+            group["lr"] / first_correction,
+            second_correction**-0.5,
             # In units of the uncorrected first moment.
-            bound * second**0.5 if beta2 else float("inf"),
+            bound * second_correction**0.5 if beta2 else float("inf"),
             (1 - beta1) * scale,
             (1 - beta2) / (1 - beta1) ** 2,
         )
@@ -80,9 +80,14 @@ class Factors:
 class TiledStep:
     """A step of spans, one after another, with one set of tiles."""
 
-    def __init__(self, runs: list[SteppedSpan], by: HostScalars, *, is_fused: bool = False) -> None:
-        """Prepare to step `runs`; `is_fused` allows fused kernels. Divide by `grad_scale`."""
-        grad_scale, found_inf = by
+    def __init__(
+        self, runs: list[SteppedSpan], scalars: HostScalars, *, is_fused: bool = False
+    ) -> None:
+        """Prepare to step `runs`, with gradients divided by `grad_scale`.
+
+        `is_fused` allows fused kernels.
+        """
+        grad_scale, found_inf = scalars
         largest = max((run.span.numel for run in runs), default=0)
         self._device = runs[0].param.device if runs else torch.device("cpu")
         self._fuses = is_fused and fuses(self._device)
@@ -136,36 +141,38 @@ def _step_tile(
     gradient: Tensor,
     moments: tuple[Moment, Moment],
     weights: tuple[Tensor, Tensor | None],
-    by: Factors,
+    factors: Factors,
     skip: Tensor | None,
     tiles: Sequence[Tensor] = (),
 ) -> None:
-    # Separate tensors: Dynamo would compile for one size of views of a common tensor.
+    # Separate tensors: for views of one tensor, Dynamo would specialize on the size.
     if not tiles:
         tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]
     m, v, work, grad = tiles
     first, second = moments
     # Factors of a full tile are merged with those of the gradient or of its blocks, which saves
-    # passes over the tile: gradients have the unit of the first moment, v the unit of its square.
+    # passes over the tile: `grad` is the gradient times 1 - beta1, v has the unit of its square.
     if gradient.dtype == torch.float32:
-        torch.mul(gradient, by.share, out=grad)
+        torch.mul(gradient, factors.share, out=grad)
     else:
-        grad.copy_(gradient).mul_(by.share)
-    first.read(m, work, by.beta1)
+        grad.copy_(gradient).mul_(factors.share)
+    first.read(m, work, factors.beta1)
     m.add_(grad)
-    unit = by.unit if second.has_roots else 1.0
-    second.read(v, work, by.beta2 / unit)
+    unit = factors.unit if second.has_roots else 1.0
+    second.read(v, work, factors.beta2 / unit)
     torch.mul(grad, grad, out=work)
-    v.add_(work if second.has_roots else work.mul_(by.unit))
+    v.add_(work if second.has_roots else work.mul_(factors.unit))
     if not second.has_roots:
         second.write(v, work, skip)
     # MKL's float32 square root on CPUs is not always correctly rounded; a float64 root is.
     v.copy_(v.double().sqrt_()) if v.device.type == "cpu" else v.sqrt_()
-    root = by.root * unit**0.5
-    torch.add(v, by.eps / root, out=work)
+    scaled_root = factors.root * unit**0.5
+    torch.add(v, factors.eps / scaled_root, out=work)
     update = torch.div(m, work, out=work)
-    update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
-    _update(*weights, update, grad, by.decay, skip)
+    update.clamp_(-factors.bound * scaled_root, factors.bound * scaled_root).mul_(
+        factors.rate / scaled_root
+    )
+    _update(*weights, update, grad, factors.decay, skip)
     first.write(m, work, skip)
     if second.has_roots:
         second.write(v, work, skip, unit**0.5)

@@ -35,11 +35,11 @@ def context_groups(num_ranks: int, context_parallel: int) -> list[range]:
 def heads_per_rank(num_heads: int, num_kv_heads: int, context_parallel: int) -> tuple[int, int]:
     """Return a rank's number of query heads, and its number of key-value heads.
 
-    Key-value heads are repeated if there are fewer than ranks.
+    Key-value heads are repeated if their number is not a multiple of the ranks.
     """
     if num_kv_heads % context_parallel:
-        shares = context_parallel % num_kv_heads == 0
-        num_kv_heads = context_parallel if shares else num_heads
+        ranks_share_heads = context_parallel % num_kv_heads == 0
+        num_kv_heads = context_parallel if ranks_share_heads else num_heads
     return num_heads // context_parallel, num_kv_heads // context_parallel
 
 
@@ -47,7 +47,7 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, context_parallel: int) -> 
 class BatchPlan:
     """`global_batch_size` samples per step, in `num_micro_batches` passes of every rank.
 
-    If they do not divide evenly, some ranks process fewer samples. The gradient is that of the mean
+    If the samples do not divide evenly, some ranks process fewer. The gradient is that of the mean
     over all target tokens in any case. `context_parallel` adjacent ranks share each sample.
     """
 
@@ -58,7 +58,7 @@ class BatchPlan:
     context_parallel: int = 1
 
     def context(self, rank: int) -> ContextParallel | None:
-        """Return the part of its samples that `rank` processes, with context parallelism."""
+        """Return the position of `rank` in its group; None without context parallelism."""
         if self.context_parallel == 1:
             return None
         return ContextParallel(self.context_parallel, rank % self.context_parallel)

@@ -205,7 +205,9 @@ class DeviceDataSheet:
 
 
 GROUPED = "_grouped_mm"
-GATHERING = f"{GROUPED}, gathering"  # a kernel that reads its rows by index, such as Liger's
+INDEXED_GROUPED_MM = (
+    f"{GROUPED}, gathering"  # a kernel that reads its rows by index, such as Liger's
+)
 # Speed of such a kernel relative to torch's grouped products, by published steps of TRL.
 _GATHERING_SHARE = 0.55
 _INDEXING = (

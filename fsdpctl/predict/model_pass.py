@@ -1,8 +1,8 @@
 """The operators of a forward-backward pass, and their allocations and frees, in order.
 
 A pass is a forward and its backward. It is cut into parts where units begin and end. The parts are
-traced on a model with few blocks. The parts of a model with many blocks follow, because equal
-blocks allocate equal memory.
+traced on a model with few blocks. Those of a model with many blocks are derived from the trace,
+because equal blocks allocate equal memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +25,16 @@ class WorkKind(StrEnum):
 class Work(NamedTuple):
     """The work of one operator, by its name in torch.
 
-    `dims` of a matrix product are batch, rows, columns and the length of its sums. `dims` of
-    attention are batch, heads, length and width; its `flops` exclude masked products. The last of
-    the `dims` of `index_put` is the number of rows that are added to each row, one after another.
+    `dims` of a matrix product are batch, rows, columns and the inner dimension. `dims` of attention
+    are batch, heads, length and head dimension; `flops` of attention exclude masked products. The
+    last dimension of `index_put` is the number of rows that are added to each row in sequence.
     """
 
     name: str
     kind: WorkKind
     flops: int
     nbytes: int  # read and written, each tensor once
-    itemsize: int  # bytes of an element of the factors
+    itemsize: int  # bytes of an element of the operands
     dims: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
@@ -80,15 +80,15 @@ class Workspace(NamedTuple):
     description: str
 
 
-class Gradient(NamedTuple):
-    """A tensor's change into the gradient of a parameter, which the engine frees."""
+class BecomesGradient(NamedTuple):
+    """The event that a tensor becomes a parameter's gradient; the engine frees the gradient."""
 
     position: PassPosition  # where it was allocated
     ordinal: int
     param: str
 
 
-MemoryEvent = Alloc | Free | Workspace | Gradient
+MemoryEvent = Alloc | Free | Workspace | BecomesGradient
 
 
 class CachedTensor(NamedTuple):
@@ -172,7 +172,7 @@ def _relative(each: MemoryEvent, index: Mapping[str, int], current: int) -> obje
     return (each.position.part, relative, each.ordinal, kind)
 
 
-# A key and its bytes. 0 bytes: free the key; below 0: allocate and free at once.
+# A tensor's key and its bytes. 0 bytes: a free; below 0: allocated and freed at once.
 Operation = tuple[int, int]
 
 
@@ -211,7 +211,7 @@ class ModelPass:
             PassPosition(PassPart.END),
         ]
         for position in positions:
-            self._number(position)
+            self._assign_keys(position)
         self.held_over: set[int] = set()  # keys that are freed in the next pass
         self.operations = {position: self._operations(position) for position in positions}
         self.work = {each: traced.work.get(self._traced(each), ()) for each in positions}
@@ -239,7 +239,7 @@ class ModelPass:
         repeated = self._repeated.get(unit)
         return repeated.traced[repeated.representative(self._index[unit])] if repeated else unit
 
-    def _number(self, position: PassPosition) -> None:
+    def _assign_keys(self, position: PassPosition) -> None:
         self._first_key[position] = len(self.tensors)
         for each in self._events(position):
             if isinstance(each, Alloc):
@@ -271,7 +271,7 @@ class ModelPass:
                 operations.append((first + each.ordinal, each.nbytes))
             elif isinstance(each, Workspace):
                 operations.append((-1, -each.nbytes))
-            elif isinstance(each, Gradient):
+            elif isinstance(each, BecomesGradient):
                 names = self._referred_params(each.param, position.unit)
                 self.gradients.update(
                     zip(names, self._referred_keys(each, position.unit), strict=True)
@@ -283,7 +283,7 @@ class ModelPass:
                     self.held_over.update(keys)
         return operations
 
-    def _referred_keys(self, each: Free | Gradient, here: str) -> Iterator[int]:
+    def _referred_keys(self, each: Free | BecomesGradient, here: str) -> Iterator[int]:
         for unit in self._referred_units(each.position.unit, here):
             yield self._first_key[PassPosition(each.position.part, unit)] + each.ordinal
 

@@ -22,11 +22,11 @@ _TASKS = {
 _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
 _ENV_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STEP_NAMES = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
-_SAME_EVERYWHERE = re.compile(r"\d+(\(x\d+\))?")
+_UNIFORM_TASKS = re.compile(r"\d+(\(x\d+\))?")
 _ENDPOINT = re.compile(
     r"(\[(?P<address>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[^][:]+)):(?P<port>[0-9]{1,5})"
 )
-_FIRST_PORT, _PORTS = 20000, 12000  # below the ephemeral ports
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the ephemeral ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class LauncherRank:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRole:
-    """The ranks of a configuration: on this machine, or on a described cluster."""
+    """The part of this process in a launch, or the ranks of a cluster for an estimate."""
 
-    launch: LaunchConfig | None  # has the launcher's number of nodes; None: a described cluster
+    launch: LaunchConfig | None  # has the launcher's number of nodes; None: an estimate
     rank: LauncherRank | None = None  # this process, if another launcher has started it
     is_dry: bool = False  # a dry run opens data and model, but fetches no weights
 
@@ -70,7 +70,7 @@ def role_of(
 ) -> LaunchRole:
     """Return the role of this process, with the nodes of its launcher.
 
-    `are_ranks`: one task of Slurm per node is a rank, not a launcher. UsageError if the variables
+    `are_ranks`: Slurm's tasks are ranks, even one per node. UsageError if the variables
     are missing, contradict `launch`, or belong to another launcher.
     """
     rank: LauncherRank | None = None
@@ -81,7 +81,7 @@ def role_of(
     else:
         _check_alone(launch, environ)
     if rank is None:
-        _check_nodes(launch)
+        _require_rendezvous(launch)
         return LaunchRole(launch)
     ranks = rank.local_world_size
     if launch.nproc_per_node not in (None, ranks):
@@ -116,7 +116,7 @@ def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ
     return LaunchRole(replace(launch, nproc_per_node=1), only_rank)
 
 
-def _check_nodes(launch: LaunchConfig) -> None:
+def _require_rendezvous(launch: LaunchConfig) -> None:
     nodes, node = launch.nnodes, launch.node_rank
     check_nodes(launch)
     if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
@@ -141,9 +141,9 @@ def check_nodes(launch: LaunchConfig) -> None:
         raise UsageError(f"launch.node_rank={node}: {problem}")
 
 
-def _check_node_count(launch: LaunchConfig, nodes: int, who: str) -> None:
+def _check_node_count(launch: LaunchConfig, nodes: int, cause: str) -> None:
     if launch.nnodes not in (1, nodes):
-        raise UsageError(f"launch.nnodes={launch.nnodes}: {who} {nodes}")
+        raise UsageError(f"launch.nnodes={launch.nnodes}: {cause} {nodes}")
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:
@@ -185,7 +185,7 @@ def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> Launcher
             f"launch=env: {', '.join(missing)} not set; start one process per rank with another "
             "launcher, such as `torchrun -m fsdpctl train launch=env`"
         )
-    _refuse_own_nodes(launch, "launch=env")
+    _reject_node_rank(launch, "launch=env")
     rank, world, local, ranks = (_number(name, environ) for name in _ENV_NAMES[:4])
     is_one = 0 <= local < ranks <= world and rank < world
     if not is_one or world % ranks or rank % ranks != local:
@@ -204,7 +204,7 @@ def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> Launcher
     )  # fmt: skip
 
 
-def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
+def _reject_node_rank(launch: LaunchConfig, choice: str) -> None:
     if launch.node_rank is not None:
         problem = f"not supported with {choice}, which reads it from the launcher"
         raise UsageError(f"launch.node_rank={launch.node_rank}: {problem}")
@@ -215,16 +215,16 @@ def _role_from_slurm(
 ) -> tuple[LaunchConfig, LauncherRank | None]:
     if any(f"SLURM_STEP_{name}" not in environ for name in _STEP_NAMES):
         raise UsageError(
-            "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
-            "`srun fsdpctl train launch=slurm`"
+            "launch=slurm: not in a job step; run the command with srun, one task per node or one "
+            "per rank: `srun fsdpctl train launch=slurm`"
         )
     if "SLURM_HET_SIZE" in environ:
         raise UsageError("launch=slurm: heterogeneous jobs are not supported")
-    _refuse_own_nodes(launch, "launch=slurm")
+    _reject_node_rank(launch, "launch=slurm")
     tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _STEP_NAMES[:2])
     _check_node_count(launch, nodes, "Slurm has started the step on")
     each = environ["SLURM_STEP_TASKS_PER_NODE"]
-    if not _SAME_EVERYWHERE.fullmatch(each) or tasks % nodes:
+    if not _UNIFORM_TASKS.fullmatch(each) or tasks % nodes:
         problem = "expected the same number of tasks on every node; set srun --ntasks-per-node="
         raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={each}: {problem}")
     names = ("PROCID", "NODEID", "LOCALID")
@@ -235,7 +235,7 @@ def _role_from_slurm(
     endpoint = launch.rdzv_endpoint
     if endpoint is None:  # derive a port that all tasks of this step know, and few other steps use
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
-        endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
+        endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _NUM_PORTS}"
     if tasks == nodes and not are_ranks:
         node_rank, endpoint = (node, endpoint) if nodes > 1 else (None, None)
         return replace(launch, nnodes=nodes, node_rank=node_rank, rdzv_endpoint=endpoint), None

@@ -12,7 +12,7 @@ from fsdpctl.resolve.rules import validate
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The resolved settings of a run, as in config.yaml, and the division of a step."""
+    """The resolved settings of a run, as in config.yaml, and the samples of each rank."""
 
     requested: Filled  # requested settings plus the selection; suggestions start from it
     config: Resolved
@@ -24,7 +24,7 @@ def make_run_plan(
 ) -> RunPlan:
     """Return the plan of a configuration, without opening data or model.
 
-    A micro-batch that was selected for other ranks is limited to a rank's share of the step.
+    A micro-batch that was selected for fewer ranks is limited to a rank's share of the step.
     `launch` replaces the ranks that `config` was prepared for. UsageError if the ranks cannot run
     the configuration; the message names the keys.
     """

@@ -93,7 +93,7 @@ class Journal:
     def end(self, *, well: bool) -> None:
         """Close the trackers; `well` is False if the run failed."""
         if self.trackers is not None:
-            self.trackers.close(well=well)
+            self.trackers.close(succeeded=well)
 
     def close(self) -> None:
         if self._metrics is not None:

@@ -2,9 +2,9 @@
 
 Note: a failed run repeats the steps after its checkpoint, with the same values, because a resume is
 exact. Each tracker continues its run and gets each value once. TensorBoard drops the values after
-the checkpoint. Other trackers do not get a value again that metrics.jsonl contains and that they
-have stored. They also get the values before the checkpoint that a killed start had not sent. The
-run's id in trackers is stored in the run directory.
+the checkpoint. fsdpctl does not resend a value that is both in metrics.jsonl and in the tracker. It
+sends earlier values that a killed process had not sent. The run directory has the id of the run in
+trackers.
 """
 
 import os
@@ -27,13 +27,13 @@ from fsdpctl.io.files import checked_name, open_regular, read_text_file
 from fsdpctl.io.packages import install_hint
 from fsdpctl.io.run_files import TENSORBOARD, TRACKER_ID
 
-_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # time to send the remaining values
+_CLOSE_SECONDS, _FAILED_CLOSE_SECONDS = 60.0, 5.0  # time to send the remaining values
 _FLUSH_SECONDS = 10  # a killed run may lose the values of this time
 _ID = r"[a-z0-9]{1,64}"
-_LONGEST = 300  # characters of a message
+_MAX_MESSAGE = 300  # characters of a message
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # environment variable
 _BLOCK = 1 << 15  # bytes that wandb writes at a time
-_PARAMS, _METRICS, _LONGEST_PARAM = 100, 1000, 500  # limits of a request to MLflow
+_MAX_PARAMS, _MAX_METRICS, _MAX_PARAM = 100, 1000, 500  # limits of a request to MLflow
 
 
 class _TensorBoard:
@@ -73,13 +73,13 @@ class _Wandb:
             name=run_dir.name, dir=str(run_dir), config=to_settings(config),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
-        # Steps below this one are stored. Without a server, wandb does not know earlier starts.
+        # Without a server, wandb does not know the steps that earlier processes have logged.
         resumed = self._run.resumed
-        self._stored = self._run.starting_step if resumed else _steps_of_wandb(logs)
-        self._newest = self._stored if resumed else 0
+        self._first_unstored = self._run.starting_step if resumed else _next_wandb_step(logs)
+        self._newest = self._first_unstored if resumed else 0
 
     def is_stored(self, step: int, name: str) -> bool:
-        return step < self._stored
+        return step < self._first_unstored
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._newest = max(self._newest, step)
@@ -137,9 +137,9 @@ class _Mlflow:
         else:
             options = {"tags": {"fsdpctl": run_id}, "run_name": run_dir.name}
             self._run = self._client.create_run(experiment_id, **options).info.run_id
-            params = [Param(name, x[:_LONGEST_PARAM]) for name, x in to_settings(config).items()]
-            for start in range(0, len(params), _PARAMS):
-                self._client.log_batch(self._run, params=params[start : start + _PARAMS])
+            params = [Param(name, x[:_MAX_PARAM]) for name, x in to_settings(config).items()]
+            for start in range(0, len(params), _MAX_PARAMS):
+                self._client.log_batch(self._run, params=params[start : start + _MAX_PARAMS])
         if is_default:
             del os.environ[_RETRIES]
         self._steps: dict[str, set[int]] = {}  # stored steps by name
@@ -173,7 +173,7 @@ class _Mlflow:
         is_over = False
         while not is_over:
             values = [self._queue.get()]
-            while len(values) < _METRICS and not self._queue.empty():
+            while len(values) < _MAX_METRICS and not self._queue.empty():
                 values.append(self._queue.get())
             is_over = values[-1] is None
             try:
@@ -200,7 +200,7 @@ class Trackers:
         warn: Callable[[str], None],
         earlier: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Start the trackers after `step`; `warn` gets a message if a tracker fails.
+        """Start the trackers of a run that continues after `step`; `warn` gets failures.
 
         `earlier` contains the last lines of metrics.jsonl, including the lines of steps that this
         start repeats.
@@ -231,11 +231,11 @@ class Trackers:
                 if new := {x: value for x, value in figures.items() if x not in stored}:
                     tracker.log(step, new)
 
-    def close(self, *, well: bool) -> None:
+    def close(self, *, succeeded: bool) -> None:
         """Send the remaining values for a limited time, which is shorter if the run failed."""
-        patience = _LEAVING_SECONDS if well else _FAILING_SECONDS
+        patience = _CLOSE_SECONDS if succeeded else _FAILED_CLOSE_SECONDS
         for name, each in list(self._trackers.items()):
-            thread = threading.Thread(target=self._close, args=(name, each, well), daemon=True)
+            thread = threading.Thread(target=self._close, args=(name, each, succeeded), daemon=True)
             thread.start()
             thread.join(patience)
             if thread.is_alive():
@@ -254,7 +254,7 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             text = install_hint(name, error) if isinstance(error, ImportError) else str(error)
-            cause = " ".join(text.split())[:_LONGEST] or type(error).__name__
+            cause = " ".join(text.split())[:_MAX_MESSAGE] or type(error).__name__
             self._warn(f"log.trackers={name}: {cause}; the run continues without it")
 
 
@@ -269,10 +269,10 @@ def _tracker_id(run_dir: Path) -> str:
     return checked_name(read_text_file(path).strip(), _ID, str(path), UsageError)
 
 
-def _steps_of_wandb(logs: Sequence[Path]) -> int:
+def _next_wandb_step(logs: Sequence[Path]) -> int:
     """Return one more than the last step in the logs of earlier starts without a server.
 
-    A killed run leaves whole blocks, and the last step in them may be incomplete.
+    If wandb did not close a log, its size is a multiple of a block, and its last step may be cut.
     """
     counts = [0]
     for log in logs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.data_set import DataSet
-from fsdpctl.engine.build import move_buffers
+from fsdpctl.engine.build import broadcast_buffers
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import LocalStepStats, SpikeLimits, StepRecord, record_step
@@ -84,12 +84,12 @@ def launch_step(
     local_stats: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
-    """Launch the step that follows `step` steps and `samples` samples. Collective.
+    """Launch the step after `step` completed steps and `samples` samples. Collective.
 
     The step is not applied if its values exceed `limits`. `local_stats()` is called after the
-    backward passes and returns this rank's requests and gradient norm. While a profile is recorded
-    (`is_traced`), nothing is prefetched for the next step: torch crashes if a trace ends between a
-    prefetch and its use.
+    backward passes and returns this rank's stop and save requests and gradient norm. While a
+    profile is recorded (`is_traced`), nothing is prefetched for the next step: torch crashes if a
+    trace ends between a prefetch and its use.
     """
     config = parts.config
     clock = StepClock(parts.device, parts.model.take_waits)
@@ -102,7 +102,7 @@ def launch_step(
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
     if config.model.is_script_module:  # all ranks get the statistics that a checkpoint saves
-        move_buffers(parts.model.module, parts.device, parts.model.collectives)
+        broadcast_buffers(parts.model.module, parts.device, parts.model.collectives)
     clock.lap("optimizer")
     model, is_last = parts.model, step + 1 >= config.train.steps
     if not is_last and not is_traced and isinstance(model, ShardedModel) and model.can_prefetch:
@@ -173,8 +173,8 @@ def _run_micro_steps(
         batch = parts.train_batches.training(samples, rank, micro_step)
         clock.lap("data")
         is_last = micro_step == plan.num_micro_batches - 1
-        holds = config.accumulation.name == "last" and not is_last
-        with parts.model.no_sync() if holds else contextlib.nullcontext():
+        skips_reduction = config.accumulation.name == "last" and not is_last
+        with parts.model.no_sync() if skips_reduction else contextlib.nullcontext():
             chunk = config.train.loss_chunk_tokens or 0
             sources.start_forward()
             if batch.script_batch is not None:

@@ -49,9 +49,9 @@ def validation_loss(
     """Return the mean loss in nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, without repeating rows, and losses are added in
-    float64. So the result depends on the number of ranks only by the rounding of single passes.
-    Calls `should_continue(NUMBER)` after each global batch. If it returns False, as on all ranks,
-    the validation ends and returns None.
+    float64. So the result depends on the number of ranks only by the rounding of each pass. Calls
+    `should_continue(NUMBER)` after each global batch, which must return the same on all ranks. If
+    it returns False, the validation ends and returns None.
     """
     sums, named_totals, named, num_batches = {}, list[float](), NamedSums(), 0
     for name, part in batches.by_source().items():

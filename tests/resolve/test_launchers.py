@@ -132,7 +132,7 @@ def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
 
 def test_unsupported_job_steps_are_rejected():
     outside = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # as in a batch script
-    assert "run it with srun" in refused(SLURM, outside)
+    assert "run the command with srun" in refused(SLURM, outside)
     assert "heterogeneous" in refused(SLURM, of_slurm(0, 2, 2) | {"SLURM_HET_SIZE": "2"})
     assert "srun -m block" in refused(SLURM, of_slurm(1, 4, 2) | {"SLURM_NODEID": "1"})
     uneven = of_slurm(0, 3, 3) | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}

@@ -68,7 +68,7 @@ def test_trackers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Trackers(BOTH, tmp_path, 0, pytest.fail)
     both.log_line(LINE)
     both.log_line({"step": 4, "warning": "odd"})
-    both.close(well=True)
+    both.close(succeeded=True)
     assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
 
@@ -102,7 +102,7 @@ def test_a_failing_tracker_is_reported_once_and_the_other_continues(
     both = Trackers(BOTH, tmp_path, 0, said.append)
     both.log_line(LINE)
     both.log_line(LINE)
-    both.close(well=True)
+    both.close(succeeded=True)
     assert len(said) == 1
     assert said[0].startswith("log.trackers=wandb: ")
     assert said[0].endswith("; the run continues without it")
@@ -115,7 +115,7 @@ def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
-    Trackers(BOTH, tmp_path, 0, said.append).close(well=True)
+    Trackers(BOTH, tmp_path, 0, said.append).close(succeeded=True)
     assert said == ["log.trackers=wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
@@ -172,7 +172,7 @@ def test_a_resumed_wandb_run_begins_where_it_ended_and_its_steps_only_increase(
         found = Trackers(config, tmp_path, 3, pytest.fail, () if well else written)
         for step, name in ((4, "loss"), (5, "loss"), (4, "checkpoint_seconds")):
             found.log_line({"step": step, name: 1.0})
-        found.close(well=well)
+        found.close(succeeded=well)
     first, second = begun
     assert ended == [0, 1]
     late = (5, {"checkpoint_seconds": 1.0})
@@ -205,7 +205,7 @@ def run_twice(folder: Path, name: str) -> None:
                 metrics.write(line)
                 if (step, name) != (19, "mlflow"):
                     found.log_line(line)
-        found.close(well=ends == 25)
+        found.close(succeeded=ends == 25)
         metrics.close()
 
 
