@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.manifest import parameter_name
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
-from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
+from fsdpctl.checkpoint.tensor_source import TensorSource, read_bytes, tensor_keys
 from fsdpctl.errors import shorten_list
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.models.adapter_names import is_adapter_name
@@ -156,9 +156,9 @@ def _compare_tensor(
     )
     delta, norm, num_bad, has_nonzero = 0.0, 0.0, 0, False
     for span in Span(0, info.numel).split(_ELEMENTS_AT_ONCE):
-        data, base_data = _read_bytes(export, key, span), bytearray()
+        data, base_data = read_bytes(export, key, span), bytearray()
         if base is not None and comparable and span.start < base_info.numel:
-            base_data = _read_bytes(base, key, Span(span.start, min(span.stop, base_info.numel)))
+            base_data = read_bytes(base, key, Span(span.start, min(span.stop, base_info.numel)))
         base_values = _as_floats(base_data, base_info.dtype, info.dtype)
         is_same = data == base_data and base_info.dtype == info.dtype
         values = base_values if is_same else _as_floats(data, info.dtype, info.dtype)
@@ -172,13 +172,6 @@ def _compare_tensor(
         norm += float(np.nan_to_num(base_values @ base_values))
         has_nonzero = has_nonzero or bool(values.any())
     return WeightChange(delta, norm, parameter_name(key)), num_bad, has_nonzero
-
-
-def _read_bytes(weights: TensorSource, key: str, span: Span) -> bytearray:
-    content = bytearray()
-    for _, data in weights.read(key, span):
-        content += data
-    return content
 
 
 def _as_floats(data: bytearray, dtype: str, target: str) -> NDArray[np.float32]:

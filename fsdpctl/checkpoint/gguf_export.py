@@ -23,7 +23,7 @@ from fsdpctl.checkpoint.pretrained import read_attachments
 from fsdpctl.checkpoint.publish import ExportResult, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, cast, fsync
-from fsdpctl.checkpoint.tensor_source import TensorSource, weight_bytes
+from fsdpctl.checkpoint.tensor_source import TensorSource, read_bytes, weight_bytes
 from fsdpctl.config.decoder_config import (
     CONFIG_LOCATION,
     config_dict,
@@ -251,7 +251,7 @@ def _chunks(weights: TensorSource, advance: Advance, tensor: _GgufTensor) -> Ite
     width = tensor.info.numel // tensor.info.shape[0]
     head = tensor.rows_per_head * width
     for start in range(0, tensor.info.numel, head):
-        read = b"".join(data for _, data in weights.read(tensor.key, Span(start, start + head)))
+        read = read_bytes(weights, tensor.key, Span(start, start + head))
         rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows_per_head // 2, width * size)
         reordered = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
         yield cast(reordered.data, tensor.info.dtype, tensor.dtype, tensor.name)

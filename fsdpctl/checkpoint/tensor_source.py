@@ -23,7 +23,7 @@ class TensorSource(Protocol):
         """Return the shape and dtype of a full tensor."""
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span`, or all, in chunks that reuse the previous chunk's memory."""
+        """Yield the elements `span`, or all, in chunks; the next chunk may overwrite a chunk."""
 
     def __str__(self) -> str:
         """Return the path or URL, which begins messages."""
@@ -87,6 +87,14 @@ class Overlay:
 
     def _source(self, key: str) -> TensorSource:
         return self.upper if key in self._in_upper else self.lower
+
+
+def read_bytes(source: TensorSource, key: str, span: Span) -> bytearray:
+    """Return the bytes of the elements `span` of a tensor."""
+    content = bytearray()
+    for _, data in source.read(key, span):
+        content += data  # copied at once: the next chunk reuses the memory
+    return content
 
 
 def read_floats(source: TensorSource, key: str, span: Span | None = None) -> NDArray[np.float32]:

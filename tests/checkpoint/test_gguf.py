@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from fsdpctl.checkpoint import manifest, tensor_file
 from fsdpctl.checkpoint.consolidate import write_sharded_weights
 from fsdpctl.checkpoint.gguf_export import _SAMPLE_TEXTS, _find_pre_tokenizer, write_gguf
 from fsdpctl.checkpoint.pretrained import open_weights, read_model_assets
@@ -59,6 +60,20 @@ def test_matrices_are_cast_and_vectors_are_not(dtype, tmp_path):
     assert kinds == {dtype: 2, "F32": 1}
     expected = saved["model.layers.1.mlp.up_proj.weight"].to(FLOATS[dtype])
     assert torch.equal(values_of(written["blk.1.ffn_up.weight"], tuple(expected.shape)), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_head_that_crosses_a_chunk_of_its_file_is_exported_whole(family, tmp_path, monkeypatch):
+    """llama.cpp reorders the rows of each query and key head, which are read together."""
+    contents = []
+    for size in (tensor_file.CHUNK_BYTES, 256):
+        for module in (manifest, tensor_file):
+            monkeypatch.setattr(module, "CHUNK_BYTES", size)
+        folder = tmp_path / str(size)
+        write_gguf(sharded(family, folder), folder / "out", dtype="F32", overwrite=False)
+        tensors = GGUFReader(folder / "out" / "model.gguf").tensors
+        contents.append({each.name: np.array(each.data).tobytes() for each in tensors})
+    assert contents[0] == contents[1]
 
 
 def test_the_fields_describe_the_model(tmp_path):
