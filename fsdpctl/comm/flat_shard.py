@@ -247,6 +247,7 @@ def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None
         if shard.offloaded_grad is not None:
             on_cpu = factor.cpu() if isinstance(factor, Tensor) else factor
             shard.offloaded_grad.synchronize().mul_(on_cpu)
+            shard.offloaded_grad.norm.mul_(factor)
         elif shard.grad is not None:
             on_device.append(shard.grad)
     if on_device:

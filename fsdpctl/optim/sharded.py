@@ -133,9 +133,11 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         for run, _ in self.spans:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.spans, grad_scale, found_inf)
-        self._before_step()
-        self._step_spans()
-        del self.grad_scale, self.found_inf
+        try:
+            self._before_step()
+            self._step_spans()
+        finally:
+            del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
         return loss
 

@@ -20,11 +20,12 @@ from fsdpctl.engine.blocks import checkpoint_block
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.shard_model import shard_model
+from fsdpctl.engine.sharded_model import GradAccumulator
 from fsdpctl.engine.unit import bytes_outside_unshard_buffers
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.muon import ShardedMuon
-from fsdpctl.optim.record import record_step
+from fsdpctl.optim.record import clip_grad_norm_, record_step
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.owner_map import OWNER_MAPS
 from fsdpctl.plan.precision import Precision
@@ -147,6 +148,22 @@ def test_same_bits_of_every_kind(rank, world_size, strategy, mode, **case):
             return
         case["size"] = 2
     _check_alike(rank, mode, strategy=strategy, **case)
+
+
+@distributed(world_size=2)
+def test_a_window_and_its_clipped_gradients_have_their_norms_on_the_host_too(rank, world_size):
+    norms = []
+    for offload in ("none", GRADIENTS):
+        model = shard_model(make_net(tied=True), Sharding("full_shard", offload=offload))
+        optimizer = ShardedAdamW(model, lr=0.05)
+        accumulator = GradAccumulator(model, steps=2)
+        for part in range(2):
+            with accumulator.micro_step():
+                next_token_loss(model, _tokens(rank, 0, part)).backward()
+        norms.append([float(clip_grad_norm_(model, 0.5)) for _ in range(2)])
+        optimizer.step()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert norms[1][1] == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.slow
