@@ -145,6 +145,7 @@ class _AllocationTracer(TorchDispatchMode):
 
     def _on_free(self, key: int, _: object) -> None:
         del self._storage_refs[key]
+        self._any_results.discard(key)  # another tensor may get the address
         pass_number, position, index = self._live.pop(key)
         self.events[self.position].append(
             Free(position, index, is_previous=pass_number != self.pass_number)

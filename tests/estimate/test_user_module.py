@@ -207,3 +207,25 @@ def test_a_block_that_runs_twice_is_rejected_by_name():
         estimate_memory(
             Twice, lambda: torch.empty(2, 64), world_size=2, loss_fn=torch.sum, assumed=ON_CPU
         )
+
+
+def test_values_that_a_module_reads_do_not_depend_on_memory_that_was_freed() -> None:
+    """Traced tensors have no values: `any` is taken for false, `all` for true."""
+    read = set[tuple[bool, bool]]()
+
+    class _ReadsMasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x > 0
+            for _ in range(8):
+                read.add((bool(mask.any()), bool(mask.all())))
+            result: Tensor = self.linear(x)
+            return result
+
+    estimate_memory(
+        _ReadsMasks, lambda: torch.empty(4, 8), world_size=2, loss_fn=torch.sum, assumed=ON_CPU
+    )
+    assert read == {(False, True)}
