@@ -111,7 +111,7 @@ def test_a_failing_tracker_is_reported_once_and_the_other_continues(
 
 
 def test_a_tracker_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
-    monkeypatch.setattr(trackers, "_LEAVING_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 0.05)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
