@@ -193,7 +193,7 @@ def _check_call(call: Message, location: str) -> Message:
             raise UsageError(f"{location}: {key}: not supported; expected arguments")
     if isinstance(arguments, str) and arguments.strip():
         content = parse_json(arguments, dict[str, Any], location)
-        msgspec.msgpack.encode(content)  # raises UnicodeEncodeError for half of a surrogate pair
+        msgspec.msgpack.encode(content)  # raises UnicodeEncodeError for a lone surrogate
     elif not isinstance(arguments, str | dict):
         raise UsageError(f"{location}: expected an object")
     return call

@@ -91,7 +91,7 @@ def parse_objects(
         except UsageError as error:
             raise UsageError(f"{location}: {clipped(error)}") from None
         except UnicodeEncodeError:
-            raise UsageError(f"{location}: contains half of a surrogate pair") from None
+            raise UsageError(f"{location}: contains a lone surrogate") from None
         yield row, row_bytes
 
 

@@ -115,7 +115,7 @@ def _compare_tokenizers(export: ModelAssets, base: ModelAssets) -> Iterator[Find
     elif not export.ids or not base.ids:
         return
     elif changed:
-        text = f"{len(changed):,} tokens of the base missing or with other ids"
+        text = f"{len(changed):,} tokens of the base missing or with other IDs"
         yield lost_finding("tokenizer", f"{text}, such as {changed[0]!r}")
     elif new:
         yield Finding("tokenizer", f"{len(new)} tokens more than the base: {shorten_list(new)}")

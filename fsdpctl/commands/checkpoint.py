@@ -70,7 +70,7 @@ def shard_checkpoint(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
     world_size: Annotated[
-        int, typer.Option(min=1, max=_MOST_FILES, help="Number of files to share the weights.")
+        int, typer.Option(min=1, max=_MOST_FILES, help="Number of files to split the weights into.")
     ] = 1,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""

@@ -65,7 +65,7 @@ def consolidate_checkpoint(  # noqa: PLR0913  # each is an option
         ),
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Export the one with the lowest validation loss.")
+        bool, typer.Option("--best", help="Export the checkpoint with the lowest validation loss.")
     ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")

@@ -38,7 +38,7 @@ def show_all(
     if missing := [name for name in STRATEGIES if name not in strategies]:
         say(f"engine={engine} does not support {', '.join(missing)}")
     if duplicates := [name for name in strategies if not is_distinct_on_cluster(config, name)]:
-        say(f"on one node, {', '.join(duplicates)} do the same as strategies above")
+        say(f"on one node, {', '.join(duplicates)} are the same as strategies above")
     if refused := [name for name in strategies if name not in {*shown, *duplicates}]:
         say(f"other settings exclude {', '.join(refused)}; strategy={refused[0]} shows why")
     for each, fit in zip(estimates, fits, strict=False):

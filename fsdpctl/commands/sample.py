@@ -61,7 +61,7 @@ def sample(  # noqa: PLR0913  # each is an option
         float,
         typer.Option(min=1e-6, max=1.0, help="Total probability of the tokens to sample from."),
     ] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Choose the likeliest token.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Choose the most likely token.")] = False,
 ) -> None:
     """Generate text from a checkpoint or a model.
 

@@ -75,7 +75,7 @@ def train(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Another tool's file, as `convert` reads it; another one: accelerate's.",
+            help="Another tool's file, as `convert` reads it; a second: accelerate's.",
         ),
     ] = None,
 ) -> None:

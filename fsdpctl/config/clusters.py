@@ -69,7 +69,7 @@ class ClusterConfig:
     )
     step_efficiency: float = key(
         0.863,
-        "speed of operators within a step, relative to each on its own",
+        "speed of operators within a step, relative to their speed measured alone",
         within=(0.01, 1),
         user_key="cluster.flops",
     )

@@ -8,7 +8,7 @@ from fsdpctl.plan.attention_kernels import KERNELS, TRANSFORMERS
 
 SCRIPT_PREFIX = "own:"  # prefix of `model` in config.yaml if a script passed the module
 NO_DECODER = (
-    "a run of fsdpctl.train with a module of a script; expected one of a decoder; "
+    "a run of fsdpctl.train with a module of a script; expected a run of a decoder; "
     "fsdpctl.load_checkpoint reads its weights"
 )
 MAX_TOKENS = 1 << 24  # size of a vocabulary; 64 times the largest published one
@@ -94,7 +94,7 @@ class ModelConfig:
         2048, "longest sequence that the exported model declares", within=(1, MAX_TOKENS)
     )
     first_new_token: int | None = optional_key(
-        "first of the rows of embeddings that are the mean of those before",
+        "first row of embeddings that begins as the mean of the rows before it",
         within=(1, MAX_TOKENS),
         user_key="data.new_tokens",
     )

@@ -29,7 +29,7 @@ _NOT_READ = {
     "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
 }  # fmt: skip
 NO_TOML = (
-    "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
+    "TOML files, such as torchtitan's, are not read; set fsdpctl's keys, see docs/from-others.md"
 )
 YAML_NULLS = ("", "null", "~")  # texts of YAML's null, which `read_yaml` does not convert
 _JSON_KEYS = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
@@ -70,7 +70,7 @@ def read_recipe(path: Path) -> list[Setting]:
         ]
         raise UsageError(
             f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
-            f"convert`; a recipe has fsdpctl's names instead of {shorten_list(unknown)}"
+            f"convert`; a recipe has fsdpctl's keys instead of {shorten_list(unknown)}"
         )
     return list(_flatten(path, "", content))
 
@@ -135,7 +135,7 @@ def tool_of(file: Path, content: object) -> str | None:
     if not isinstance(content, Mapping):
         raise UsageError(f"{file}: expected a mapping of keys to values")
     if unsupported := next((tool for name, tool in _NOT_READ.items() if has(name)), ""):
-        advice = "write fsdpctl's names to a recipe: the error for a key of another tool has ours"
+        advice = "write a recipe: the error for a key of another tool names fsdpctl's key"
         raise UsageError(f"{file}: a file of {unsupported}: not supported; {advice}")
     return next((tool for name, tool in _KNOWN_BY.items() if has(name)), None)
 

@@ -32,8 +32,8 @@ _CHUNK_BYTES = 1 << 22
 _MAX_NAMED_FILES = 8  # in notes
 _ENCODING = 7  # a part of cache keys; increase it if the same input gives other tokens
 _POLICIES = {
-    "split": "each is trained on as it is when it is the last one",
-    "keep": "they are trained on as rewritten",
+    "split": "each is trained on as rendered while it is the last message",
+    "keep": "they are trained on as rendered after the rewrite",
 }
 # Notes on events that change the loss: by the key of a count, the counted noun and the text.
 _EVENTS = {

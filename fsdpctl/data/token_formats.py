@@ -265,7 +265,7 @@ def _llm_c(file: _OpenedFile) -> TokenFile:
         raise file.error(f"truncated: expected a header of {_LLM_C_HEADER} bytes")
     magic, version, count = struct.unpack_from("<3i", file.start)
     if (magic, version) not in _LLM_C:
-        raise file.error(f"not of llm.c: magic number {magic}, version {version}")
+        raise file.error(f"not a file of llm.c: magic number {magic}, version {version}")
     dtype, vocab_size = _LLM_C[magic, version]
     return TokenFile(
         file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", file.checksum, vocab_size

@@ -42,7 +42,7 @@ def suggest(
     specified, or if the error bands of two kinds of runs overlap, cheaper suggestions come
     first: no cost, a little time, communication, computation.
     """
-    with doing("looking for settings that fit"):
+    with doing("searching for settings that fit"):
         search = _SuggestionSearch(estimator, plan)
         suggestions = search.alone() or search.together(more_ranks=more_ranks)
         if plan.config.model.is_pretrained or more_ranks:

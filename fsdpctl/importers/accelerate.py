@@ -52,7 +52,7 @@ def read_launch_beside(target: Translation, narrow: SourceKey | None) -> SourceK
     if (launch := source.launch) is None:
         return narrow
     read_launch(target)
-    why = f"{source.file.name} decides it"
+    why = f"{source.file.name} sets it"
     keys = ("gradient_accumulation_steps", "gradient_clipping")
     zero_keys = [source.take(f"deepspeed_config.{key}") for key in keys]
     mixed = source.take("mixed_precision")

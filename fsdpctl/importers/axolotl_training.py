@@ -36,7 +36,7 @@ _TEMPLATES = ("chat_template", "chat_template.default")
 _TEXTS = ("completion", "pretrain")
 _TEMPLATE, _JINJA = "chat_template", "chat_template_jinja"
 _OWN_PROMPTS = (
-    "writes prompts of its own, not the chat template; write rows with prompt and completion to a "
+    "has its own prompts, not the chat template; write rows with prompt and completion to a "
     "file and set data.path=FILE"
 )
 _ALPACA = ("alpaca", "alpaca:instruct")
@@ -127,7 +127,7 @@ def _read_data(target: Translation) -> None:
             is_same = name in _PATH_KEYS or value is None or value in allowed
             is_same |= name in _HUB_KEYS and target.path_of(_files(entry)[0]) is None
             if not is_same:
-                target.leave_out(SourceKey(f"{key}[].{name}", str(value)[:80]), "not followed")
+                target.leave_out(SourceKey(f"{key}[].{name}", str(value)[:80]), "ignored")
 
 
 def _read_template(target: Translation, sources: Iterable[Mapping[Any, Any]]) -> None:

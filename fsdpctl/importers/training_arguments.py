@@ -79,7 +79,7 @@ def read_hugging_face_training(target: Translation, *, adapts: bool) -> int | No
     epochs = "num_epochs" if target.value("num_epochs") else "num_train_epochs"
     steps = _read_steps(target)
     if steps is not None and (unused := target.value(epochs)) is not None:
-        target.leave_out(unused, "max_steps decides the length")
+        target.leave_out(unused, "max_steps sets the length")
     _read_trackers(target)
     half = target.value("fp16", "float16")
     if half is not None and half.is_on:
@@ -224,7 +224,7 @@ def read_inner_deepspeed(target: Translation) -> None:
     for key, size in zip(keys, (micro, passes, batch.samples), strict=True):
         value = values.get(key)
         if value is not None and value.text.strip() not in ("auto", str(size)):
-            target.leave_out(value, f"{target.file.name} decides it")
+            target.leave_out(value, f"{target.file.name} sets it")
     changes = patterns("changes", "deepspeed")
     for key, value in values.items():
         is_usual = value.is_on if key.startswith("optimizer.") else value.is_off

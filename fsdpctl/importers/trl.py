@@ -44,7 +44,7 @@ def read_trl(source: SourceConfig) -> Translation:
     recomputes = shared.read_recomputation(target, "full")
     if precision == "precision=bf16":
         _keep_base_wide(target, dtype, recomputes=recomputes)
-    note = "accelerate's file decides the sharding; pass that file too, or set strategy"
+    note = "accelerate's file sets the sharding; pass that file too, or set strategy"
     shared.read_sharding(target, "(ranks)", note)
     shared.read_optimizer(target, source.take("optim"), "optim")
     _read_loss(target)
@@ -141,17 +141,17 @@ def _read_training(target: Translation) -> None:
     if share and not warmup.text.strip("0."):
         warmup = share
     elif share:
-        target.leave_out(share, "warmup_steps decides")
+        target.leave_out(share, "warmup_steps takes precedence")
     is_share = warmup.key == "warmup_ratio" or hf.is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
     add_schedule(target, target.get("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not target.value("router_aux_loss_coef"):
-        why = "TRL takes that of config.json for models with experts; set model.router_aux_loss"
+        why = "TRL uses config.json's factor for models with experts; set model.router_aux_loss"
         target.leave_out(SourceKey("router_aux_loss_coef", "(not set)"), why)
     _read_data(target)
     hf.read_comparisons(target)
     if (loss := target.value("loss_type")) and loss.text not in ("nll", "chunked_nll"):
-        target.refuse(loss, "", "another loss")
+        target.refuse(loss, "", "not the loss of fsdpctl, cross-entropy")
 
 
 def _read_data(target: Translation) -> None:
@@ -175,9 +175,7 @@ def _read_data(target: Translation) -> None:
         is_here = target.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
-                target.leave_out(
-                    SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "not followed"
-                )
+                target.leave_out(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "ignored")
     held = target.get("eval_strategy")
     test, tested = hf.named_data(target, data, "dataset_config", "dataset_test_split", "test")
     if held.is_off:

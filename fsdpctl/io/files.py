@@ -25,7 +25,7 @@ def checked_name(name: object, pattern: str, location: str, error_type: ErrorTyp
     """Return `name` if it is a plain file name that matches `pattern`, else raise `error_type`."""
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
-    raise error_type(f"{location}: {str(name)[:80]!r} is not the name of such a file")
+    raise error_type(f"{location}: {str(name)[:80]!r} is not a valid file name here")
 
 
 def nearest_path_hint(path: str) -> str:

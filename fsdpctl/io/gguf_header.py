@@ -149,7 +149,7 @@ def _tensors(
         elements, in_bytes = sizes[kind]
         row_bytes, remainder = divmod(shape[-1] * in_bytes, elements)
         if remainder or name in tensors or offset < end or offset % alignment:
-            raise ValueError(f"{name} overlaps another tensor, or is in it twice")
+            raise ValueError(f"{name} overlaps another tensor, or appears twice")
         end = offset + row_bytes * prod(shape[:-1])
         if begin + end > size:
             raise ValueError(f"{name} exceeds the file")

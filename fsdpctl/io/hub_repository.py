@@ -206,7 +206,7 @@ class Repository:
         if self.is_upload:
             return f"the connection to {host} broke ({kind}); run it again"
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
-            return f"{host} does not answer as a Hub does ({kind})"
+            return f"{host} does not answer like a Hub ({kind})"
         if self.snapshot() is None:
             return f"{self._absent}{host} cannot be reached ({kind})"
         return f"cannot be fetched from {host} ({kind}); complete files are kept, run it again"

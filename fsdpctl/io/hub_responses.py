@@ -141,12 +141,12 @@ class _ResponseChecks:
             if (link := links.get("next")) is not None:
                 following = str(request.url.join(link))
                 if following in self._pages or len(self._pages) >= _MAX_PAGES:
-                    raise HubError("lists files without an end")
+                    raise HubError("does not end its list of files")
                 self._pages[following] = size + len(response._content)
 
     def _check_host(self, url: Any) -> None:
         if _ORIGIN(url) not in {_ORIGIN(url.join(home)) for home in self._homes}:
-            raise HubError(f"leads to another host, {url.host}")
+            raise HubError(f"refers to another host, {url.host}")
 
 
 def _check_headers(response: Any) -> None:
@@ -157,12 +157,12 @@ def _check_headers(response: Any) -> None:
         raise HubError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
     is_named = response.request.method == "HEAD" and etag is not None
     if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):
-        raise HubError(f"names a version {etag[:80]!r} of a file; expected digits and letters")
+        raise HubError(f"has the ETag {etag[:80]!r}; expected digits and letters")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", "gzip"):
         raise HubError(f"compresses by {coding[:80]}; expected gzip")
     wait = headers.get("retry-after", "")
     if wait.isdigit() and (len(wait) > 9 or int(wait) > MAX_SILENCE_S):
-        raise HubError(f"answers {response.status_code}, and to try again after {wait[:9]} s")
+        raise HubError(f"answers {response.status_code}, with Retry-After {wait[:9]} s")
 
 
 def _content(response: Any, is_listing: bool, max_bytes: int) -> bytes:
@@ -181,5 +181,5 @@ def _content(response: Any, is_listing: bool, max_bytes: int) -> bytes:
             if not is_relative_path(entry.path):
                 raise HubError(f"names a file {entry.path[:80]!r}, outside its repository")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HubError(f"does not answer as a Hub does: {error}") from None
+        raise HubError(f"does not answer like a Hub: {error}") from None
     return bytes(content)

@@ -59,7 +59,7 @@ class Handshake:
         self._timeout = timeout
         self._has_invited = False
         if self._store.add(f"{_JOINED}/{index}", 1) > 1:
-            raise UsageError(f"{noun} {index}: already in use by another {noun}")
+            raise UsageError(f"{noun} {index}: another {noun} has this number")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
         """Send the run directory to the other members and wait until all are ready.

@@ -144,7 +144,7 @@ def _traits(model: ModelConfig) -> DecoderTraits:
     if versions != [param._version for param in module.parameters()]:
         rejection = "not supported; it writes to its parameters in forward"
     elif _differ(logits[:, :-1], module(new_tokens)[:, :-1]):
-        rejection = "not causal; tokens see later ones"
+        rejection = "not causal: tokens attend to later tokens"
     elif _differ(logits, module.full_logits(tokens)):
         rejection = "not supported; its logits depend on more than the last hidden states"
     else:
@@ -197,7 +197,7 @@ def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
         return f"not supported: {error}"
     except Exception:  # models may raise any exception
         return "not supported; its attention does not use transformers' interface"
-    return "not supported; its layers do more than attend along a row" if differs else ""
+    return "not supported; its layers mix tokens other than by attention" if differs else ""
 
 
 def run_as_ranks(num_ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:

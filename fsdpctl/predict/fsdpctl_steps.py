@@ -350,7 +350,7 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
             if draws and dtype not in scratch:
                 all_layouts = (each for of_unit in step.layouts.values() for each in of_unit)
                 largest = max(x.numel for x in all_layouts if step.dtypes_of(x).initial == dtype)
-                description, nbytes = "values being drawn", largest * dtype.itemsize
+                description, nbytes = "random values", largest * dtype.itemsize
                 key_of_values = recorder.allocate(Category.PARAMETERS, "", description, nbytes)
                 scratch[dtype] = key_of_values
         if is_new and step.strategy.shards_params and not slot.is_permanent:

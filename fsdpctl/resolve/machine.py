@@ -173,9 +173,9 @@ def note_on_tf32(config: Config) -> str:
     """Return a line if TF32 would be faster, or if `precision=tf32` changes nothing here."""
     has_tf32 = config.launch.device != "cpu" and has_bf16()  # the same GPUs have both
     if config.precision.name == TF32:
-        note = f"precision={TF32}: not supported by {_machine(config)}; products are in float32"
+        note = f"precision={TF32}: not supported by {_machine(config)}; matmuls are in float32"
         return "" if has_tf32 else note
-    faster = f"matrix products are in float32; precision={TF32} is faster, with 10 bits of each"
+    faster = f"matmuls are in float32; precision={TF32} is faster, with operands of 10 bits"
     return faster if has_tf32 and config.precision.param_dtype == "float32" else ""
 
 

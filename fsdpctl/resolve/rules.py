@@ -156,7 +156,7 @@ def _conflict_of_blocks(config: Config) -> str:
         return ".offload=true; write offload:N in place of full:N"
     least = recomputation.blocks.rpartition(",")[2].partition(":")[0]
     if LEVELS.index(least) <= LEVELS.index(recomputation.name):
-        return f"={recomputation.name}; the first blocks are recomputed more than the others"
+        return f"={recomputation.name}; the first blocks must be recomputed more than the others"
     return ""
 
 

@@ -59,7 +59,7 @@ def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
         return (line,)
     modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
     key = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
-    return (line, f"{', '.join(frozen)}: not trained, with new tokens; set {key}={modules}")
+    return (line, f"{', '.join(frozen)}: has rows of new tokens, not trained; set {key}={modules}")
 
 
 def _padded(count: int) -> int:

@@ -299,7 +299,7 @@ def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     if any(key.startswith("data") for key in changed) or _changed_architecture(previous, current):
         return ()
     shown = ", ".join(f"{key} {previous.get(key, _NOT_SET)}" for key in changed[:3])
-    shown = shown or "the same settings, and a name of another version"
+    shown = shown or "the same settings, but its name is from another version"
     return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
 
 

@@ -247,9 +247,9 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "no number": ('{"messages": [], "id": NaN}', "line 1: not JSON: NaN is not a number"),
     "a key twice": ('{"messages": [], "messages": []}', "line 1: not JSON: messages appears twice"),
     "too deep": ('{"messages": ' + "[" * 5000 + "]" * 5000 + "}", "line 1: nested deeper"),
-    "half a pair": ('{"text": "' + SURROGATE + '"}', "line 1: contains half of a surrogate pair"),
+    "half a pair": ('{"text": "' + SURROGATE + '"}', "line 1: contains a lone surrogate"),
     "half a pair in arguments": (json.dumps(talk(tool_calls=[call('{"a": "' + SURROGATE + '"}')])),
-        "line 1: contains half of a surrogate pair"),
+        "line 1: contains a lone surrogate"),
     "half a pair in a key": ('{"text": "x", "' + SURROGATE + '": 1}', (PlainText("x"), {"\ud800"})),
     # Formats and damage.
     "messages as JSON": ({"messages": json.dumps(TURN)}, PLAIN),

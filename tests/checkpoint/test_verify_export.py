@@ -148,7 +148,7 @@ def test_what_weights_lost_is_a_line(made, tmp_path, line):
 FILES: dict[str, Callable[[Path], object]] = {
     "tokenizer: lost: missing; the base has tokenizer.json":
         lambda x: (x / "tokenizer.json").unlink(),
-    "tokenizer: lost: 2 tokens of the base missing or with other ids":
+    "tokenizer: lost: 2 tokens of the base missing or with other IDs":
         lambda x: change_json(x / "tokenizer.json", lambda y: y["model"]["vocab"].update(
             {"a": y["model"]["vocab"]["b"], "b": y["model"]["vocab"]["a"]})),
     "chat template: lost: missing": lambda x: (x / "chat_template.jinja").unlink(),

@@ -9,7 +9,7 @@ import pytest
 from tests.commands.run import environment, figures, fsdpctl, words
 
 SHARDED = ["strategy=full_shard", "launch.share_memory=false", "launch.nproc_per_node=2"]
-GAVE_UP = "train.compile=true: a function runs uncompiled from here: "
+GAVE_UP = "train.compile=true: a function runs uncompiled from now on: "
 CHANGING = """
 from torch import nn
 import fsdpctl

@@ -226,7 +226,7 @@ def test_nothing_is_compared_with_itself():
         "strategy=full_shard prefetch=both",
     ]  # fmt: skip
     assert same == [
-        "strategy=no_shard prefetch=both: skipped, runs the same as strategy=no_shard prefetch=none"
+        "strategy=no_shard prefetch=both: skipped, the same run as strategy=no_shard prefetch=none"
     ]
 
 

@@ -126,7 +126,7 @@ def test_an_index_names_files_beside_it(hugging_face, tmp_path, name):
     content["weight_map"] = dict.fromkeys(content["weight_map"], name)
     index.write_text(json.dumps(content))
     code, said = dry_run(tmp_path, "model=hf", f"model.path={hugging_face}")
-    assert (code, "index.json" in said, "is not the name of such a file" in said) == (4, True, True)
+    assert (code, "index.json" in said, "not a valid file name" in said) == (4, True, True)
 
 
 MANIFESTS = {

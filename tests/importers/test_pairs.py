@@ -101,7 +101,7 @@ def test_sharding_of_the_training_file_takes_precedence(tool, own, strategy):
     recipe = pair({**TRAININGS[tool], **own}, launch)
     words = dict(recipe.settings)
     assert (words["strategy"], words["launch.nnodes"]) == (strategy, "2")
-    assert "distributed_type=FSDP: run.yaml decides it" in recipe.left_out
+    assert "distributed_type=FSDP: run.yaml sets it" in recipe.left_out
     assert any(each.startswith("fsdp_config.fsdp_sharding_strategy") for each in recipe.left_out)
 
 
@@ -139,7 +139,7 @@ def test_convert_prints_what_it_leaves_out_beside_the_recipe():
     written("launch.yml", FSDP)
     _, said = invoke("convert", "run.yaml", "launch.yml", "--out", "recipe.yaml")
     assert "left out: changes the training, without a counterpart: dataloader_drop_last" in said
-    assert "gradient_accumulation_steps=5: run.yaml decides it" in said
+    assert "gradient_accumulation_steps=5: run.yaml sets it" in said
     assert "not needed" not in said
     text = Path("recipe.yaml").read_text()
     assert text.startswith("# Converted from run.yaml and launch.yml (TRL)")

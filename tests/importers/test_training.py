@@ -189,7 +189,7 @@ def test_a_warmup_without_a_key_is_axolotls_share_with_its_limit(steps, count):
     *(("axolotl", {key: True}, key) for key in ("use_dft", "use_eaft")),
     ("axolotl", {"optimizer": "lion"}, "optimizer: lion: expected AdamW"),
     ("axolotl", {"val_set_size": 500}, "val_set_size: 500: a number of samples"),
-    ("TRL", {"loss_type": "dft"}, "loss_type: dft: another loss"),
+    ("TRL", {"loss_type": "dft"}, "loss_type: dft: not the loss of fsdpctl"),
     ("TRL", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end"),
     ("axolotl", {"lora_target_modules": ["lm_head"]}, "lm_head: has no adapters here"),
     ("axolotl", {"lora_target_linear": None, "lora_target_modules": ["q_proj", "lm_head"]},
@@ -334,7 +334,7 @@ def test_values_are_read_in_every_form_that_the_tool_reads(tool, changes, expect
     ("axolotl", {"datasets": [_COLUMN, _COLUMN | {"type": "chat_template"}]}, "data.path",
      "datasets[].type: completion"),
     *(("axolotl", {"datasets": [_COLUMN | {"type": kind}]}, "data.path",
-       f"datasets[].type: {kind}: writes prompts of its own")
+       f"datasets[].type: {kind}: has its own prompts")
       for kind in ("jeopardy", "alpaca:chat", "{'field_instruction': 'a'}")),
 ])  # fmt: skip
 def test_a_recipe_without_a_value_that_decides_is_not_accepted_by_train(tool, changes, name, why):

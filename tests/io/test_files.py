@@ -14,7 +14,7 @@ from fsdpctl.io.files import checked_name, open_atomic, open_regular, read_regul
     "x" * 300 + ".json", "-rf.json", "x.JSON\n", "x.py", None, 3, "..json/..", "a\\b.json",
 ])  # fmt: skip
 def test_only_plain_names_that_match_are_accepted(name):
-    with pytest.raises(CheckpointError, match="where: .* is not the name of such a file"):
+    with pytest.raises(CheckpointError, match="where: .* is not a valid file name here"):
         checked_name(name, r".*\.json", "where", CheckpointError)
 
 

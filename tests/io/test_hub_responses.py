@@ -57,13 +57,13 @@ def refusals():
     ("GET .*/tree/", "path", ["a"], r"got `array` - at `\$\[0\].path`"),
     ("GET .*/tree/", "size", -1, "Expected `int` >= 0"),
     ("GET .*/tree/", "lfs", {"oid": OUT, "size": 1, "pointerSize": 1}, "matching"),
-    ("GET .*/tree/", "Link", f'<{OTHER}>; rel="next"', "leads to another host, localhost"),
+    ("GET .*/tree/", "Link", f'<{OTHER}>; rel="next"', "refers to another host, localhost"),
     ("GET .*/tree/", "Content-Encoding", "br", "compresses by br"),
-    ("GET .*/tree/", "Retry-After", "86400", "try again after 86400 s"),
+    ("GET .*/tree/", "Retry-After", "86400", "with Retry-After 86400 s"),
     ("HEAD", "X-Repo-Commit", OUT, "names a commit '../../../evil'"),
-    ("HEAD", "ETag", f'"{OUT}"', "names a version .* of a file"),
-    ("HEAD", "X-Linked-Etag", "..", "names a version '..' of a file"),
-    ("HEAD", "X-Xet-Refresh-Route", OTHER, "leads to another host, localhost"),
+    ("HEAD", "ETag", f'"{OUT}"', "has the ETag .*; expected"),
+    ("HEAD", "X-Linked-Etag", "..", "has the ETag '..'; expected"),
+    ("HEAD", "X-Xet-Refresh-Route", OTHER, "refers to another host, localhost"),
 ])  # fmt: skip
 def test_what_a_server_names_is_checked_before_it_is_used(hub, request_, name, value, words):
     def change(what, headers, body):
@@ -83,7 +83,7 @@ def test_what_a_server_names_is_checked_before_it_is_used(hub, request_, name, v
 @pytest.mark.parametrize("part", ["/revision/", "/tree/"])
 def test_an_answer_of_another_type_is_refused_in_a_line(hub, part, content):
     hub.change = lambda what, headers, body: content if part in what else body
-    assert all("does not answer as a Hub does" in each for each in refusals())
+    assert all("does not answer like a Hub" in each for each in refusals())
 
 
 def test_a_server_decides_neither_the_length_of_an_answer_nor_how_long_it_takes(hub, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_server_decides_neither_the_length_of_an_answer_nor_how_long_it_takes(
 
     monkeypatch.setattr(hub_responses, "_MAX_PAGES", 5)
     for change in (one_more, the_same):
-        assert all("lists files without an end" in each for each in changed(change))
+        assert all("does not end its list of files" in each for each in changed(change))
     monkeypatch.setattr(hub_responses, "_MAX_BYTES", 1 << 16)
     assert all("sends more than 0 MiB" in each for each in changed(bomb))
     monkeypatch.setattr(hub_responses, "time", Mock(monotonic=count(0, 100).__next__))

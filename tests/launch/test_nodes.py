@@ -171,7 +171,7 @@ def test_a_duplicate_node_rank_is_rejected() -> None:
     store = HashStore()
     for number in range(2):
         Handshake(store, number, 2, noun="node", timeout=20)
-    with pytest.raises(UsageError, match="node 1: already in use"):
+    with pytest.raises(UsageError, match="node 1: another node has this number"):
         Handshake(store, 1, 2, noun="node", timeout=20)
 
 

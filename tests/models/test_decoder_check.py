@@ -17,7 +17,7 @@ from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 
 NO_INTERFACE = "does not use transformers' interface"
-MASKS, ALONG = "needs a mask of all pairs of tokens", "layers do more than attend along a row"
+MASKS, ALONG = "needs a mask of all pairs of tokens", "layers mix tokens other than by attention"
 # Why our attention is not used, whether documents can share a sequence, why ranks cannot share rows
 DOES = {
     "qwen3_moe": ("", True, ""), "gpt_oss": ("", True, ""), "deepseek_v3": ("", True, ""),
@@ -70,7 +70,7 @@ def test_the_copy_of_a_wide_model_is_small(tmp_path, family, sizes):
 
 def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
     save_decoder("electra", tmp_path)
-    with pytest.raises(UsageError, match="not causal; tokens see later ones"):
+    with pytest.raises(UsageError, match="not causal: tokens attend to later tokens"):
         check_decoder(compose(tmp_path).model)
 
 

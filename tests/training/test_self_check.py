@@ -219,7 +219,7 @@ def test_documents_that_see_each_other_are_found(rank, world_size, tmp_path):
     assert not [*self_check._find_leaks(trainer)]
     with mock.patch.object(decoder_loss, "documents_of", return_value={}):
         (leak,) = self_check._find_leaks(trainer)
-        assert leak == "packed documents see each other; set data.packing=false"
+        assert leak == "packed documents attend to each other; set data.packing=false"
 
 
 # An encoder that a decoder does not run, and buffers that only building a module computes.

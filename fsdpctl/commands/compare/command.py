@@ -64,10 +64,10 @@ def compare(  # noqa: PLR0913  # each is an option
     ] = False,
     by: Annotated[
         str,
-        typer.Option(metavar="|".join(SORT_KEYS), help="What the order is by, the least first."),
+        typer.Option(metavar="|".join(SORT_KEYS), help="Sort by this column, the lowest first."),
     ] = "time",
     budget: Annotated[
-        str | None, typer.Option(metavar="MONEY", help="What this buys of each; with --simulate.")
+        str | None, typer.Option(metavar="MONEY", help="With --simulate: what MONEY buys of each.")
     ] = None,
 ) -> None:
     """Compare variants by short runs or simulation.

@@ -126,7 +126,7 @@ def unique(compared: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         )
         first = variants_by_settings.setdefault(settings, each)
         if first is not each:
-            lines.append(f"{each.row.label}: skipped, runs the same as {first.row.label}")
+            lines.append(f"{each.row.label}: skipped, the same run as {first.row.label}")
     return list(variants_by_settings.values()), lines
 
 

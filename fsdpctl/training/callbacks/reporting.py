@@ -161,7 +161,7 @@ class CompilerReport(Callback, logging.Handler):
         if journal is not None:
             reason, *_ = record.getMessage().partition("\nTo ")
             line = one_line(" ".join(reason.split()))
-            journal.warn(f"train.compile=true: a function runs uncompiled from here: {line}")
+            journal.warn(f"train.compile=true: a function runs uncompiled from now on: {line}")
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
         self._LOGGER.removeHandler(self)

@@ -137,7 +137,7 @@ class SelfCheck(Callback):
             ):
                 yield (
                     f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} "
-                    f"ranks; expected {expected:.6g}, that of one process"
+                    f"ranks; expected {expected:.6g}, as on one process"
                 )
 
 
@@ -181,7 +181,7 @@ def _find_leaks(run: Trainer) -> Iterator[str]:
     limit = _LEAK_TOLERANCE[str(parts.config.precision.param_dtype)] * abs(losses[0])
     leaks = row is not None and abs(losses[1] - losses[0]) > limit
     if any(run.ranks.all_gather_values(leaks)):
-        yield "packed documents see each other; set data.packing=false"
+        yield "packed documents attend to each other; set data.packing=false"
 
 
 def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, float]:
