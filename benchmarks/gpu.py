@@ -173,7 +173,7 @@ def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:
     """Return the share of the chip's peak FLOP/s, computed as in torchtitan."""
     per_token = flops_per_token(_config(size), _num_params(size), size.length)
     gpu = gpu_by_name(torch.cuda.get_device_name())
-    flops = ModelFlops(per_token, None if gpu is None else gpu.peak)
+    flops = ModelFlops(per_token, None if gpu is None else gpu.peak_flops)
     return {name: flops.utilization(speed) for name, speed in speeds.items()}
 
 

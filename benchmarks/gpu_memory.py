@@ -32,7 +32,7 @@ from fsdpctl.engine.build import Sharding, WeightInit
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.step_plan import Prefetch
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.training.assemble import make_module, make_optimizer
@@ -70,7 +70,7 @@ def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> li
 
 def resolved(words: list[str]) -> RunPlan:
     """Return the plan of a configuration on H200s."""
-    return make_run_plan(prepare(compose_config([*words, "cluster=h200"]), CLUSTER).config)
+    return make_run_plan(prepare(compose_config([*words, "cluster=h200"]), ESTIMATE_ROLE).config)
 
 
 def measure(words: list[str]) -> dict[str, int]:

@@ -32,7 +32,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.predict.engine_bytes import engine_peak, timeline
 from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 
@@ -126,7 +126,7 @@ def replicas_table() -> str:
     estimator = Estimator()
     for settings in REPLICAS:
         composed = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE))
-        found = estimator.estimate(make_run_plan(prepare(composed, CLUSTER).config))
+        found = estimator.estimate(make_run_plan(prepare(composed, ESTIMATE_ROLE).config))
         placed = found.config
         sent = sent_per_step(placed, module_units(build_model(placed.model), None), 1)
         count = placed.strategy.dp_shard_size or placed.num_ranks
@@ -205,7 +205,7 @@ def estimated_recipe(file: Path) -> str:
 def planned(name: str) -> TrainingPlan:
     """Return the training plan of the page's model under a strategy."""
     config = make_run_plan(
-        prepare(compose_config([*MODEL, f"strategy={name}"]), CLUSTER).config
+        prepare(compose_config([*MODEL, f"strategy={name}"]), ESTIMATE_ROLE).config
     ).config
     return plan_run(config, module_units(build_model(config.model), None), 1)
 

@@ -11,7 +11,7 @@ from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.step_plan import StepPlan
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 
@@ -65,7 +65,7 @@ class _Canvas:
 
 def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
-    config = make_run_plan(prepare(compose_config(SETTINGS), CLUSTER).config).config
+    config = make_run_plan(prepare(compose_config(SETTINGS), ESTIMATE_ROLE).config).config
     plan = plan_run(config, module_units(build_model(config.model), None), 1)
     buffers = (K.ALLOCATE, K.DEALLOCATE)
     events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]

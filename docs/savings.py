@@ -6,7 +6,7 @@ from docs.measured import table_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.duration import run_time
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 
@@ -53,7 +53,7 @@ def _savings(base: str, changes: Sequence[str]) -> str:
     def figures(change: str) -> tuple[float, float]:
         settings = dict(each.split("=", 1) for each in f"{base} {change}".split())
         composed = compose_config([f"{key}={text}" for key, text in settings.items()])
-        estimate = estimator.estimate(make_run_plan(prepare(composed, CLUSTER).config))
+        estimate = estimator.estimate(make_run_plan(prepare(composed, ESTIMATE_ROLE).config))
         return estimate.peak_reserved / _GIB, run_time(estimator, estimate).step_seconds
 
     reserved, seconds = figures("")

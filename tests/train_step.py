@@ -30,7 +30,7 @@ def train_step(
     for micro_step in range(steps):
         tokens = torch.randint(0, config.model.vocab_size or 1, shape)
         lengths = _documents(config, (samples, shape[1] * shared))
-        batch = MicroBatch(tokens, tokens.clone(), lengths, context, config.data.holds_documents)
+        batch = MicroBatch(tokens, tokens.clone(), lengths, context, config.data.masks_documents)
         holds = config.accumulation.name == "last" and micro_step < steps - 1
         with model.no_sync() if holds else nullcontext():
             loss = summed_loss(model, batch, device, chunk)
@@ -47,6 +47,6 @@ def train_step(
 def _documents(config: Config, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     """Of unlike lengths, three in each row, where there are any; one in rows that ranks share."""
     rows, length = shape
-    if not config.data.holds_documents:
+    if not config.data.masks_documents:
         return ((length,),) * rows if config.train.context_parallel > 1 else ()
     return ((1, length // 3, length - 1 - length // 3),) * rows

@@ -29,7 +29,7 @@ from fsdpctl.chats.values import (
     expect_text,
     without_nulls,
 )
-from fsdpctl.config.data import ALPACA, TEMPLATE
+from fsdpctl.config.data import PROMPT_ALPACA, PROMPT_TEMPLATE
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
@@ -121,7 +121,7 @@ def is_used(key: str) -> bool:
     return key in used or any(x.fullmatch(key) for x in (_PREFERENCE, ROW_LOSS_KEYS))
 
 
-def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
+def detect_format(fields: Mapping[str, Any], prompt: str = PROMPT_TEMPLATE) -> str:
     """Return the format of a file, from the fields of its first row.
 
     `prompt` is the setting data.prompt, or TEXT_COLUMN to select the key `text`, whatever other
@@ -134,7 +134,7 @@ def detect_format(fields: Mapping[str, Any], prompt: str = TEMPLATE) -> str:
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
         if not _missing(keys, fields) and is_list == format_name.endswith("of messages"):
             _check_supported(fields, format_name)
-            is_alpaca = (format_name, prompt) == (_INSTRUCTION_FORMAT, ALPACA)
+            is_alpaca = (format_name, prompt) == (_INSTRUCTION_FORMAT, PROMPT_ALPACA)
             return ALPACA_FORMAT if is_alpaca else format_name
     _check_supported(fields, "")
     expected = "messages; conversations; prompt, completion; instruction, input, output; or text"

@@ -22,7 +22,7 @@ import msgspec
 from fsdpctl.chats.formats import ChatRow, PlainText, detect_format, is_used, parse_row
 from fsdpctl.chats.messages import is_empty
 from fsdpctl.chats.values import clipped
-from fsdpctl.config.data import TEMPLATE, TEXT
+from fsdpctl.config.data import PROMPT_TEMPLATE, TEXT
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import MAX_READ_BYTES, open_regular
 from fsdpctl.io.packages import import_package
@@ -38,7 +38,7 @@ LocatedObjects = Iterator[tuple[str, dict[str, Any]]]  # a position such as `lin
 
 
 def read_rows(
-    path: str, counts: Counter[str] | None = None, prompt: str = TEMPLATE
+    path: str, counts: Counter[str] | None = None, prompt: str = PROMPT_TEMPLATE
 ) -> tuple[str, Iterator[tuple[ChatRow, bytes]]]:
     """Return the format of a file, and an iterator over its rows, each with its content as bytes.
 

@@ -139,7 +139,7 @@ def _tensors(
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None or info.dtype not in FLOATS:
             raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
-        rows = model.head_width if reorders and name.endswith(_REORDERED) else 0
+        rows = model.used_head_dim if reorders and name.endswith(_REORDERED) else 0
         tensor_dtype = dtype if len(info.shape) > 1 else "F32"
         tensors.append(_GgufTensor(gguf_name, key, info, tensor_dtype, rows))
     return tensors
@@ -196,7 +196,7 @@ def _write_parameters(
 ) -> None:
     import gguf
 
-    head_dim, config = model.head_width, _transformers_config(model)
+    head_dim, config = model.used_head_dim, _transformers_config(model)
     rope, window = config.rope_parameters, _sliding_window(config)
     matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
     writer.add_type(gguf.GGUFType.MODEL)
@@ -235,7 +235,7 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    pairs = np.arange(0, model.head_width, 2, dtype=np.float64) / model.head_width
+    pairs = np.arange(0, model.used_head_dim, 2, dtype=np.float64) / model.used_head_dim
     plain = config.rope_parameters["rope_theta"] ** -pairs
     factors: NDArray[np.float32] = (plain / scaled.double().numpy()).astype(np.float32)
     return factors

@@ -68,7 +68,7 @@ class GgufTensors:
                 shapes = f"expected shape {list(expected)}, got {list(tensor.shape)}"
                 raise UsageError(f"{path}: {gguf_name}: {shapes}")
             is_rotated = self._architecture == "llama" and _ROTATED.search(gguf_name)
-            head_rows = model.head_width if is_rotated else 1
+            head_rows = model.used_head_dim if is_rotated else 1
             first_row = prod(stored[:-1]) * int(expert[1]) if expert else 0
             self._stored[name] = _StoredRows(tensor, shape, first_row, head_rows)
             unused.discard(gguf_name)

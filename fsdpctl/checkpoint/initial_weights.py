@@ -33,7 +33,7 @@ from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.checkpoint.tensor_source import Overlay, TensorSource
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.models.adapter_names import is_adapter_name
 from fsdpctl.models.build_model import initialize_parameter
@@ -154,7 +154,7 @@ def open_pretrained(
     model: ModelConfig, folder: Path, ranks: ObjectCollectives
 ) -> tuple[TensorSource, BaseWeights | None]:
     """Return the weights of a Hugging Face directory or checkpoint, and its base. Collective."""
-    if is_hugging_face(folder):
+    if is_foreign_model(folder):
         return open_weights(model, folder), None
     weights, base = open_checked(CheckpointReader(folder), ranks)
     return with_resized_embeddings(weights, model), base

@@ -9,7 +9,7 @@ from fsdpctl.checkpoint.run_checkpoints import find_checkpoint
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
 from fsdpctl.checkpoint.tensor_source import FileTensors, Overlay, TensorSource
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTE_TOKENIZER
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
@@ -41,7 +41,7 @@ def open_weights(model: ModelConfig, folder: Path | None = None, depth: int = 0)
     )
 
     folder = folder or weights_folder(model)
-    if is_hugging_face(folder):
+    if is_foreign_model(folder):
         from fsdpctl.checkpoint.hub_weights import under_model_names  # imports torch
 
         stored_as = stored_config(model, folder)
@@ -85,12 +85,12 @@ def open_base(base: BaseInfo, reader: CheckpointReader, depth: int = 1) -> Tenso
 def weights_folder(model: ModelConfig) -> Path:
     """Return the directory of the weights: `model.path`, or the newest checkpoint in it."""
     folder = Path(str(model.path))
-    return folder if is_hugging_face(folder) else find_checkpoint(folder)
+    return folder if is_foreign_model(folder) else find_checkpoint(folder)
 
 
 def read_model_assets(folder: Path) -> dict[str, bytes]:
     """Read the files next to the weights in `model.path`, by name."""
-    if is_hugging_face(folder):
+    if is_foreign_model(folder):
         return read_assets(folder)
     return read_attachments(CheckpointReader(find_checkpoint(folder)))
 
@@ -103,7 +103,7 @@ def read_assets(folder: Path) -> dict[str, bytes]:
 def find_tokenizer(folder: Path) -> str | None:
     """Return the tokenizer in `model.path` as a value of `data.tokenizer`, or None if unknown."""
     folders = [folder]
-    if not is_hugging_face(folder):
+    if not is_foreign_model(folder):
         checkpoint = find_checkpoint(folder)
         if read_manifest(checkpoint).config.get("data.tokenizer") == BYTE_TOKENIZER:
             return BYTE_TOKENIZER

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.checkpoint.publish import atomic_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
@@ -108,7 +108,7 @@ def find_checkpoint(source: Path) -> Path:
     for line in incomplete_checkpoints(_checkpoints_in(source)):
         raise CheckpointError(line)
     hint = ""
-    if is_hugging_face(source):
+    if is_foreign_model(source):
         hint = (
             ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, to `fsdpctl "
             "sample` or `fsdpctl evaluate`, or to `fsdpctl verify-checkpoint` with --base"

@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_model_
 from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, tensor_keys
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError, shorten_list
 from fsdpctl.io.gguf_header import is_gguf
@@ -29,7 +29,7 @@ def verify_export(
     the export cannot be read; UsageError if a file of the base cannot be read.
     """
     findings, assets = list[Finding](), ModelAssets(read_assets(export), export)
-    if is_hugging_face(export):
+    if is_foreign_model(export):
         weights, base_weights, findings = _open_both(export, base, assets)
         findings += () if base_weights is None else compare_names(weights, base_weights)
         findings += compare_values(weights, base_weights, is_trained=is_trained)
@@ -63,7 +63,7 @@ def _open_both(
     names = weights.names(PARAMETER)
     if base is None:
         return weights, None, []
-    uses_model_names = is_gguf(base) or not is_hugging_face(base)  # a file, run or checkpoint
+    uses_model_names = is_gguf(base) or not is_foreign_model(base)  # a file, run or checkpoint
     with _errors_of_base(base):
         base_weights = None if uses_model_names else _open_stored(base)
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names

@@ -16,8 +16,8 @@ from fsdpctl.checkpoint.remote_checkpoints import open_checkpoint
 from fsdpctl.checkpoint.run_checkpoints import find_checkpoint, incomplete_checkpoints_in
 from fsdpctl.commands.printing import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub import cached_model
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.hub import model_directory
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.serialize import only_model_settings, to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import doing
@@ -77,8 +77,8 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.models.build_model import build_model
 
-    source = cached_model(source)
-    if source.is_dir() and not is_hugging_face(source):
+    source = model_directory(source)
+    if source.is_dir() and not is_foreign_model(source):
         raise UsageError(f"{source}: not a Hugging Face directory: config.json not found")
     config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)

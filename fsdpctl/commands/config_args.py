@@ -8,7 +8,7 @@ import typer
 from fsdpctl.commands.printing import note, say
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.config.schema import GROUPS, KEYS, Config, Origin
 from fsdpctl.config.serialize import settings_to_yaml, user_settings
 from fsdpctl.errors import UsageError, did_you_mean
@@ -20,10 +20,10 @@ def completions(incomplete: str) -> list[str]:
     if not equals:
         names = (*GROUPS, *(each for each, key in KEYS.items() if not key.user_key))
         return [f"{each}=" for each in names if each.startswith(incomplete)]
-    values = list(choices_of(name)) if name in GROUPS else []
+    values = list(options_of(name)) if name in GROUPS else []
     if (key := KEYS.get(name)) is not None:
         values += [*key.choices, *(["true", "false"] if key.type == "true or false" else [])]
-        values += ["auto"] if key.auto or key.is_selected else []
+        values += ["auto"] if key.auto or key.auto_and_none else []
     return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
 
 
@@ -81,7 +81,7 @@ def normalize(
 
 def note_changes(composed: Composed) -> None:
     """Print the ignored and the renamed keys of a configuration."""
-    say(*composed.ignored)
+    say(*composed.ignored_lines)
     note(*composed.renamed)
 
 

@@ -16,9 +16,9 @@ from fsdpctl.checkpoint.tensor_file import EXPORT_DTYPES, write_synced
 from fsdpctl.commands.checkpoint import SourceArg, open_source, verify_base
 from fsdpctl.commands.config_args import check_choice
 from fsdpctl.commands.printing import AsJson, say, show_json
-from fsdpctl.config.hub import cached_model, has_weights
+from fsdpctl.config.hub import has_weights, model_directory
 from fsdpctl.config.keys import parse_bytes
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.peft import has_adapters
 from fsdpctl.errors import CheckpointError, IncompleteExportError, UsageError
 from fsdpctl.io.activity import BYTES, doing
@@ -148,7 +148,7 @@ def verify_checkpoint(
     The exit code is 4 if a checksum does not match, and 3 if something is lost.
     """
     folder, findings = Path(source), list[Finding]()
-    if base is not None and not (is_hugging_face(folder) or has_adapters(folder)):
+    if base is not None and not (is_foreign_model(folder) or has_adapters(folder)):
         raise UsageError(f"--base: only valid with an export; {source} is not one")
     if base is not None or (folder / CHECKSUMS).exists():
         location, (counts, findings) = str(folder), _verify_export(folder, base)
@@ -186,8 +186,8 @@ def _verify_export(folder: Path, base: str | None) -> tuple[dict[str, int], list
     if base is not None:
         from fsdpctl.checkpoint.verify_export import verify_export  # imports torch
 
-        adapters = not is_hugging_face(folder)
-        path = cached_model(Path(base), "config" if adapters else "weights")
+        adapters = not is_foreign_model(folder)
+        path = model_directory(Path(base), "config" if adapters else "weights")
         if not path.exists():
             raise UsageError(f"--base {base}: not found{nearest_path_hint(base)}")
         findings += verify_export(folder, path, has_weights=has_weights(path))

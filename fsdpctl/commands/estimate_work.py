@@ -98,7 +98,7 @@ def show_estimates(
 def print_recipe(composed: Composed, fit: str | None) -> bool:
     """Print the recipe of an estimate, with its verdict on stderr; return whether it fits."""
     estimator, config = Estimator(), composed.config
-    note(*composed.ignored, *composed.renamed, *notes_on_memory(config))
+    note(*composed.ignored_lines, *composed.renamed, *notes_on_memory(config))
     ((estimate, ranking),) = estimates_of(estimator, composed, all_strategies=False)
     note(*(describe_ranking(ranking) if ranking is not None else ()))
     values: dict[str, int] = {}

@@ -15,8 +15,8 @@ from fsdpctl.commands.config_args import SettingArgs, normalize
 from fsdpctl.commands.printing import AsJson, say, show_json
 from fsdpctl.commands.sample import Weights, note_adapters
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub import cached_model
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.hub import model_directory
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.selection import Selection
 from fsdpctl.data.batches import Batches
@@ -39,8 +39,8 @@ def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = Fa
     A run or checkpoint is evaluated on its own data, unless data=… is set:
     `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
     """
-    source = cached_model(source)
-    folder = source if is_hugging_face(source) else find_checkpoint(source)
+    source = model_directory(source)
+    folder = source if is_foreign_model(source) else find_checkpoint(source)
     note_adapters(source)
     overrides = normalize(settings).settings
     names = {text.partition("=")[0] for text in overrides}
@@ -54,7 +54,7 @@ def evaluate(source: Weights, settings: SettingArgs = None, as_json: AsJson = Fa
     evaluation = _evaluate(opened)
     loss, perplexity = evaluation.mean, math.exp(min(evaluation.mean, 700.0))
     bits = bits_per_byte(loss, opened.data.val or opened.data.train)
-    is_seen = not has_other_data and not is_hugging_face(source)  # the data of the run
+    is_seen = not has_other_data and not is_foreign_model(source)  # the data of the run
     split = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
         show_json({

@@ -7,7 +7,7 @@ import typer
 from fsdpctl.commands.printing import AsJson, out, say, show_json, show_table
 from fsdpctl.config.compose import default_config
 from fsdpctl.config.keys import Key
-from fsdpctl.config.options import choices_of, first_comment
+from fsdpctl.config.options import first_comment, options_of
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
@@ -52,7 +52,7 @@ def _described(section: str, default: Config) -> dict[str, Any]:
     return {
         "name": section,
         "default": default.value(section) if is_group else None,
-        "choices": choices_of(section) if is_group else [],
+        "choices": options_of(section) if is_group else [],
         "keys": [
             {"name": name, "type": key.type, "default": _default(key, default),
               "allowed": key.allowed, "meaning": key.meaning}
@@ -63,7 +63,7 @@ def _described(section: str, default: Config) -> dict[str, Any]:
 
 def _list_everything(default: Config) -> None:
     firsts = {group: getattr(default, group).name for group in GROUPS}
-    names = {group: dict.fromkeys([first, *choices_of(group)]) for group, first in firsts.items()}
+    names = {group: dict.fromkeys([first, *options_of(group)]) for group, first in firsts.items()}
     groups = [(group, ", ".join(each)) for group, each in names.items()]
     show_table(("group", "options (default first)"), groups)
     say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}\n")
@@ -80,7 +80,7 @@ def _list_section(section: str, default: Config) -> None:
         folder = package_folder("conf") / section
         choices = {
             f"{each} (default)" if each == default.value(section) else each: folder / f"{each}.yaml"
-            for each in choices_of(section)
+            for each in options_of(section)
         }
         rows = [(each, first_comment(file)) for each, file in choices.items()]
         show_table(("option", "description"), rows)

@@ -23,8 +23,8 @@ from fsdpctl.commands.checkpoint import resolve_checkpoint
 from fsdpctl.commands.printing import emit, note, out
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.gguf_model import notes_on_gguf
-from fsdpctl.config.hub import cached_model
-from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.hub import model_directory
+from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -68,8 +68,8 @@ def sample(  # noqa: PLR0913  # each is an option
     With --chat and without --prompt, each line of standard input is a user message.
     """
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
-    source = cached_model(source)
-    folder = source if is_hugging_face(source) else resolve_checkpoint(source)
+    source = model_directory(source)
+    folder = source if is_foreign_model(source) else resolve_checkpoint(source)
     note_adapters(source)
     if chat:
         _chat(folder, [prompt] if prompt else _user_messages(), tokens, sampling)
@@ -190,7 +190,7 @@ def _check_text(prompt: str) -> None:
 
 
 def _open_model(source: Path) -> tuple[Config, TensorSource, dict[str, bytes]]:
-    if is_hugging_face(source):
+    if is_foreign_model(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)

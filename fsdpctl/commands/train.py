@@ -158,12 +158,12 @@ def _print_config(composed: Composed, resume: str) -> None:
 
 def _open(composed: Composed, resume: str) -> "tuple[Prepared, RunDirState]":
     """Open a run without the launcher's variables, as on a login node without a launcher."""
-    from fsdpctl.resolve.machine import on_this_machine, role_of_dry_run
+    from fsdpctl.resolve.machine import role_of_dry_run, without_other_cluster
     from fsdpctl.resolve.prepare import prepare
     from fsdpctl.run.directory import inspect_run_dir
 
     if (role := role_of_dry_run(composed)).is_here:
-        composed = on_this_machine(composed)
+        composed = without_other_cluster(composed)
         role = replace(role, launch=composed.config.launch)
     opened = prepare(composed, role, resume=resume)
     return opened, inspect_run_dir(opened.config, resume)
@@ -216,9 +216,9 @@ def _show_samples(opened: "Prepared") -> None:
 
 def _check_large_token_files(opened: "Prepared") -> None:
     from fsdpctl.data.token_formats import check_tokens
-    from fsdpctl.resolve.run_data import is_quick
+    from fsdpctl.resolve.run_data import are_small
 
-    for file in () if is_quick(opened.data.token_files) else opened.data.token_files:
+    for file in () if are_small(opened.data.token_files) else opened.data.token_files:
         if file.xxh3 is not None and file.is_local:
             check_tokens(file, opened.config.model.vocab_size)
 

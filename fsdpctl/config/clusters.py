@@ -12,7 +12,7 @@ from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_yaml
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
-PRICED = "priced"  # the key of a cluster's file with the source and the day of its price
+PRICE_SOURCE = "priced"  # the key of a cluster's file with the source and the day of its price
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Gpu(NamedTuple):
     """A GPU of a named cluster."""
 
     cluster: str
-    peak: float  # dense FLOP/s in bf16, as its data sheet says
+    peak_flops: float  # dense FLOP/s in bf16, as its data sheet says
 
 
 @cache
@@ -97,27 +97,31 @@ def gpu_by_name(device_name: str) -> Gpu | None:
 def clusters_with_memory(size: str) -> list[str]:
     """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
     digits = size.lower().rstrip("gib")
-    most = float(digits) if digits.isdecimal() else 0.0
+    nominal = float(digits) if digits.isdecimal() else 0.0
     # Torch reports up to 10% less than the nominal memory, of which a part is reserved.
-    return [x for x, content in _clusters() if 0.9 * most < float(content.get("memory", 0)) <= most]
+    return [
+        x
+        for x, content in _clusters()
+        if 0.9 * nominal < float(content.get("memory", 0)) <= nominal
+    ]
 
 
 def clusters_like(text: str) -> list[str]:
     """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
     # The digits count: a100 is not a10.
-    model = re.search(r"[a-z]+[-_ ]?\d+", text.lower())
-    spelling = re.sub(r"[-_ ]", "", text.lower())
-    start = re.sub(r"[-_ ]", "", model[0]) if model else spelling
-    similar = [x for x, _ in _clusters() if start and x.replace("_", "").startswith(start)]
-    exact = [x for x in similar if all(part in spelling for part in x.split("_"))]
-    return [max(exact, key=len)] if exact else similar
+    gpu_match = re.search(r"[a-z]+[-_ ]?\d+", text.lower())
+    text_key = re.sub(r"[-_ ]", "", text.lower())
+    prefix = re.sub(r"[-_ ]", "", gpu_match[0]) if gpu_match else text_key
+    similar = [x for x, _ in _clusters() if prefix and x.replace("_", "").startswith(prefix)]
+    contained = [x for x in similar if all(part in text_key for part in x.split("_"))]
+    return [max(contained, key=len)] if contained else similar
 
 
 def price_source(cluster: str) -> str:
     """Return the source and the day of a cluster's price; empty if the file has no price."""
     file = package_folder("conf") / "cluster" / f"{cluster}.yaml"
     content: Any = read_yaml(file) or {}
-    return str(content.get(PRICED, ""))
+    return str(content.get(PRICE_SOURCE, ""))
 
 
 def _clusters() -> Iterator[tuple[str, Any]]:

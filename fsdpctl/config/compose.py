@@ -17,7 +17,7 @@ from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import AUTO, Setting, Value
 from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.model_path import HF_OPTION, adapter_values, fetch_model_config, model_values
-from fsdpctl.config.options import choices_of, option_settings, option_values
+from fsdpctl.config.options import option_settings, option_values, options_of
 from fsdpctl.config.overrides import merge_overrides
 from fsdpctl.config.recipe import NO_TOML, find_recipe, read_recipe, recipe_names, without_missing
 from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, LENGTH_KEYS, SECTIONS, Config, Origin
@@ -49,7 +49,9 @@ class Composed:
 
     config: Config
     recipe: str | None = None  # the name of the recipe, without directory and suffix
-    dropped: tuple[str, ...] = ()  # recipe keys overridden by an option, or by `model.lora.path`
+    ignored_keys: tuple[
+        str, ...
+    ] = ()  # recipe keys overridden by an option, or by `model.lora.path`
     renamed: tuple[str, ...] = ()  # a line for each option that has another tool's name
     cluster: str | None = None  # the text of `cluster`, such as 8xh100
 
@@ -58,13 +60,13 @@ class Composed:
         return self.config.origins.get("cluster") is Origin.RECIPE
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_lines(self) -> tuple[str, ...]:
         """A line for each overridden key of the recipe, with the reason."""
         causes = {
             name: "model.lora.path sets it"
             if name.startswith("model.lora.")
             else f"{name.split('.')[0]} is set on the command line"
-            for name in self.dropped
+            for name in self.ignored_keys
         }
         return tuple(f"{name} of the recipe ignored: {why}" for name, why in causes.items())
 
@@ -92,9 +94,9 @@ def compose_config(
     with _with_location(path):
         _refuse_duplicates(base)
         old_base, base = base, expand_shorthands(base, [])
-    written_names = {*dict(old_base), *(_split(text)[0] for text in settings)}
+    written_names = {*dict(old_base), *(_split_setting(text)[0] for text in settings)}
     typed_names = {*dict(typed := expand_shorthands(typed, base))}
-    base, dropped = _drop_replaced(base, typed_names)
+    base, dropped = _split_ignored(base, typed_names)
     base = without_missing(path, base, typed_names) if path else base
     pairs, renamed = translate_strategy(merge_overrides([*base, *typed]))
     with _with_location(path):
@@ -112,13 +114,13 @@ def compose_config(
     values |= from_model | parsed | from_adapters
     values["model.head_dim"] = from_model.get("model.head_dim")  # `parsed` has None for `auto`
     origins = dict.fromkeys(from_model | from_adapters, Origin.DERIVED)
-    has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].is_selected]
+    has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].auto_and_none]
     from_recipe -= typed_names
     origins |= {x: Origin.RECIPE if x in from_recipe else Origin.TYPED for x in has_value}
     # A recipe with cluster=8xh100 sets no ranks itself; they belong to the option of the cluster.
     origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written_names, Origin.OPTION)
     _resolve_alternatives(values, origins)
-    origins |= dict.fromkeys(_autos(values, pairs), Origin.AUTO)
+    origins |= dict.fromkeys(_auto_keys(values, pairs), Origin.AUTO)
     from_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
     config = replace(to_config(values, choices), origins=from_options | origins)
     if "data" not in written_names:
@@ -126,9 +128,9 @@ def compose_config(
     return Composed(config, path.stem if path else None, dropped, renamed, cluster)
 
 
-def _autos(values: Mapping[str, Value], pairs: Sequence[Setting]) -> Iterator[str]:
+def _auto_keys(values: Mapping[str, Value], pairs: Sequence[Setting]) -> Iterator[str]:
     yield from (name for name, value in values.items() if value is None and KEYS[name].auto)
-    yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].is_selected)
+    yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].auto_and_none)
 
 
 def default_config() -> Config:
@@ -143,7 +145,7 @@ def parse_settings(args: Sequence[str]) -> list[Setting]:
     """
     # The argument after an unknown option is taken for its value, and causes no second message.
     settings = [x for before, x in pairwise(["", *args]) if before[:2] != "--" or "=" in before + x]
-    typed = _check_all(_check_setting, [(text,) for text in settings])
+    typed = _check_all(_parse_setting, [(text,) for text in settings])
     _refuse_duplicates(typed)
     return typed
 
@@ -153,8 +155,8 @@ def without_shorthands(typed: Mapping[str, str]) -> dict[str, str]:
     return dict(expand_shorthands([*typed.items()], [("data", "")]))
 
 
-def _check_setting(argument: str) -> Setting:
-    pair = _split(argument)
+def _parse_setting(argument: str) -> Setting:
+    pair = _split_setting(argument)
     pairs, _ = translate_strategy(merge_overrides(expand_shorthands([pair], [("data", "")])))
     for name, text in pairs:
         _check_pair(name, text)
@@ -182,11 +184,11 @@ def _with_location(recipe: Path | None) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        texts = [f"{recipe}: {each}" if recipe else each for each in error.args]
-        raise UsageError(*texts) from None
+        messages = [f"{recipe}: {each}" if recipe else each for each in error.args]
+        raise UsageError(*messages) from None
 
 
-def _drop_replaced(base: list[Setting], typed: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
+def _split_ignored(base: list[Setting], typed: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
     """Return the settings of a recipe that apply, and the names of ignored settings.
 
     If the command line selects an option of a group, it replaces the option and the keys that the
@@ -202,7 +204,7 @@ def _drop_replaced(base: list[Setting], typed: set[str]) -> tuple[list[Setting],
     return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
 
 
-def _split(text: str) -> Setting:
+def _split_setting(text: str) -> Setting:
     name, equals, value = text.partition("=")
     name = name.strip()
     if text.startswith("-"):
@@ -234,16 +236,18 @@ def _split(text: str) -> Setting:
     if is_hub_name(text):
         advice = f"if it is on the Hub, set model={text}"
         raise UsageError(f"{text}: unknown model{did_you_mean(text, hub_models())}; {advice}")
-    raise UsageError(f"{text}: expected KEY=VALUE, without spaces around the ={_meant_by(text)}")
+    raise UsageError(
+        f"{text}: expected KEY=VALUE, without spaces around the ={_suggestion_for(text)}"
+    )
 
 
-def _meant_by(text: str) -> str:
+def _suggestion_for(text: str) -> str:
     if text in KEYS or text in GROUPS:
         return ""
     if text in recipe_names():
         return f"; to use the recipe, pass --recipe {text}"
     for group in GROUPS:
-        if text in choices_of(group):
+        if text in options_of(group):
             return f"; did you mean {group}={text}?"
     if text.endswith(".json"):
         return "; recipes are YAML files"
@@ -262,7 +266,7 @@ def _refuse_duplicates(typed: Sequence[Setting]) -> None:
 
 def _check_pair(name: str, text: str) -> None:
     if name in GROUPS:
-        choices = choices_of(name)
+        choices = options_of(name)
         if (name, text) == ("data", "own") or (name == "model" and text.startswith(SCRIPT_PREFIX)):
             raise UsageError(f"{name}={text}: {NO_DECODER}")
         if text not in choices:
@@ -288,12 +292,12 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         size = re.findall(r"\d+", text)
         similar = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, similar) or f"; model={HF_OPTION} model.path=DIR loads another model"
-    if group == "cluster" and (cards := clusters_with_memory(text)):
-        return f"; GPUs of that size are {', '.join(cards)}; set one, such as cluster=2x{cards[0]}"
+    if group == "cluster" and (names := clusters_with_memory(text)):
+        return f"; GPUs of that size are {', '.join(names)}; set one, such as cluster=2x{names[0]}"
     if group == "cluster" and (similar := clusters_like(text)):
         return f"; did you mean {' or '.join(similar)}?"
-    elsewhere = STRATEGY_ALIASES if group == "strategy" else ()
-    return hint(text, [*choices, *elsewhere])
+    aliases = STRATEGY_ALIASES if group == "strategy" else ()
+    return hint(text, [*choices, *aliases])
 
 
 def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) -> None:
@@ -302,8 +306,8 @@ def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) 
     for source, (subject, names) in product((Origin.TYPED, Origin.RECIPE), subjects.items()):
         set_names = [x for x in names if origins.get(x) is source and values[x] is not None]
         # As in other tools, a file with both keys means the shorter length. Typed, it's a mistake.
-        is_both = source is Origin.RECIPE and set_names == ["train.steps", "train.epochs"]
-        if len(set_names) > 1 and not is_both:
+        allows_both = source is Origin.RECIPE and set_names == ["train.steps", "train.epochs"]
+        if len(set_names) > 1 and not allows_both:
             raise UsageError(f"{' and '.join(set_names)}: conflict; set {subject} with one of them")
         for name in (each for each in names if set_names and each not in set_names):
             values[name] = None if KEYS[name].optional else values[name]

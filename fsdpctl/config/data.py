@@ -18,7 +18,7 @@ TOKEN_NEIGHBORS = (".json", ".idx", ".index", ".metadata", LOSS_MASK_SUFFIX)
 TOKEN_FORMATS = ("auto", "uint16", "uint32", "llm.c", "megatron", "datatrove")
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "keep")
-TEMPLATE, ALPACA = "template", "alpaca"
+PROMPT_TEMPLATE, PROMPT_ALPACA = "template", "alpaca"
 _CHAT_KEYS = ("template", "prompt", "train_on", "rewritten_turns", "date", "too_long")
 _ONLY_WITH = {
     **dict.fromkeys(_CHAT_KEYS, (CHAT,)), "new_tokens": (TEXT, CHAT), "packing": (CHAT, TOKENS),
@@ -52,7 +52,7 @@ class DataConfig:
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
         "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
         is_list=True,
-        normalize=lambda text: _tokens(text),
+        normalize=lambda text: _token_list(text),
     )
     format: str = key(
         "auto",
@@ -63,9 +63,9 @@ class DataConfig:
         "chat: Jinja file with the chat template; auto: the tokenizer's template", is_path=True
     )
     prompt: str = key(
-        TEMPLATE,
+        PROMPT_TEMPLATE,
         "chat: how rows with an instruction are written: by the chat template, or as Alpaca's text",
-        choices=(TEMPLATE, ALPACA),
+        choices=(PROMPT_TEMPLATE, PROMPT_ALPACA),
     )
     train_on: str = key(
         "assistant",
@@ -109,12 +109,12 @@ class DataConfig:
         return DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
 
     @property
-    def holds_documents(self) -> bool:
+    def masks_documents(self) -> bool:
         """Whether a sequence may hold several documents that must not see one another."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
 
 
-def _tokens(text: str) -> str:
+def _token_list(text: str) -> str:
     """Return a list of tokens as JSON; UsageError if it's no list, or has a token twice."""
     try:
         tokens = json.loads(text)
@@ -131,7 +131,7 @@ def _tokens(text: str) -> str:
     return json.dumps(tokens, ensure_ascii=False)
 
 
-def check_data_keys(config: DataConfig, typed: Collection[str] = ()) -> None:
+def check_data_keys(config: DataConfig, typed_names: Collection[str] = ()) -> None:
     """Refuse keys that don't apply to the kind of data.
 
     A key is set if its value isn't the default, or if it is in `typed`. UsageError if a key is only
@@ -140,7 +140,7 @@ def check_data_keys(config: DataConfig, typed: Collection[str] = ()) -> None:
     default = DataConfig()
     for name, kinds in _ONLY_WITH.items():
         value, key = getattr(config, name), f"data.{name}"
-        is_set = value != getattr(default, name) or (key in typed and value is not None)
+        is_set = value != getattr(default, name) or (key in typed_names and value is not None)
         if config.name in kinds or not is_set or value is False:
             continue
         text = "" if name == "new_tokens" else f"={str(value).lower() if value is True else value}"

@@ -28,33 +28,33 @@ _READS = {
     TOKENS: (TOKENS,),
 }  # fmt: skip
 _NOUNS = {TEXT: "text", CHAT: "rows", TOKENS: "tokens"}
-_NOTHING = {
+_NOT_FOUND = {
     CHAT: "no conversations found; expected .jsonl, .json or .parquet",
     TOKENS: f"no token files, of {', '.join(TOKEN_SUFFIXES)}",
     TEXT: "no text found",
 }
-_ROWS = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
+_ROW_FILE = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
 _TABLES = {".csv", ".tsv"}
 # Suffixes of texts of which a README in the same directory is not a part.
 _PROSE = {"", ".txt", ".text", ".tokens", ".raw", *_TABLES}
 _MAY_HAVE_ROWS = ("", ".json", ".txt")  # the first bytes decide
-_KEYS = (
+_ROW_KEYS = (
     "messages", "conversations", "prompt", "completion", "instruction", "query", "question",
     "output", "response", "history", "text",
 )  # fmt: skip
-_PARTS = attrgetter("parts")  # a sort key, faster than comparing paths
+_BY_PARTS = attrgetter("parts")  # a sort key, faster than comparing paths
 _FIRST_BYTES = 1 << 16  # searched for the first row of a file
 # Files that `datasets` writes: caches of `map`, and descriptions of data.
 _CACHES = re.compile(r"cache-.*\.arrow|tmp[a-z0-9_]{8}|(?:dataset_(?:infos?|dict)|state)\.json")
 # Texts about data, which are left out next to rows or tokens.
-_ABOUT = re.compile(
+_ABOUT_FILE = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|citation|code_of_conduct)(?:[-_. ].*)?"
     r"|(?:(?:.*[-_ ])?card|datasheet|authors|changelog|changes|contributing|requirements|manifest"
     r"|checksums?|md5sums?|sha\d+sums?|thumbs|desktop)(?:\.\w+)?"
     r"|.+\.(?:ya?ml|lock|crc|md5|sha\d+)|_success"
 )
 # By suffixes of formats that are never read as text: the problem and the next step.
-_NO_TEXT = {
+_REFUSED = {
     "pdf": "a PDF; convert it, for example with pdftotext",
     "docx doc odt epub": "a document; convert it with pandoc",
     "zip tar gz tgz bz2 xz zst 7z": "compressed; unpack it",
@@ -64,32 +64,32 @@ _NO_TEXT = {
     "safetensors pt pth": "model weights; to start from them, set model=hf model.path=DIR",
     "gguf": "model weights; to start from them, set model=hf model.path=FILE.gguf",
 }
-_OTHER_FORMATS = {f".{end}": why for ends, why in _NO_TEXT.items() for end in ends.split()}
+_OTHER_FORMATS = {f".{end}": why for ends, why in _REFUSED.items() for end in ends.split()}
 _SPLIT = re.compile(
     r"(?:^|(?<=[-._ 0-9]))(?:(?P<train>train|training)|(?P<validation>validation|valid|val|dev)"
     r"|(?P<test>test|testing|eval|evaluation))(?=[-._ 0-9]|$)"
 )
 _SHARD = re.compile(r"(.+)[-.]\d{5}-of-\d{5}.*")
-_CONFIG = re.compile(r"^[\s-]*config_name:\s*(\S.*?)\s*$", re.MULTILINE)
+_CONFIG_NAME = re.compile(r"^[\s-]*config_name:\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
     """The files of a path that are data."""
 
-    option: str  # value of `data`; data=text also reads rows
-    train: tuple[Path, ...]  # the validation files, if the path is data.val_path
+    kind: str  # value of `data`; data=text also reads rows
+    files: tuple[Path, ...]  # the validation files, if the path is data.val_path
     validation: tuple[Path, ...] = ()
-    unused: tuple[tuple[str, str], ...] = ()  # the split ("": none) and the name of each file
+    left_out: tuple[tuple[str, str], ...] = ()  # the split ("": none) and the name of each file
 
     def summary(self, *, validates: bool, skipped: int = 0) -> str:
         """Return how many files are used, without `skipped` files, and which are left out."""
-        used = len(self.train) + len(self.validation) * validates - skipped
-        total = len(self.train) + len(self.validation) + len(self.unused)
-        counts = Counter(split for split, _ in self.unused if split)
+        used = len(self.files) + len(self.validation) * validates - skipped
+        total = len(self.files) + len(self.validation) + len(self.left_out)
+        counts = Counter(split for split, _ in self.left_out if split)
         counts[VALIDATION] += len(self.validation) * (not validates)
         others = [f"{count} {split}" for split, count in counts.items() if count]
-        others += [name for split, name in self.unused if not split]
+        others += [name for split, name in self.left_out if not split]
         text = f"{used:,} file{'' if used == 1 else 's'}" + f" of {total:,}" * (used != total)
         if validates and self.validation:
             text += f", {len(self.validation):,} of them to validate"
@@ -103,12 +103,12 @@ def local_data_files(path: str, key: str = "data.path", option: str | None = Non
     TOKENIZE, or None if the files select the option. UsageError if no data is found, or if the
     names of the files are ambiguous.
     """
-    target, location, files = Path(path), f"{key}={path}", _listed(path, key)
+    target, location, files = Path(path), f"{key}={path}", _list_files(path, key)
     if not target.is_file():
         is_folder = target.is_dir()
         root = target if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
         return select_files(files, root, location, option, is_folder=is_folder)
-    kind = kind if (kind := option_of_file(target)) in _READS[option] else _READS[option][0]
+    kind = kind if (kind := kind_of_file(target)) in _READS[option] else _READS[option][0]
     suffix = target.suffix.lower()
     if kind == TEXT and suffix in _OTHER_FORMATS and (suffix, option) != (".json", TEXT):
         way = ", or set data=text" * (suffix == ".json" and option is None)
@@ -116,7 +116,7 @@ def local_data_files(path: str, key: str = "data.path", option: str | None = Non
     return DataFiles(kind, (target,))
 
 
-def option_of_path(path: str) -> str:
+def kind_of_path(path: str) -> str:
     """Return the option of `data` for a path, by its files, or by its name if it isn't found.
 
     UsageError if a directory has files of several options.
@@ -124,32 +124,32 @@ def option_of_path(path: str) -> str:
     if path.startswith("hf://"):
         return CHAT
     is_here = os.path.exists(path) or any(glob.iglob(path))
-    return local_data_files(path).option if is_here else option_of_file(Path(path))
+    return local_data_files(path).kind if is_here else kind_of_file(Path(path))
 
 
-def option_of_file(file: Path) -> str:
+def kind_of_file(file: Path) -> str:
     """Return the option of `data` for a file, by its name or its first bytes."""
     name, suffix = file.name.lower(), file.suffix.lower()
     if name.endswith(TOKEN_SUFFIXES):
         return TOKENS
     if suffix in _MAY_HAVE_ROWS and file.is_file():
         return CHAT if _begins_with_rows(file) else TEXT
-    return CHAT if _ROWS.fullmatch(name) else TEXT
+    return CHAT if _ROW_FILE.fullmatch(name) else TEXT
 
 
-def _start(file: Path, most: int = _FIRST_BYTES) -> bytes:
+def _first_bytes(file: Path, size: int = _FIRST_BYTES) -> bytes:
     """Return the first bytes of a file; empty if unreadable: its reader reports the error."""
     try:
         with file.open("rb") as content:
-            return content.read(most)
+            return content.read(size)
     except OSError:
         return b""
 
 
 def _begins_with_rows(file: Path) -> bool:
-    if _start(file, 256).removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b"["):
+    if _first_bytes(file, 256).removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b"["):
         return False
-    text = _start(file).decode("utf-8-sig", "replace").lstrip()
+    text = _first_bytes(file).decode("utf-8-sig", "replace").lstrip()
     is_array = text.startswith("[")
     text = text[1:].lstrip() if is_array else text
     line = text.partition("\n")[0].rstrip()
@@ -157,14 +157,14 @@ def _begins_with_rows(file: Path) -> bool:
         first, end = json.JSONDecoder().raw_decode(text)
     # The row exceeds the first bytes, or is damaged, which the reader reports.
     except (ValueError, RecursionError):
-        is_line = is_array or line.endswith("}") or len(line) == len(text)
-        return is_line and re.match(r'\{\s*"', text) is not None
+        may_be_row = is_array or line.endswith("}") or len(line) == len(text)
+        return may_be_row and re.match(r'\{\s*"', text) is not None
     if is_array or not isinstance(first, dict) or end > len(line):
         return is_array and isinstance(first, dict)
-    return text[end:].lstrip().startswith("{") or not first.keys().isdisjoint(_KEYS)
+    return text[end:].lstrip().startswith("{") or not first.keys().isdisjoint(_ROW_KEYS)
 
 
-def _listed(path: str, key: str) -> list[Path]:
+def _list_files(path: str, key: str) -> list[Path]:
     """Return a file, all files below a directory, or the files of a glob, sorted."""
     target = Path(path)
     if not path:
@@ -173,10 +173,10 @@ def _listed(path: str, key: str) -> list[Path]:
         if target.is_file():
             return [target]
         if target.is_dir():
-            files_below = sorted(_files_below(target), key=_PARTS)
+            files_below = sorted(_files_below(target), key=_BY_PARTS)
             check_inside(files_below, target, f"{key}={path}")
             return files_below
-        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_PARTS)
+        matches = sorted(map(Path, glob.glob(path, recursive=True)), key=_BY_PARTS)
         files = [each for each in matches if each.is_file()]
     except OSError as error:
         raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
@@ -219,8 +219,8 @@ def select_files(
     about_data = set(kinds[_ABOUT_DATA] if kind == TEXT and not suffixes <= _TABLES else ())
     data = about_data | set(kinds[kind])
     splits = {each: _splits_of(each.relative_to(root).parts) for each in files if each in data}
-    is_code = not suffixes <= _PROSE
-    named = [splits[each] for each in splits if is_code or each not in about_data]
+    has_code = not suffixes <= _PROSE
+    named = [splits[each] for each in splits if has_code or each not in about_data]
     if kind == TEXT and not ({TRAIN} in named and all(len(each) == 1 for each in named)):
         splits = {each: set() for each in splits}
     groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
@@ -231,8 +231,8 @@ def select_files(
             raise UsageError(f"{location}: {file.name}: {problem}; {way}")
         groups["".join(file_splits)].append(file)
     if is_folder and kind != TEXT:
-        _check_is_one_set(groups, root, location)
-    train, validation = _parts_of(groups, location, is_folder=is_folder)
+        _check_one_data_set(groups, root, location)
+    train, validation = _train_and_validation(groups, location, is_folder=is_folder)
     selected, empty = {*train, *validation}, set(kinds[_EMPTY])
     # Files that describe token files are not reported as left out.
     neighbors = TOKEN_NEIGHBORS if kind == TOKENS else ()
@@ -245,9 +245,9 @@ def select_files(
 
 
 def _role_of(file: Path) -> str:
-    name, suffix, kind = file.name.lower(), file.suffix.lower(), option_of_file(file)
+    name, suffix, kind = file.name.lower(), file.suffix.lower(), kind_of_file(file)
     is_other = kind == TEXT and (suffix in _OTHER_FORMATS or suffix in TOKEN_NEIGHBORS)
-    if kind == TEXT and not is_other and _ABOUT.fullmatch(name):
+    if kind == TEXT and not is_other and _ABOUT_FILE.fullmatch(name):
         return _ABOUT_DATA
     if kind != TOKENS and file.is_file() and not file.stat().st_size:
         return _EMPTY  # an empty token file is reported by its reader, which knows the header
@@ -257,7 +257,7 @@ def _role_of(file: Path) -> str:
 def _kind_in(kinds: dict[str, list[Path]], location: str, option: str | None) -> str:
     present = [kind for kind in _READS[option] if kinds[kind]]
     are_many = len([kind for kind in kinds if kinds[kind]]) > 1
-    if TEXT in present and are_many and all(b"\0" in _start(each) for each in kinds[TEXT]):
+    if TEXT in present and are_many and all(b"\0" in _first_bytes(each) for each in kinds[TEXT]):
         present.remove(TEXT)
     if len(present) > 1:
         counts = " and ".join(
@@ -267,7 +267,9 @@ def _kind_in(kinds: dict[str, list[Path]], location: str, option: str | None) ->
         way = f"set data={' or data='.join(ways)}, or " * (option is None)
         if TEXT in present and CHAT in present and option != TOKENIZE:
             what = "all" if len(present) == 2 else "text and rows"
-            way += f"to read {what}, set data=text {_all_of(kinds[TEXT], kinds[CHAT])}, or "
+            way += (
+                f"to read {what}, set data=text {_mixture_setting(kinds[TEXT], kinds[CHAT])}, or "
+            )
         problem = f"has files of several kinds, {counts}; {way}name the files of one kind"
         raise UsageError(f"{location}: {problem}")
     if present or (kinds[_ABOUT_DATA] and not are_many and TEXT in _READS[option]):
@@ -277,14 +279,14 @@ def _kind_in(kinds: dict[str, list[Path]], location: str, option: str | None) ->
         f"; {x.name}: {why}" for x in kinds[_OTHER] if (why := _OTHER_FORMATS.get(x.suffix.lower()))
     ]
     more = f", got {shorten_list(got)}" * bool(got) + "".join(steps[:1])
-    raise UsageError(f"{location}: {_NOTHING.get(str(option), _NOTHING[TEXT])}{more}")
+    raise UsageError(f"{location}: {_NOT_FOUND.get(str(option), _NOT_FOUND[TEXT])}{more}")
 
 
-def _all_of(*kinds: list[Path]) -> str:
+def _mixture_setting(*kinds: list[Path]) -> str:
     """Return a setting that names files as a mixture, with globs that select no other file."""
     patterns = dict[str, None]()
     kind_by_file = {file: {*kind} for kind in kinds for file in kind}
-    for file in sorted(kind_by_file, key=_PARTS):
+    for file in sorted(kind_by_file, key=_BY_PARTS):
         pattern = f"{glob.escape(str(file.parent))}/*{file.suffix}"
         matches = {*map(Path, glob.glob(pattern))} if file.suffix else set()
         is_exact = len(matches) > 1 and matches <= kind_by_file[file]
@@ -302,7 +304,7 @@ def _splits_of(parts: Sequence[str]) -> set[str]:
     return set().union(*folders) or name
 
 
-def _parts_of(
+def _train_and_validation(
     groups: dict[str, list[Path]], location: str, *, is_folder: bool
 ) -> tuple[list[Path], list[Path]]:
     named = [each for each in groups.values() if each]
@@ -320,7 +322,7 @@ def _parts_of(
     return train, rest
 
 
-def _check_is_one_set(groups: dict[str, list[Path]], root: Path, location: str) -> None:
+def _check_one_data_set(groups: dict[str, list[Path]], root: Path, location: str) -> None:
     is_dict, card = (root / "dataset_dict.json").is_file(), root / "README.md"
     data_sets = set[str]()
     for file in groups[TRAIN] or (groups[""] if is_dict else []):
@@ -329,8 +331,8 @@ def _check_is_one_set(groups: dict[str, list[Path]], root: Path, location: str) 
         shard = _SHARD.fullmatch(name) if split_index is None and not is_dict else None
         parents = folders if split_index is None else folders[: split_index + is_dict]
         data_sets.add("/".join([*parents, shard[1]] if shard else parents))
-    start = _start(card).decode("utf-8", "replace") if card.is_file() else ""
-    configs = {*_CONFIG.findall(start.split("---")[1])} if start.startswith("---") else set()
+    start = _first_bytes(card).decode("utf-8", "replace") if card.is_file() else ""
+    configs = {*_CONFIG_NAME.findall(start.split("---")[1])} if start.startswith("---") else set()
     data_sets |= configs if len(configs) > 1 else set()
     if len(data_sets) > 1:
         names = sorted(each or "." for each in data_sets)

@@ -17,7 +17,7 @@ class DataSource:
     path: str
     share: float | None = None  # a fraction of 1; None: the data isn't mixed by shares
     given_name: str | None = None
-    weight: float | None = field(default=None, compare=False)  # the share as typed
+    typed_share: float | None = field(default=None, compare=False)  # the share as typed
 
     @property
     def name(self) -> str:

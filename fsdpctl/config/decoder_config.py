@@ -84,11 +84,11 @@ def config_value(model: ModelConfig, name: str) -> Any:
 
 def model_type_of(model: ModelConfig) -> str:
     """Return transformers' `model_type` of a model, such as llama."""
-    return model_type_in(str(model.config_json))
+    return model_type_of_json(str(model.config_json))
 
 
 @lru_cache(maxsize=8)
-def model_type_in(text: str) -> str:
+def model_type_of_json(text: str) -> str:
     return str(parse_json(text, dict[str, Any], CONFIG_LOCATION).get("model_type"))
 
 
@@ -242,7 +242,7 @@ def _check_subconfigs(content: Mapping[str, Any], location: str, allowed: Collec
             problem = f"{name}: not supported by model_type {content.get('model_type')}"
             raise UsageError(f"{location}: {problem}")
         if value is not None and not isinstance(value, Mapping):
-            raise UsageError(f"{location}: {name}: expected a mapping, got {_shown(value)}")
+            raise UsageError(f"{location}: {name}: expected a mapping, got {_shortened(value)}")
 
 
 def _check_file_values(content: Mapping[str, Any], location: str) -> None:
@@ -251,7 +251,7 @@ def _check_file_values(content: Mapping[str, Any], location: str) -> None:
         text = str(value).lower().removeprefix("torch.")
         if text not in (*allowed, "none") and not isinstance(value, Mapping):
             expected = f"{', '.join(allowed)}{did_you_mean(text, allowed)}"
-            raise UsageError(f"{location}: {name} {_shown(value)}: expected {expected}")
+            raise UsageError(f"{location}: {name} {_shortened(value)}: expected {expected}")
 
 
 def _rejection(error: Exception) -> str:
@@ -259,10 +259,11 @@ def _rejection(error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
     if match := _TYPE_ERROR.search(reason):
         name, type_name, value = match.groups()
-        return f"{name} {_shown(value.strip(chr(39)))}: expected {_TYPES.get(type_name, type_name)}"
+        text = _shortened(value.strip("'"))
+        return f"{name} {text}: expected {_TYPES.get(type_name, type_name)}"
     return _VALIDATOR_PREFIX.sub("", reason)
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:40]}…"

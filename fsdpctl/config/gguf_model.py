@@ -24,15 +24,15 @@ _MODEL_TYPES = {
     "nemotron": "nemotron", "phi3": "phi3", "qwen2": "qwen2", "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm", "starcoder2": "starcoder2",
 }  # fmt: skip
-_NORMS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
+_NORM_EPS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
 # transformers' names of sizes; a configuration class has at most one name of each row.
 _NAMES = {
     "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size ffn_hidden_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads num_kv_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": _NORMS,
-    "attention.layer_norm_epsilon": _NORMS, "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": _NORM_EPS,
+    "attention.layer_norm_epsilon": _NORM_EPS, "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -50,7 +50,7 @@ _NO_NOTE = (
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
 # Numbers of blocks of the 27B models, which scale attention by hidden_size / num_heads.
-_DEPTHS_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA_27B_DEPTHS = {"gemma2": 46, "gemma3": 62}
 _ROPE_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -91,7 +91,7 @@ def _problem(header: GgufHeader) -> str:
     for key in required:
         if header.get(key) is None:
             return f"{arch}.{key}: not found"
-    if not any(header.get(key) for key, names in _NAMES.items() if names == _NORMS):
+    if not any(header.get(key) for key, names in _NAMES.items() if names == _NORM_EPS):
         return f"{arch}.attention.layer_norm_rms_epsilon: not found"
     if GGUF_EMBEDDING not in tensors or len(tensors[GGUF_EMBEDDING].shape) != 2:
         return f"{GGUF_EMBEDDING}: not found, or not a matrix"
@@ -111,7 +111,11 @@ def _problem(header: GgufHeader) -> str:
     if arch == "falcon" and header.get("attention.head_count_kv", 1) != 1:
         return "falcon with several key heads: not supported; transformers orders heads differently"
     scale = header.get("attention.scale")
-    if scale is not None and arch not in _DEPTHS_27B and not math.isclose(scale, head_dim**-0.5):
+    if (
+        scale is not None
+        and arch not in _GEMMA_27B_DEPTHS
+        and not math.isclose(scale, head_dim**-0.5)
+    ):
         return f"{arch}.attention.scale={scale}: not supported by transformers"
     return ""
 
@@ -156,7 +160,7 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     elif rotary_dim != head_dim:
         unread_keys["rope.dimension_count"] = rotary_dim
-    notes = [*_scale_rope(config, unread_keys, header), *_scale_attention(config, header)]
+    notes = [*_add_rope_scaling(config, unread_keys, header), *_add_attention_scale(config, header)]
     vocab_type, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if vocab_type == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
         notes.append(f"transformers would split text as gpt-2, not as {pre}; set data.tokenizer")
@@ -165,7 +169,9 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     return config, tuple(notes)
 
 
-def _scale_rope(config: dict[str, Any], unread: dict[str, Any], header: GgufHeader) -> list[str]:
+def _add_rope_scaling(
+    config: dict[str, Any], unread: dict[str, Any], header: GgufHeader
+) -> list[str]:
     rope_type = unread.pop("rope.scaling.type", "none")
     scaling = {name: unread.pop(key) for key, name in _ROPE_KEYS.items() if key in unread}
     if rope_type in ("linear", "yarn") and "factor" in scaling:
@@ -179,15 +185,15 @@ def _scale_rope(config: dict[str, Any], unread: dict[str, Any], header: GgufHead
     ]
 
 
-def _scale_attention(config: dict[str, Any], header: GgufHeader) -> list[str]:
+def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str]:
     arch, key = header.architecture, "query_pre_attn_scalar"
     if arch == "starcoder2" and header.get("attention.sliding_window") is None:
         return ["the file has no attention window; set model.overrides.sliding_window"]
-    if arch in _DEPTHS_27B and (scale := header.get("attention.scale")):
+    if arch in _GEMMA_27B_DEPTHS and (scale := header.get("attention.scale")):
         config[key] = round(scale**-2)
-    elif arch in _DEPTHS_27B and config["num_hidden_layers"] == _DEPTHS_27B[arch]:
+    elif arch in _GEMMA_27B_DEPTHS and config["num_hidden_layers"] == _GEMMA_27B_DEPTHS[arch]:
         config[key] = config["hidden_size"] // config["num_attention_heads"]
-    elif arch in _DEPTHS_27B and config["head_dim"] != 256:
+    elif arch in _GEMMA_27B_DEPTHS and config["head_dim"] != 256:
         return [f"the file has no attention scale; fsdpctl uses 256; set model.overrides.{key}"]
     return []
 

@@ -17,19 +17,19 @@ from fsdpctl.io.run_files import CONFIG_JSON, RUNS
 from fsdpctl.io.untrusted import read_json
 
 TABLE = Path(__file__).parent / "hub_models.json"
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+(?:/[\w.-]+)*))?")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _SNAPSHOT = re.compile(r"(.+)/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
 # Files other than weights. They contain nothing that Python could run or unpickle.
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja|model|txt|spm|codes|tokenizer)|additional_chat_templates/[^/]+\.jinja"
 )
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Part = Literal["config", "tokenizer", "weights"]  # each includes the parts before it
 
 
 def local_model(
-    path: str, part: Part = "weights", *, table: bool = False, key: str = "model.path="
+    path: str, part: Part = "weights", *, allow_table: bool = False, key: str = "model.path="
 ) -> str:
     """Return the directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
@@ -40,8 +40,8 @@ def local_model(
     """
     if (repository := _repository(path, key)) is None:
         return path
-    if missing := _missing(repository, part):
-        if table and path.partition("@")[0] in hub_models():
+    if missing := _first_missing(repository, part):
+        if allow_table and path.partition("@")[0] in hub_models():
             return path
         if is_offline():
             raise repository.missing_error(missing)
@@ -56,7 +56,7 @@ def local_model(
     return str(repository.snapshot())
 
 
-def cached_model(path: Path, part: Part = "weights") -> Path:
+def model_directory(path: Path, part: Part = "weights") -> Path:
     """Return the directory of a model for its name after fetching, or a path unchanged."""
     repository = _repository(str(path))
     is_path = repository is None or (path.parent.is_dir() and not repository.folder.is_dir())
@@ -66,13 +66,13 @@ def cached_model(path: Path, part: Part = "weights") -> Path:
 def has_weights(path: Path) -> bool:
     """Return whether all files of a model are on this machine."""
     repository = _repository(str(path))
-    return repository is None or not _missing(repository, "weights")
+    return repository is None or not _first_missing(repository, "weights")
 
 
 def print_missing_weights(path: str) -> bool:
     """Print the files that a run would fetch, and return whether there are any."""
     repository = _repository(path)
-    if repository is None or not (missing := _missing(repository, "weights")):
+    if repository is None or not (missing := _first_missing(repository, "weights")):
         return False
     if is_offline():
         raise repository.missing_error(missing)
@@ -89,7 +89,7 @@ def _repository(path: str, key: str = "model.path=") -> Repository | None:
     location = f"{key}{path}"
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
         return Repository(f"{match[2]}/{match[3]}", match[4], "model", location)
-    match = _NAME.fullmatch(path)
+    match = _HUB_NAME.fullmatch(path)
     is_path = path.startswith(f"{RUNS}/") or ".." in path or path.endswith(GGUF_SUFFIX)
     if match is None or is_path or os.path.exists(path):
         return None
@@ -98,16 +98,16 @@ def _repository(path: str, key: str = "model.path=") -> Repository | None:
 
 def _fetch(repository: Repository, part: Part) -> None:
     """Fetch the missing files of a part. The files of weights are listed in their index."""
-    if not _missing(repository, part):
+    if not _first_missing(repository, part):
         return  # another process has fetched it
     listed = repository.fetch(lambda names: _needed(names, repository.snapshot(), part))
-    if missing := _missing(repository, part):
+    if missing := _first_missing(repository, part):
         unread = sorted(each for each in listed if each.endswith((".bin", ".pt", ".pth", ".gguf")))
         note = f"; {unread[0]} is not read" if unread and missing != CONFIG_JSON else ""
         raise UsageError(f"{repository.location}: {missing} is missing on the Hub{note}")
 
 
-def _missing(repository: Repository, part: Part) -> str:
+def _first_missing(repository: Repository, part: Part) -> str:
     snapshot = repository.snapshot()
     if snapshot is None:
         return CONFIG_JSON
@@ -126,13 +126,13 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
         return needed
     cached = {each.name for each in snapshot.iterdir()} if snapshot else set()
     single = [x for x in names if x.endswith(".safetensors") and "/" not in x]
-    if _SINGLE not in {*names, *cached} and snapshot is not None and _INDEX in cached:
+    if _SINGLE_FILE not in {*names, *cached} and snapshot is not None and _INDEX in cached:
         weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
         shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
         return needed + sorted(
             x for x in shards if x.endswith(".safetensors") and is_relative_path(x)
         )
-    return [*needed, *(single if len(single) == 1 else [_SINGLE])]
+    return [*needed, *(single if len(single) == 1 else [_SINGLE_FILE])]
 
 
 @lru_cache(maxsize=1)

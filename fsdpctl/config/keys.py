@@ -31,7 +31,7 @@ class Key:
     within: tuple[float, float] | None = None  # lower and upper limit; replaces `minimum`
     auto: bool = False  # whether `auto` is allowed; stored as None
     # Whether `auto` is allowed, stored as None with `Origin.AUTO`, while None alone is a value.
-    is_selected: bool = False
+    auto_and_none: bool = False
     optional: bool = False  # whether the key may be unset
     is_path: bool = False
     is_list: bool = False  # whether a recipe may have a YAML list
@@ -58,7 +58,7 @@ class Key:
             text += f" ({self.unit}), or a size such as 80GB"
         if self.auto:
             return f"{text}, or auto"
-        if self.is_selected:
+        if self.auto_and_none:
             return f"{text}, {AUTO}, or {NONE}"
         return f"{text}, or {NONE}" if self._may_be_none else text
 
@@ -81,7 +81,7 @@ class Key:
 
     def parse(self, text: str) -> Value:
         """Return the value of a text; UsageError if the value isn't allowed."""
-        has_auto = self.auto or self.is_selected
+        has_auto = self.auto or self.auto_and_none
         if (has_auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
         if self.type == "text":

@@ -27,13 +27,14 @@ class EmulatedProgram:
 
 NO_EMULATION = "fsdpctl"
 # The time per tensor follows from published step times of TRL.
-_TRAINER = EmulatedProgram(
+_HF_TRAINER = EmulatedProgram(
     transformers_norms=True, fused_dequantization=True, seconds_per_tensor=0.3e-3
 )
 PROGRAMS = {
     NO_EMULATION: EmulatedProgram(), "torchtitan": EmulatedProgram(keeps_logits=True),
-    "transformers": _TRAINER, "transformers_foreach": replace(_TRAINER, fused_optimizer=False),
-    "liger": replace(_TRAINER, transformers_norms=False, fused_experts=True),
+    "transformers": _HF_TRAINER,
+    "transformers_foreach": replace(_HF_TRAINER, fused_optimizer=False),
+    "liger": replace(_HF_TRAINER, transformers_norms=False, fused_experts=True),
     "reentrant": EmulatedProgram(reentrant_checkpoints=True),
 }  # fmt: skip
 
@@ -99,7 +100,7 @@ class LaunchConfig:
     )
 
     @property
-    def hang_limit(self) -> float:
+    def used_hang_timeout(self) -> float:
         """Seconds without progress after which a rank counts as hung."""
         return self.hang_timeout or self.timeout / 2
 

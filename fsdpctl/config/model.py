@@ -124,7 +124,7 @@ class ModelConfig:
         return self.path or self.name
 
     @property
-    def head_width(self) -> int:
+    def used_head_dim(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.config.decoder_config import (
     SIZE_NAMES,
-    model_type_in,
+    model_type_of_json,
     read_hf_config,
     resize,
     sizes_and_config,
@@ -54,13 +54,15 @@ def fetch_model_config(pairs: list[Setting], *, for_training: bool) -> list[Sett
     return [
         (
             name,
-            local_model(text, "config", table=not for_training) if name == "model.path" else text,
+            local_model(text, "config", allow_table=not for_training)
+            if name == "model.path"
+            else text,
         )
         for name, text in pairs
     ]
 
 
-def model_values(choices: Settings, settings: Settings, named: Value) -> dict[str, Value]:
+def model_values(choices: Settings, settings: Settings, file_name: Value) -> dict[str, Value]:
     """Return the settings of the model in `model.path`, or of the file `named` in conf/model.
 
     `settings` are those that are set; they may change sizes of a model without weights.
@@ -76,7 +78,7 @@ def model_values(choices: Settings, settings: Settings, named: Value) -> dict[st
             if settings.get(f"model.{name}") not in (None, "auto", "random"):
                 problem = f"only valid with model={HF_OPTION}"
                 raise UsageError(f"model.{name}={settings[f'model.{name}']}: {problem}")
-        file = package_folder("conf") / "model" / str(named)
+        file = package_folder("conf") / "model" / str(file_name)
         stored, location = settings_of_file(file), f"model={file.stem}"
     is_random = option != HF_OPTION or settings.get("model.init") == "random"
     changed = {**stored, **_changed(stored, settings, location)}
@@ -86,7 +88,7 @@ def model_values(choices: Settings, settings: Settings, named: Value) -> dict[st
         refusal = CheckpointError if is_checkpoint(file) else UsageError
         raise refusal(f"{location}: {error}") from None
     if not is_random:
-        _check_weights(settings, stored, changed, location)
+        _check_match_stored(settings, stored, changed, location)
     _check_sizes(settings, values, location)
     if option != HF_OPTION and "vocab_size" not in json.loads(str(values[CONFIG_JSON_KEY])):
         values["model.vocab_size"] = None  # follows from the data
@@ -109,7 +111,9 @@ def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, s
     return {f"model.{name}": text for name, text in changed.items()}
 
 
-def _check_weights(settings: Settings, stored: Settings, changed: Settings, location: str) -> None:
+def _check_match_stored(
+    settings: Settings, stored: Settings, changed: Settings, location: str
+) -> None:
     lora_keys = LORA_KEYS if "model.lora.rank" in stored else ()
     # A run with new tokens has added rows to the embeddings.
     free = (_FREE, "model.vocab_size") if "model.first_new_token" in settings else (_FREE,)
@@ -124,15 +128,17 @@ def _check_weights(settings: Settings, stored: Settings, changed: Settings, loca
 
 
 def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str) -> None:
-    family = model_type_in(str(values[CONFIG_JSON_KEY]))
+    model_type = model_type_of_json(str(values[CONFIG_JSON_KEY]))
     for name in _SIZES:
         requested = KEYS[name].parse(settings[name]) if name in settings else None
         if requested is not None and values.get(name) != requested:
-            raise UsageError(f"{name}={settings[name]}: {location}: {family} has no such size")
+            raise UsageError(f"{name}={settings[name]}: {location}: {model_type} has no such size")
     names = ("num_heads", "num_kv_heads", "head_dim")
-    heads, groups, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
-    if "model.num_kv_heads" in settings and heads % groups:
-        raise UsageError(f"model.num_kv_heads={groups}: must divide the {heads} heads of num_heads")
+    heads, kv_heads, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
+    if "model.num_kv_heads" in settings and heads % kv_heads:
+        raise UsageError(
+            f"model.num_kv_heads={kv_heads}: must divide the {heads} heads of num_heads"
+        )
     if width % 2 and any(name in settings for name in _SIZES):
         raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
     if CONFIG_JSON_KEY in settings:  # a run's config.json may spell out defaults
@@ -144,7 +150,9 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
             )
 
 
-def adapter_values(choices: Settings, settings: Settings, typed: set[str]) -> dict[str, Value]:
+def adapter_values(
+    choices: Settings, settings: Settings, typed_names: set[str]
+) -> dict[str, Value]:
     """Return the settings of the adapters in `model.lora.path`, if it is set.
 
     They replace settings of a recipe, except for the dropout. UsageError if `typed` names of the
@@ -161,9 +169,9 @@ def adapter_values(choices: Settings, settings: Settings, typed: set[str]) -> di
     except UsageError as error:
         raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
-        if name in typed and values[name] != KEYS[name].parse(settings[name]):
+        if name in typed_names and values[name] != KEYS[name].parse(settings[name]):
             raise UsageError(f"{name}={settings[name]}: model.lora.path={path} has {stored[name]}")
-    set_names = {*typed, _DROPOUT} & settings.keys()
+    set_names = {*typed_names, _DROPOUT} & settings.keys()
     return {name: value for name, value in values.items() if name not in set_names}
 
 
@@ -186,7 +194,7 @@ def model_settings(path: str) -> dict[str, str]:
                 raise UsageError(f"model.path={path}: expected a directory or a .gguf file")
             raise UsageError(f"model.path={path}: no such directory{nearest_path_hint(path)}")
         return _prefixed(sizes_and_config(entry["config"], path))
-    if is_hugging_face(folder):
+    if is_foreign_model(folder):
         return settings_of_file(folder / CONFIG_JSON)
     stored = _stored_settings(folder)
     if str(stored.get("model")).startswith(SCRIPT_PREFIX):
@@ -216,11 +224,11 @@ def _prefixed(settings: dict[str, str]) -> dict[str, str]:
     return {f"model.{name}": text for name, text in settings.items()}
 
 
-def is_hugging_face(folder: Path) -> bool:
+def is_foreign_model(path: Path) -> bool:
     """Return whether a path is a GGUF file or a directory of transformers, not of fsdpctl."""
-    if is_gguf(folder):
+    if is_gguf(path):
         return True
-    return (folder / CONFIG_JSON).is_file() and not _stored_settings(folder, above=False)
+    return (path / CONFIG_JSON).is_file() and not _stored_settings(path, above=False)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -55,18 +55,20 @@ def apply_overrides(content: Mapping[str, Any], changes: str, location: str) -> 
     UsageError if the configuration class of the model in transformers has no such key.
     """
     overrides = parse_json(changes, dict[str, Any], OVERRIDES_KEY)
-    family = overrides.get("model_type", content["model_type"])
-    keys = known_names(read_hf_config({**content, "model_type": family}, location))
-    named, alias = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
-    overrides = {named if name == alias else name: value for name, value in overrides.items()}
-    if named == _ROPE and "rope_theta" in overrides:
+    model_type = overrides.get("model_type", content["model_type"])
+    keys = known_names(read_hf_config({**content, "model_type": model_type}, location))
+    rope_key, other_key = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
+    overrides = {
+        rope_key if name == other_key else name: value for name, value in overrides.items()
+    }
+    if rope_key == _ROPE and "rope_theta" in overrides:
         overrides.setdefault(_ROPE, {})["rope_theta"] = overrides.pop("rope_theta")
-    if overrides.get(named, "") is None:
-        overrides[named] = {"rope_type": "default"}
+    if overrides.get(rope_key, "") is None:
+        overrides[rope_key] = {"rope_type": "default"}
     result = _merged(content, overrides, keys, OVERRIDES_KEY)
-    rope = result.get(named)
+    rope = result.get(rope_key)
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else ""
-    if kind in (None, "default") and "factor" in (overrides.get(named) or {}):
+    if kind in (None, "default") and "factor" in (overrides.get(rope_key) or {}):
         advice = f"expected {OVERRIDES_KEY}.{_OLD_ROPE}.rope_type too, such as linear or yarn"
         raise UsageError(f"{OVERRIDES_KEY}.{_OLD_ROPE}.factor: the model has no scaling; {advice}")
     return result
@@ -88,6 +90,6 @@ def _merged(
             inner = dict.fromkeys([*current, *keys.get(name, ())], keys.get(name, ()))
             result[name] = _merged(current, value, inner, f"{location}.{name}")
         else:
-            is_real = isinstance(content.get(name), float) and type(value) is int
-            result[name] = float(value) if is_real else value
+            is_float = isinstance(content.get(name), float) and type(value) is int
+            result[name] = float(value) if is_float else value
     return result

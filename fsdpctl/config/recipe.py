@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.keys import Setting
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, LENGTH_KEYS
 from fsdpctl.errors import UsageError, did_you_mean, shorten_list
 from fsdpctl.io.files import nearest_path_hint, read_text_file
@@ -17,12 +17,12 @@ from fsdpctl.io.untrusted import read_yaml
 MISSING = "???"  # Hydra's mark of a required value
 MISSING_REASON = "MISSING: "  # begins the comment above a required value, which has the reason
 # Keys that only files of one tool have.
-_KNOWN_BY = {
+_READ_TOOLS = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
     "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
 }  # fmt: skip
 # Keys of tools whose files fsdpctl does not read. They take precedence over `_KNOWN_BY`.
-_NOT_READ = {
+_UNREAD_TOOLS = {
     "stage": "LLaMA-Factory", "finetuning_type": "LLaMA-Factory", "template": "LLaMA-Factory",
     "peft_config": "LLaMA-Factory", "dist_config": "LLaMA-Factory", "actor_rollout_ref": "verl",
     "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
@@ -86,7 +86,7 @@ def without_missing(path: Path, pairs: Sequence[Setting], typed: Collection[str]
     for name, text in remaining:
         if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_JSON_KEYS)):
             expected = (
-                KEYS[name].expected if name in KEYS else shorten_list(choices_of(name)) or "a value"
+                KEYS[name].expected if name in KEYS else shorten_list(options_of(name)) or "a value"
             )
             why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {expected}"
             raise UsageError(f"{path}: {name} is missing{why}")
@@ -134,10 +134,10 @@ def tool_of(file: Path, content: object) -> str | None:
 
     if not isinstance(content, Mapping):
         raise UsageError(f"{file}: expected a mapping of keys to values")
-    if unsupported := next((tool for name, tool in _NOT_READ.items() if has(name)), ""):
+    if unsupported := next((tool for name, tool in _UNREAD_TOOLS.items() if has(name)), ""):
         advice = "write a recipe: the error for a key of another tool names fsdpctl's key"
         raise UsageError(f"{file}: a file of {unsupported}: not supported; {advice}")
-    return next((tool for name, tool in _KNOWN_BY.items() if has(name)), None)
+    return next((tool for name, tool in _READ_TOOLS.items() if has(name)), None)
 
 
 def flat_items(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:

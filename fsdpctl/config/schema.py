@@ -70,7 +70,7 @@ class StrategyConfig:
     )
 
     @property
-    def on_host(self) -> Offload:
+    def offloaded(self) -> Offload:
         return Offload.parse(self.offload)
 
     def with_name(self, name: str) -> "StrategyConfig":
@@ -82,7 +82,7 @@ class StrategyConfig:
         preset = STRATEGIES.get(self.name)
         is_unused = self.owner_map == "even" and preset is not None and not preset.has_owner_map
         keeps = row.has_owner_map and not is_unused
-        on_host = self.on_host if row.can_offload_params else self.on_host & ~Offload.PARAMS
+        on_host = self.offloaded if row.can_offload_params else self.offloaded & ~Offload.PARAMS
         return StrategyConfig(name, size, self.owner_map if keeps else None, str(on_host))
 
 
@@ -220,7 +220,7 @@ class ActivationCheckpointingConfig:
         rest = f"{self.name}{', inputs in host memory' * self.offload}"
         return f"{''.join(first)}{rest} in the others" if first else rest
 
-    def treatments(self, num_blocks: int) -> tuple[BlockCheckpointing, ...]:
+    def per_block(self, num_blocks: int) -> tuple[BlockCheckpointing, ...]:
         """Return the treatment of each block; UsageError if `blocks` counts more blocks."""
         return block_checkpointing(self.name, self.blocks, num_blocks, offload=self.offload)
 
@@ -253,7 +253,7 @@ class Config:
         return self.launch.nproc_per_node * self.launch.nnodes
 
     @property
-    def num_groups(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of groups of ranks that share samples; requires known ranks."""
         return self.num_ranks // self.train.context_parallel
 
@@ -314,7 +314,7 @@ def _set(node: Any, path: list[str], value: Any) -> Any:
     return replace(node, **{first: _set(getattr(node, first), rest, value) if rest else value})
 
 
-C = TypeVar("C", bound=Config)  # for functions that return the stage that they receive
+ConfigT = TypeVar("ConfigT", bound=Config)  # for functions that return the stage that they receive
 # Stages of a configuration; mypy keeps them apart. `replace` and `changed` keep the stage.
 WithRanks = NewType("WithRanks", Config)  # device, ranks and dtypes are known
 Filled = NewType("Filled", WithRanks)  # values that follow from the data and the model are known

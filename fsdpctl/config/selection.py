@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.keys import AUTO, Value
-from fsdpctl.config.schema import KEYS, C, Config, Origin, PrefetchConfig
+from fsdpctl.config.schema import KEYS, Config, ConfigT, Origin, PrefetchConfig
 from fsdpctl.plan.recomputation import BLOCKS, Recomputation
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
@@ -17,7 +17,7 @@ MICRO_BATCH = "train.micro_batch_size"
 PREFETCHES = (
     PrefetchConfig("none", 0, 0), PrefetchConfig("backward", 0, 1), PrefetchConfig("both", 1, 1),
 )  # fmt: skip
-_HAS_DEFAULT = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
+_SELECTED_IF_FULL = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Selection:
     @staticmethod
     def default(config: Config) -> "Selection":
         """Return the defaults of a configuration with ranks; `strategy` is empty."""
-        share = -(-config.train.global_batch_size // config.num_groups)
+        share = -(-config.train.global_batch_size // config.data_parallel_size)
         return replace(Selection.of(Config()), strategy="", micro_batch_size=share)
 
     def settings(self, names: Sequence[str], default: "Selection | None" = None) -> list[str]:
@@ -66,7 +66,7 @@ def unset_names(config: Config) -> tuple[str, ...]:
 
     These settings have their defaults, and none of their keys is set.
     """
-    keys = {name: [x for x in KEYS if x.startswith(f"{name}.")] for name in _HAS_DEFAULT}
+    keys = {name: [x for x in KEYS if x.startswith(f"{name}.")] for name in _SELECTED_IF_FULL}
     keys[MICRO_BATCH] = ["accumulation.steps"]  # determines the micro-batch
     return tuple(
         name
@@ -75,19 +75,19 @@ def unset_names(config: Config) -> tuple[str, ...]:
     )
 
 
-def with_fixed_defaults(config: C) -> C:
+def with_fixed_defaults(config: ConfigT) -> ConfigT:
     """Return a configuration that keeps its defaults even if they do not fit into memory."""
     fixed = dict.fromkeys(unset_names(config), Origin.DERIVED)
     return replace(config, origins={**config.origins, **fixed})
 
 
-def reselected_names(config: Config, stored: Config) -> tuple[str, ...]:
+def restored_names(config: Config, stored: Config) -> tuple[str, ...]:
     """Return the names of settings that a resumed run takes from its `stored` selection."""
     settings = Selection.of(stored).settings(unset_names(config), Selection.default(stored))
     return (*auto_names(config), *(text.partition("=")[0] for text in settings))
 
 
-def with_auto(config: C, names: Collection[str]) -> C:
+def with_auto(config: ConfigT, names: Collection[str]) -> ConfigT:
     """Return a configuration in which the settings of `names` are `auto`."""
     values = {name: None if name == MICRO_BATCH else AUTO for name in names}
     if RECOMPUTATION in names:
@@ -96,17 +96,17 @@ def with_auto(config: C, names: Collection[str]) -> C:
     return unset.changed(values, Origin.AUTO)
 
 
-def with_defaults(config: C, names: Collection[str]) -> C:
+def with_defaults(config: ConfigT, names: Collection[str]) -> ConfigT:
     """Return a configuration in which the settings of `names` have their defaults."""
     return with_selection(with_auto(config, names), Selection.of(Config()))
 
 
 def auto_names(config: Config) -> tuple[str, ...]:
     """Return the names of the settings that are `auto`."""
-    return tuple(name for name in (STRATEGY, *_HAS_DEFAULT) if config.is_auto(name))
+    return tuple(name for name in (STRATEGY, *_SELECTED_IF_FULL) if config.is_auto(name))
 
 
-def with_selection(config: C, selection: Selection) -> C:
+def with_selection(config: ConfigT, selection: Selection) -> ConfigT:
     """Return a configuration with the selected value of each setting that is `auto`."""
     names = auto_names(config)
     values: dict[str, Value] = {}

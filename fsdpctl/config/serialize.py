@@ -74,7 +74,7 @@ def to_settings(config: Config) -> dict[str, str]:
             is_in_section = name.startswith(f"{section}.")
             is_of_this = is_in_section and not _is_in_unused_subsection(config, name)
             text = each.text(value := config.value(name)) if is_of_this else ""
-            if is_of_this and value is None and each.is_selected:
+            if is_of_this and value is None and each.auto_and_none:
                 text = AUTO if config.is_auto(name) else NONE if config.is_set(name) else ""
             if text:
                 settings[name] = text

@@ -5,23 +5,23 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdpctl.config.data_files import option_of_path
+from fsdpctl.config.data_files import kind_of_path
 from fsdpctl.config.data_sources import sources_in
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import Setting
-from fsdpctl.config.options import choices_of, ranks_per_node
+from fsdpctl.config.options import options_of, ranks_per_node
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 RANK_KEYS = ("launch.nproc_per_node", "launch.nnodes")
-_TIMES = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
-_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+_GPUS = re.compile(r"(\d{1,7})[xX×*]([\w-]+)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
 
 def is_hub_name(text: str) -> bool:
     """Return whether a text has the form of a name on the Hub, and is not an existing path."""
-    return _NAME.fullmatch(text) is not None and not Path(text).expanduser().exists()
+    return _HUB_NAME.fullmatch(text) is not None and not Path(text).expanduser().exists()
 
 
 def is_model_name(text: str) -> bool:
@@ -42,25 +42,25 @@ def expand_shorthands(pairs: Sequence[Setting], recipe: Sequence[Setting]) -> li
     for name, text in pairs:
         if name == "model" and ("/" in text or is_model_name(text)):
             expanded += [("model", "hf"), ("model.path", text)]
-        elif name == "cluster" and (match := _TIMES.fullmatch(text)) is not None:
-            card = _option(match[2])
-            expanded += _cluster(text, int(match[1]), card, texts, ranks_per_node(card))
+        elif name == "cluster" and (match := _GPUS.fullmatch(text)) is not None:
+            card = _cluster_name(match[2])
+            expanded += _cluster_settings(text, int(match[1]), card, texts, ranks_per_node(card))
         elif name == "cluster":
-            expanded.append((name, _option(text)))
+            expanded.append((name, _cluster_name(text)))
         else:
             expanded.append((name, text))
     path = texts.get("data.path")
     if path is not None and "data" not in {**dict(recipe), **texts}:
         first = sources_in(path)[0].path if path else path
-        expanded.append(("data", option_of_path(os.path.expanduser(first))))
+        expanded.append(("data", kind_of_path(os.path.expanduser(first))))
     return expanded
 
 
-def _option(cluster: str) -> str:
-    return cluster.lower() if cluster.lower() in choices_of("cluster") else cluster
+def _cluster_name(cluster: str) -> str:
+    return cluster.lower() if cluster.lower() in options_of("cluster") else cluster
 
 
-def _cluster(
+def _cluster_settings(
     text: str, count: int, name: str, texts: dict[str, str], per_node: int | None
 ) -> list[Setting]:
     if clash := next((each for each in RANK_KEYS if each in texts), None):

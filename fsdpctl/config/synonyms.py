@@ -277,7 +277,9 @@ trackers other than those of log.trackers | comet swanlab
 losses other than cross-entropy | loss_type
 thresholds of early stopping: any lower validation loss counts | early_stopping_threshold
 """)
-_ENDS = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # suffixes that are ignored in a second look
+_IGNORED_SUFFIXES = re.compile(
+    r"_degree$|_size$|(?<=^liger)_.*"
+)  # suffixes that are ignored in a second look
 
 
 def hint(name: str, names: list[str]) -> str:
@@ -288,7 +290,7 @@ def hint(name: str, names: list[str]) -> str:
 
 def _advice(name: str) -> str:
     last = name.rsplit(".", 1)[-1].removeprefix("parallelism_config_")
-    names, section = (name, last, _ENDS.sub("", last)), name.partition(".")[0]
+    names, section = (name, last, _IGNORED_SUFFIXES.sub("", last)), name.partition(".")[0]
     for each in names:
         if each in SYNONYMS:
             return f"; use {SYNONYMS[each]}"

@@ -58,7 +58,7 @@ class TrainConfig:
         "samples per rank and micro-batch; not set: the rank's share of a step, or selected if "
         "that does not fit; auto: selected",
         within=(1, MAX_SAMPLES),
-        is_selected=True,
+        auto_and_none=True,
     )
     seed: int = key(0, "seed of the initial weights and the data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)

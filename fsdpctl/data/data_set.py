@@ -93,7 +93,10 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
         prompt=first.prompt,
         files=tuple(file for each in data_sets for file in each.files),
         token_files=tuple(file for each in data_sets for file in each.token_files),
-        notes=(*_on_weights([each.weight or 0 for each in sources]), *_notes(names, data_sets)),
+        notes=(
+            *_on_weights([each.typed_share or 0 for each in sources]),
+            *_notes(names, data_sets),
+        ),
         format_notes=tuple(note for each in data_sets for note in each.format_notes),
         date=next((each.date for each in data_sets if each.date), None),
         template=next((each.template for each in data_sets if each.template), None),

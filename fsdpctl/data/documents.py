@@ -59,12 +59,12 @@ def documents(
     `advance` receives the bytes of the files as they are read. UsageError, which names the setting
     `key`, if a row has no text, or if the only file isn't text.
     """
-    for file in files.train:
+    for file in files.files:
         left = file.stat().st_size
         unfolds = _COMPRESSION_RATIO if file.name.lower().endswith(_COMPRESSED) else 1
-        location = f"{key}={file}" if len(files.train) == 1 else ""
+        location = f"{key}={file}" if len(files.files) == 1 else ""
         pieces = _texts(file, location, skipped, max_bytes)
-        for piece in _rows(file, skipped) if files.option == CHAT else pieces:
+        for piece in _rows(file, skipped) if files.kind == CHAT else pieces:
             done = min(left, piece.size // unfolds)
             left -= done
             advance(done)

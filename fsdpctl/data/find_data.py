@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from fsdpctl.config.data import CHAT, TEXT, DataConfig
-from fsdpctl.config.data_files import DataFiles, local_data_files, option_of_file, select_files
+from fsdpctl.config.data_files import DataFiles, kind_of_file, local_data_files, select_files
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import check_inside, nearest_path_hint, read_regular
 from fsdpctl.io.hub_repository import Repository, is_offline
@@ -64,7 +64,7 @@ def find_data(
 
 def is_cached(path: str, key: str = "data.path") -> bool:
     with suppress(UsageError):
-        return bool(_hub_files(path, key, None, may_fetch=False).train)
+        return bool(_hub_files(path, key, None, may_fetch=False).files)
     return False
 
 
@@ -86,7 +86,7 @@ def _hub_files(path: str, key: str, option: str | None, *, may_fetch: bool) -> D
     if (snapshot := repository.snapshot()) is None:
         raise repository.missing_error(_CARD)
     files = _select(repository, snapshot, config_split, option)
-    names = [each.relative_to(snapshot).as_posix() for each in (*files.train, *files.validation)]
+    names = [each.relative_to(snapshot).as_posix() for each in (*files.files, *files.validation)]
     absent = (each for each in names if not (snapshot / each).is_file())
     missing = next(absent, _missing_shard(names))
     if not missing:
@@ -126,7 +126,7 @@ def _select(
     option = TEXT if are_csv else option
     is_folder = config_split == [None, None]
     data_files = select_files(files, snapshot, location, option, is_folder=is_folder)
-    return replace(data_files, option=CHAT) if are_csv else data_files
+    return replace(data_files, kind=CHAT) if are_csv else data_files
 
 
 def _files_of_splits(
@@ -159,7 +159,7 @@ def _files_of_splits(
 def _kind(name: str) -> str | None:
     if name.endswith(_CSV):
         return CHAT
-    return TEXT if name.endswith(".txt") else CHAT if option_of_file(Path(name)) == CHAT else None
+    return TEXT if name.endswith(".txt") else CHAT if kind_of_file(Path(name)) == CHAT else None
 
 
 def _patterns(card: Path, config: str | None, location: str) -> dict[str, list[str]]:

@@ -97,8 +97,8 @@ def open_chats(
     """
     data_files = data_files or find_data(str(config.path), key, CHAT)
     val_files = data_files.validation if config.uses_validation_files else ()
-    files = DataFiles(data_files.option, data_files.train, val_files)
-    for each in (*files.train, *files.validation) if config.is_inferred else ():
+    files = DataFiles(data_files.kind, data_files.files, val_files)
+    for each in (*files.files, *files.validation) if config.is_inferred else ():
         check_unambiguous(str(each))
     entry = _entry(config, files, setup, key)
     counts: dict[str, int] = entry.facts["counts"]
@@ -109,7 +109,7 @@ def open_chats(
     train, val = (_documents(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
     summary = data_files.summary(validates=config.uses_validation_files)
-    about_files = tuple(_notes_on_files([*files.train, *files.validation], entry.facts, template))
+    about_files = tuple(_notes_on_files([*files.files, *files.validation], entry.facts, template))
     today = setup.today
     parts = [("train" if key == "data.path" else "validation", train), ("validation", val)]
     return DataSet(
@@ -118,7 +118,7 @@ def open_chats(
         setup.tokenizer,
         setup.tokenizer.vocab_size,
         str(config.path) if summary == "1 file" else f"{config.path}, {summary}",
-        files=(*files.train, *files.validation),
+        files=(*files.files, *files.validation),
         notes=(*about_files, *_notes(config, counts, parts, (template, today))),
         format_notes=about_files,
         date=today if template is not None and template.uses_date else None,
@@ -138,7 +138,7 @@ def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> 
     name = _entry_name(config, files, setup)
     if entry := read_cache(name):
         return entry
-    parts = files.train, files.validation
+    parts = files.files, files.validation
     fraction, prompt = config.used_val_fraction, config.prompt
     source = ChatSource(key, *parts, fraction, prompt, setup.template_setup)
     tokenized = ChatDataBuilder(source, setup.tokenizer).build()
@@ -210,13 +210,13 @@ def _checksums(files: DataFiles) -> list[str]:
 
     The cache keeps checksums for files of the same sizes and times.
     """
-    parts, name = (files.train, files.validation), _checksums_entry_name(files)
+    parts, name = (files.files, files.validation), _checksums_entry_name(files)
     entry = read_cache(name) or write_cache(name, {}, {"sums": [*map(_checksum, parts)]})
     return [str(each) for each in entry.facts["sums"]]
 
 
 def _checksums_entry_name(files: DataFiles) -> str:
-    return entry_name("sums", len(files.train), (*files.train, *files.validation))
+    return entry_name("sums", len(files.files), (*files.files, *files.validation))
 
 
 def _checksum(files: Sequence[Path]) -> str:

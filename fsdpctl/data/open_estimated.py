@@ -95,8 +95,8 @@ class _Opener:
         read, is_counted, estimate = steps
         data_files = find_data(str(config.path), key, config.name, fetches=False)
         val_files = data_files.validation if config.uses_validation_files else ()
-        files = DataFiles(data_files.option, data_files.train, val_files)
-        val, size = _size(val_files), _size((*data_files.train, *val_files))
+        files = DataFiles(data_files.kind, data_files.files, val_files)
+        val, size = _size(val_files), _size((*data_files.files, *val_files))
         # An estimate would read the bytes of all excerpts, too.
         limit = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)
         if (has_count := is_counted(encoder, config, files)) or size <= limit:
@@ -105,7 +105,7 @@ class _Opener:
             return counted
         self.estimates = True
         with doing("estimating tokens"):
-            all_files = DataFiles(data_files.option, (*data_files.train, *val_files))
+            all_files = DataFiles(data_files.kind, (*data_files.files, *val_files))
             data: EstimatedData = estimate(encoder, config, key, all_files)
         share = val / size if val else config.used_val_fraction
         train, held_out = (
@@ -135,8 +135,8 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
         tokens = [tokenizer.encode_pieces([text])] if text.text else []
         excerpts.append(_Excerpt(size, fraction, [(each, None) for each in tokens]))
 
-    for path, spans in _excerpt_spans(files.train).items():
-        if files.option == CHAT:
+    for path, spans in _excerpt_spans(files.files).items():
+        if files.kind == CHAT:
             for row, size, fraction in rows_in_spans(str(path), spans, TEXT_COLUMN):
                 assert isinstance(row.content, PlainText)
                 add(TextPiece(row.content.text, 0), size, fraction)
@@ -155,10 +155,10 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
 
 
 def _of_chats(setup: ChatSetup, config: DataConfig, key: str, files: DataFiles) -> EstimatedData:
-    for each in files.train if config.is_inferred else ():
+    for each in files.files if config.is_inferred else ():
         check_unambiguous(str(each))
     excerpts, rows = list[_Excerpt](), list[tuple[ChatRow, _Excerpt]]()
-    for path, spans in _excerpt_spans(files.train).items():
+    for path, spans in _excerpt_spans(files.files).items():
         for row, size, fraction in rows_in_spans(str(path), spans, config.prompt):
             excerpts.append(_Excerpt(size, fraction, []))
             rows.append((row, excerpts[-1]))
@@ -179,12 +179,12 @@ def _estimate(
 ) -> EstimatedData:
     samples = [x for each in excerpts for x in each.samples]
     if not samples:
-        location = shorten_list([*map(str, files.train)])
+        location = shorten_list([*map(str, files.files)])
         raise UsageError(f"{key}: {location}: nothing to train on in {NUM_EXCERPTS} excerpts")
     excerpt_of = np.arange(len(excerpts)) * NUM_EXCERPTS // len(excerpts)
     num_bytes = np.bincount(excerpt_of, [each.size for each in excerpts])
     lengths = [each.fraction * sum(len(x) for x, _ in each.samples) for each in excerpts]
-    counts, size = np.bincount(excerpt_of, lengths), _size(files.train)
+    counts, size = np.bincount(excerpt_of, lengths), _size(files.files)
     rate, unread = counts.sum() / num_bytes.sum(), max(0, 1 - num_bytes.sum() / size)
     # The relative standard error of a ratio estimator, from its residuals; read bytes have none.
     error = float(np.linalg.norm(counts - rate * num_bytes) * unread**0.5 / counts.sum())

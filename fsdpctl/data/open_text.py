@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from fsdpctl.config.data import CHAT, TEXT, DataConfig
-from fsdpctl.config.data_files import DataFiles, option_of_file
+from fsdpctl.config.data_files import DataFiles, kind_of_file
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.data.documents import hold_out, read_text, skipped_summary, standard_library
 from fsdpctl.data.find_data import find_data
@@ -63,7 +63,7 @@ def open_text(
     else:
         path, validates = str(config.path), config.uses_validation_files
         data_files = data_files or find_data(path, key, TEXT)
-        files = (*data_files.train, *(data_files.validation if validates else ()))
+        files = (*data_files.files, *(data_files.validation if validates else ()))
         name = _entry_name_of(files, tokenizer, config)
         if (opened := _from_cache(name)) is None:
             opened = _read(data_files, tokenizer, config, key)
@@ -84,13 +84,13 @@ def _entry_name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConf
 
 
 def has_cached_text(tokenizer: Tokenizer, config: DataConfig, files: DataFiles) -> bool:
-    name = _entry_name_of((*files.train, *files.validation), tokenizer, config)
+    name = _entry_name_of((*files.files, *files.validation), tokenizer, config)
     return _from_cache(name) is not None
 
 
 def _standard_library(config: DataConfig) -> list[bytes]:
     if config.path is not None:
-        is_chat = option_of_file(Path(config.path)) == CHAT
+        is_chat = kind_of_file(Path(config.path)) == CHAT
         kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
         raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
     return standard_library()
@@ -120,8 +120,8 @@ def _read(data_files: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: 
     texts, skipped = read_text(data_files, key, str(config.path))
     val_texts = list[bytes]()
     if config.uses_validation_files and data_files.validation:
-        val_files = DataFiles(data_files.option, data_files.validation)
-        path = shorten_list([*map(str, val_files.train)])
+        val_files = DataFiles(data_files.kind, data_files.validation)
+        path = shorten_list([*map(str, val_files.files)])
         val_texts, skipped_val = read_text(val_files, key, path)
         skipped.files += skipped_val.files
     return _encoded(tokenizer, config, texts, val_texts, skipped.files, skipped.notes())

@@ -138,10 +138,10 @@ def open_token_files(
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
     else:
         data_files = find_data(path, key, TOKENS)
-    for folder in {each.parent for each in data_files.train} if not Path(path).is_file() else ():
+    for folder in {each.parent for each in data_files.files} if not Path(path).is_file() else ():
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
-    paths = [*data_files.train, *(data_files.validation if validates else ())]
+    paths = [*data_files.files, *(data_files.validation if validates else ())]
     opened = _open_all(paths, key, kind)
     if remote_files:
         opened = [replace(x, shard=_in_store(x.shard, remote_files)) for x in opened]
@@ -156,7 +156,7 @@ def open_token_files(
     if unmasked and len(unmasked) < len(opened):
         problem = "not found; expected one next to every token file, or none"
         raise UsageError(f"{key}: {unmasked[0]}{LOSS_MASK_SUFFIX}: {problem}")
-    count = len(data_files.train)
+    count = len(data_files.files)
     return TokenFiles(opened[:count], opened[count:], data_files)
 
 

@@ -94,8 +94,8 @@ def tokenize_files(
     file. UsageError if there is no text, if a row has no text, or if a file can't be written.
     """
     data_files = find_data(source, "SRC", TOKENIZE)
-    train = tuple(each for each in data_files.train if not output.contains(each))
-    data_files = DataFiles(data_files.option, train, data_files.validation, data_files.unused)
+    train = tuple(each for each in data_files.files if not output.contains(each))
+    data_files = DataFiles(data_files.kind, train, data_files.validation, data_files.left_out)
     skipped = SkippedInput()
     stored, about = None, _about(data_files, output, tokenizer)
     if output.state.exists():
@@ -106,7 +106,7 @@ def tokenize_files(
     if existing and not (overwrite or continues):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
     with os_errors_as(output.path), closing(_Writer(output, tokenizer, state)) as writer:
-        size = sum(each.stat().st_size for each in data_files.train)
+        size = sum(each.stat().st_size for each in data_files.files)
         with doing("tokenizing", BYTES, size) as advance:
             max_bytes = PIECE_BYTES if tokenizer.splits_text else None
             pieces = documents(data_files, "SRC", skipped, max_bytes, advance)
@@ -126,7 +126,7 @@ def tokenize_files(
 
 def _about(data_files: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
     parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens)]
-    for file in data_files.train:
+    for file in data_files.files:
         status = file.stat()
         parts.append(f"{file} {status.st_size} {status.st_mtime_ns}")
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode("utf-8", "surrogateescape"))

@@ -287,7 +287,7 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
         # An import within the first checkpointed call would keep the call's arguments alive.
         import_module("torch._dynamo")
         is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
-        checkpointing = recompute.treatments(len(blocks))
+        checkpointing = recompute.per_block(len(blocks))
         keeps = config.model.is_script_module
         checkpoint_blocks(blocks, checkpointing, keeps_buffers=keeps, is_random=is_random)
     for block in blocks if config.train.compile else ():

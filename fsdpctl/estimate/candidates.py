@@ -153,7 +153,7 @@ def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
 
 def _micro_batch_sizes(config: Filled) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
-    groups, passes_set = config.num_groups, config.accumulation.steps
+    groups, passes_set = config.data_parallel_size, config.accumulation.steps
     samples = config.train.global_batch_size
     share = -(-samples // groups)
     sizes = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}

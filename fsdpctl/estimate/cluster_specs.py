@@ -8,7 +8,7 @@ import torch
 
 from fsdpctl.config.clusters import ClusterConfig, gpu_by_name
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import C, Config, Resolved
+from fsdpctl.config.schema import Config, ConfigT, Resolved
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention_kernels import (
     CUDNN,
@@ -21,7 +21,7 @@ from fsdpctl.plan.attention_kernels import (
 from fsdpctl.plan.strategy import FSDP2, FSDPCTL
 from fsdpctl.predict.hardware import SHARED_CORES, DeviceDataSheet, HostDataSheet, RingNetwork
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.machine import LOCAL, on_cluster
+from fsdpctl.resolve.machine import LOCAL, with_cluster_ranks
 
 ASSUMED = "assumed"  # the first word of a spec source if the specs are of other hardware
 _ASSUMED_GPU = "h100"
@@ -116,13 +116,13 @@ def _missing_specs(config: Resolved, missing: str) -> UsageError:
     )
 
 
-def with_specs(config: C) -> tuple[C, str]:
+def with_specs(config: ConfigT) -> tuple[ConfigT, str]:
     """Return a configuration with complete hardware specs, and the source of the specs.
 
     A named cluster has specs. For this machine, specs come from the settings, then from the cluster
     with the same GPUs. Otherwise they are assumed, which is only good enough to rank candidates.
     """
-    config = on_cluster(config)
+    config = with_cluster_ranks(config)
     cluster = config.cluster
     if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"

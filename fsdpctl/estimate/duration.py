@@ -133,7 +133,7 @@ def _notes(config: Resolved, run: RunLength, estimator: Estimator) -> Iterator[s
     length, steps = config.train.seq_len, run.steps
     if steps is not None:
         yield from notes_on_price(config)
-    if config.data.holds_documents:
+    if config.data.masks_documents:
         tokens = min(ASSUMED_TOKENS, -(-length // 2))
         yield (
             f"samples of {length:,} tokens are assumed to contain documents of {tokens} tokens, "

@@ -30,8 +30,8 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_recorder import RankGroup, Steps
 from fsdpctl.predict.task_recorder import Machine, TaskRecorder
 from fsdpctl.resolve.attention_kernel import kernel_of
-from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.machine import on_cluster
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
+from fsdpctl.resolve.machine import with_cluster_ranks
 from fsdpctl.resolve.prepare import Prepared, prepare
 from fsdpctl.resolve.rules import check_trained_params
 from fsdpctl.resolve.run_data import open_estimated_data
@@ -80,7 +80,9 @@ class Estimator:
 
     def prepare(self, composed: Composed, *, all_strategies: bool = False) -> Prepared:
         """Prepare a configuration for its cluster, as `resolve.prepare`; data is opened once."""
-        prepared = prepare(composed, CLUSTER, open_data=self._read, all_strategies=all_strategies)
+        prepared = prepare(
+            composed, ESTIMATE_ROLE, open_data=self._read, all_strategies=all_strategies
+        )
         if prepared.data_or_error is not None:
             self._data[_data_key(prepared.config)] = prepared.data_or_error
         return prepared
@@ -120,7 +122,7 @@ class Estimator:
         return None
 
     def _estimate(self, plan: RunPlan) -> RunEstimate:
-        plan = replace(plan, config=on_cluster(plan.config))
+        plan = replace(plan, config=with_cluster_ranks(plan.config))
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         check_trained_params(config, traced.units)
         model_pass, last = _model_pass(plan, traced), traced.units[-1]
@@ -163,7 +165,7 @@ class Estimator:
             config.model,
             config.precision.param_dtype,
             config.launch.device,
-            config.data.holds_documents,
+            config.data.masks_documents,
             config.train.context_parallel,
             config.train.mlp_chunk_tokens,
             config.engine.emulated,

@@ -135,7 +135,7 @@ def _program_rows(translation: Translation, config: Config) -> Iterator[Translat
         note = "also if the model mixes the documents of a sequence"
         yield TranslationRow("(packing)", "", ("data.packing=auto",), note)
     micro, train, lora = config.train.micro_batch_size or 1, config.train, config.model.lora
-    if translation.whole_gradients and train.global_batch_size > micro * config.num_groups:
+    if translation.whole_gradients and train.global_batch_size > micro * config.data_parallel_size:
         note = "gradients stay unsharded between micro-batches"
         yield TranslationRow(*translation.shown_batch, ("accumulation=last",), note)
     if (declared := config.model.max_seq_len) < train.seq_len:

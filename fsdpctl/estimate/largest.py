@@ -60,7 +60,7 @@ def _with_value(plan: RunPlan, fit: str, value: int) -> Filled:
     values = {FIT_KEYS[fit]: value}
     if fit == "micro_batch":
         passes = plan.batches.num_micro_batches
-        samples = value * passes * plan.config.num_groups
+        samples = value * passes * plan.config.data_parallel_size
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
     return plan.requested.changed(values)
 

@@ -183,7 +183,7 @@ def _int8_states(plan: RunPlan) -> list[KeyValues]:
 
 def _param_offload(plan: RunPlan) -> list[KeyValues]:
     config = plan.config
-    on_host = config.strategy.on_host
+    on_host = config.strategy.offloaded
     if Offload.PARAMS in on_host or not get_strategy(config.strategy.name).can_offload_params:
         return []
     applies = Offload.STATES in on_host or config.model.lora.rank is not None
@@ -194,7 +194,7 @@ def _offload(states: Offload) -> Callable[[RunPlan], list[KeyValues]]:
     """Return a function that gives the value with which the host steps the optimizer."""
 
     def values(plan: RunPlan) -> list[KeyValues]:
-        on_host = plan.config.strategy.on_host
+        on_host = plan.config.strategy.offloaded
         return _values_if(Offload.STATES not in on_host, strategy__offload=str(on_host | states))
 
     return values
@@ -214,7 +214,7 @@ def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        groups = config.num_groups * nodes // config.launch.nnodes
+        groups = config.data_parallel_size * nodes // config.launch.nnodes
         effect = f"{groups * train.context_parallel} ranks"
         values = {"launch.nnodes": nodes, **_resets_passes(plan)}
         if train.global_batch_size < groups:

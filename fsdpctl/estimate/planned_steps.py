@@ -56,10 +56,10 @@ def plan_run(config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: i
         strategy.dp_shard_size or ranks,
         owner_map_of(config),
         shares_memory=shares,
-        offloads_params=Offload.PARAMS in strategy.on_host,
+        offloads_params=Offload.PARAMS in strategy.offloaded,
     )
     position = first_position(model_layout, ranks, device, shares_memory=shares)
-    options = config.precision.planned, config.prefetch.planned, strategy.on_host
+    options = config.precision.planned, config.prefetch.planned, strategy.offloaded
     step = StepPlan(model_layout, position, *options)
     passes, every = min(num_micro_batches, MOST_PLANNED_PASSES), config.accumulation.name == "every"
     return TrainingPlan(step, reducing_passes(passes, every=every), kept_states(config))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, Filled
-from fsdpctl.config.selection import Selection, auto_names, reselected_names, unset_names, with_auto
+from fsdpctl.config.selection import Selection, auto_names, restored_names, unset_names, with_auto
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Ranking, is_distinct_on_cluster
 from fsdpctl.estimate.estimator import Estimator
@@ -86,7 +86,7 @@ def resolve_auto_of_run(
     """
     reselected: tuple[str, ...] = ()
     if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
-        reselected = reselected_names(config, stored)
+        reselected = restored_names(config, stored)
     if stored is not None and reselected:
         selection = Selection.of(stored)
         plan = make_run_plan(with_auto(config, reselected), selection)

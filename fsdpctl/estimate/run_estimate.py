@@ -112,7 +112,7 @@ class RunEstimate:
     def kind(self) -> str:
         """The kind of the run: estimates of runs of one kind have similar errors."""
         config, model = self.config, self.config.model
-        if config.strategy.on_host or config.activation_checkpointing.offloads_inputs:
+        if config.strategy.offloaded or config.activation_checkpointing.offloads_inputs:
             return "offloaded"
         if self.num_active < self.num_params:
             return "experts"

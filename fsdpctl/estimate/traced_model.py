@@ -163,7 +163,7 @@ class PassTracer:
         an equal `key` are equal.
         """
         blocks = self._module.blocks
-        treatments = dict(zip(blocks, checkpointing.treatments(len(blocks)), strict=True))
+        treatments = dict(zip(blocks, checkpointing.per_block(len(blocks)), strict=True))
         repeated = self._module.repeated_units(treatments)
         traced = self._pass(run, repeated, treatments, key)
         if not all(each.is_regular(traced) for each in repeated):
@@ -255,7 +255,7 @@ class TracedModel:
         self.packages = packages_of(built.module.module) if is_cuda else ()
         self._dtype = torch_dtype(str(config.precision.param_dtype))
         self._kernel = kernel_of(config)
-        self._holds_documents = config.data.holds_documents
+        self._holds_documents = config.data.masks_documents
         self._device = str(config.launch.device)
         size = config.train.context_parallel
         self._context = None if size == 1 else ContextParallel(size, 0)
@@ -305,7 +305,7 @@ class TracedModel:
         if (key := (sizes, checkpointing)) not in self._model_passes:
             code_pairs.cache_clear()  # the first pass allocates its table
             import_kernels(self._device)
-            checkpointing.treatments(self.num_blocks)
+            checkpointing.per_block(self.num_blocks)
             self._model_passes[key] = self._traced_pass(run, checkpointing, sizes)
         return self._model_passes[key]
 

@@ -309,7 +309,7 @@ def model_of(target: Translation) -> dict[str, str]:
     """Return the settings of the pretrained model; {} if its configuration is unknown."""
     with suppress(UsageError):  # not on the Hub, or fetching failed
         if target.model:
-            path = local_model(os.path.expanduser(target.model.text), "config", table=True)
+            path = local_model(os.path.expanduser(target.model.text), "config", allow_table=True)
             return model_settings(path)
     return {}
 

@@ -10,7 +10,7 @@ from typing import Any
 from fsdpctl.chats.formats import detect_format, parse_row
 from fsdpctl.chats.rows import first_row
 from fsdpctl.config.data import CHAT, TEXT
-from fsdpctl.config.data_files import option_of_path
+from fsdpctl.config.data_files import kind_of_path
 from fsdpctl.config.training import TRACKERS
 from fsdpctl.errors import UsageError
 from fsdpctl.importers.source_config import SourceKey, as_whole
@@ -284,7 +284,7 @@ def read_data(
     absent = _absent(target, paths, "data.path")
     files = [x for path, part in paths.items() if (x := _locate(target, path, part)) is not None]
     local = [each for each in files if not each.startswith("hf://")]
-    option = TEXT if is_text else (option_of_path(local[0]) if local else CHAT)
+    option = TEXT if is_text else (kind_of_path(local[0]) if local else CHAT)
     shown = value or SourceKey("(data)", "")
     target.add(shown, f"data={option}")
     if paths and not absent and not rewrite:

@@ -247,7 +247,7 @@ class NodeLauncher(NodeExchange):
         )
         # A second connection: a blocked call of the thread must not block `self.store`.
         store = TCPStore(*endpoint, is_master=False)
-        super().__init__(store, node, launch.nnodes, launch.hang_limit)
+        super().__init__(store, node, launch.nnodes, launch.used_hang_timeout)
 
     def exchange_outcomes(self, round_index: int, outcome: NodeOutcome) -> RoundOutcome:
         """Return how the ranks of all nodes exited in a round, if their launchers respond."""

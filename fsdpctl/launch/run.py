@@ -42,9 +42,9 @@ def train_on_node(
     launch = composed.config.launch
     if composed.has_cluster_of_recipe and launch.name == "local":
         # The recipe's number of ranks must not decide the role of this process.
-        from fsdpctl.resolve.machine import on_this_machine
+        from fsdpctl.resolve.machine import without_other_cluster
 
-        composed = on_this_machine(composed)
+        composed = without_other_cluster(composed)
     role = role_of(composed.config.launch)
     this_rank = role.rank
     model = composed.config.model
@@ -201,7 +201,7 @@ def _run_as_rank(
     from fsdpctl.launch.watchdog import watch_as_rank
     from fsdpctl.training.worker import become_rank
 
-    store = PrefixStore(store_prefix := f"attempt-{this_rank.attempt}", shared)
+    store = PrefixStore(store_prefix := f"attempt-{this_rank.restarts}", shared)
     handshake = Handshake(store, rank, world_size, noun="rank", timeout=launch.timeout)
     prepared = _invite(handshake, prepare, reporter) if rank == 0 else _accept(handshake, launch)
     if prepared is None:
@@ -212,7 +212,7 @@ def _run_as_rank(
         # A second connection: a blocked call of the exchange's thread must not block `store`.
         exchange_store = PrefixStore(store_prefix, TCPStore(address, port, is_master=False))
         node = rank // this_rank.local_world_size
-        exchange = NodeExchange(exchange_store, node, num_nodes, launch.hang_limit)
+        exchange = NodeExchange(exchange_store, node, num_nodes, launch.used_hang_timeout)
     watch_as_rank(this_rank, launch, store, exchange, print_line)
     become_rank(Path(prepared.run_dir), store, task)  # returns to a script only
     return prepared

@@ -154,7 +154,7 @@ def _strategy(config: Config, ranks: int) -> str:
         name += f" in {ranks // size} replicas of {size} ranks"
     if settings.owner_map not in (None, "even"):
         name += f" with {settings.owner_map} owners"
-    name += ", parameters in host memory" * (Offload.PARAMS in settings.on_host)
+    name += ", parameters in host memory" * (Offload.PARAMS in settings.offloaded)
     if shares_memory(config):
         return f"{name}, sharing memory"
     effective, _ = executed_strategy(config, row, size)

@@ -73,7 +73,7 @@ class Watchdog:
         self._count = launch.nproc_per_node
         self._local_rank = int(os.environ["LOCAL_RANK"]) if pids is None else 0
         self._first_rank = (exchange.node_index if exchange else 0) * self._count
-        self._limit, self._timeout = launch.hang_limit, launch.timeout
+        self._limit, self._timeout = launch.used_hang_timeout, launch.timeout
         self._statuses = [RankStatus(0, None, is_waiting=False, phase="")] * self._count
         self._silent_seconds = [0.0] * self._count  # seconds since each rank's last heartbeat
         # Seconds since the watchdog thread of each rank was seen running.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsdpctl.config.decoder_config import config_dict, model_type_of, with_config
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.schema import C, Config
+from fsdpctl.config.schema import Config, ConfigT
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context_parallel import use_exchange
 from fsdpctl.models.packed_documents import pack_documents, token_ranges
@@ -54,7 +54,7 @@ class DecoderTraits(NamedTuple):
     ignores_padding: bool  # padding after a document does not affect the document
 
 
-def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
+def adapt_to_decoder(config: ConfigT) -> tuple[ConfigT, tuple[str, ...]]:
     """Return the configuration with the attention and packing that the model supports, and notes.
 
     UsageError if the model is not causal, or documents would be mixed.
@@ -64,7 +64,7 @@ def adapt_to_decoder(config: C) -> tuple[C, tuple[str, ...]]:
     notes = list[str]()
     if traits.problem:
         notes.append(f"model.attention={TRANSFORMERS} (auto): {model_type}: {traits.problem}")
-    if config.data.holds_documents:
+    if config.data.masks_documents:
         if not traits.ignores_padding:
             problem = f"{model_type}: not supported; padding of a sequence changes its documents"
             raise UsageError(f"data={config.data.name}: {problem}")

@@ -28,7 +28,7 @@ _ARCHITECTURES = {
 _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
 
 
-def kernel_of(config: Config, *, local: bool = False) -> str | None:
+def kernel_of(config: Config, *, is_here: bool = False) -> str | None:
     """Return the kernel of a configuration with ranks; None is torch's choice, for CPU ranks.
 
     `auto` selects a kernel of torch for the GPU of the cluster or, with `local`, of this host. If
@@ -37,16 +37,16 @@ def kernel_of(config: Config, *, local: bool = False) -> str | None:
     kernel = config.model.attention
     if kernel not in (None, TRANSFORMERS) or config.launch.device == "cpu":
         return None if kernel == TRANSFORMERS else kernel
-    can = [name for name in AUTO_KERNELS if not _problem(config, name, local=local)]
-    if CUDNN in can and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
-        can.remove(CUDNN)
-    shares = PEAK_FRACTIONS.get(_architecture(config, local=local) or "", {})
-    return max(can, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
+    supported = [name for name in AUTO_KERNELS if not _problem(config, name, is_here=is_here)]
+    if CUDNN in supported and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
+        supported.remove(CUDNN)
+    shares = PEAK_FRACTIONS.get(_architecture(config, is_here=is_here) or "", {})
+    return max(supported, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
 
 
 def can_run(config: Config, kernel: str | None) -> bool:
     """Return whether a kernel can run on this machine."""
-    return not _problem(config, kernel, local=True)
+    return not _problem(config, kernel, is_here=True)
 
 
 def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
     if config.model.attention is not None or config.launch.device == "cpu":
         return ()
     for name in KERNEL_PACKAGES if architecture_here() else ():
-        if not _problem(config, name, local=True):
+        if not _problem(config, name, is_here=True):
             line = (
                 f"package {KERNEL_PACKAGES[name]} is not used; set model.attention={name} to use it"
             )
@@ -62,11 +62,11 @@ def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
     return ()
 
 
-def check_attention(config: Config, *, local: bool = False) -> None:
+def check_attention(config: Config, *, is_here: bool = False) -> None:
     """Check that the kernel supports a configuration with ranks; with `local`, also its package."""
     kernel = config.model.attention
-    if problem := _problem(config, kernel, local=local):
-        supported = [name for name in KERNELS if not _problem(config, name, local=local)]
+    if problem := _problem(config, kernel, is_here=is_here):
+        supported = [name for name in KERNELS if not _problem(config, name, is_here=is_here)]
         expected = ", ".join(["auto", *supported])
         raise UsageError(f"model.attention={kernel}: {problem}; expected {expected}")
 
@@ -76,24 +76,24 @@ def architecture_here() -> str | None:
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
 
 
-def _architecture(config: Config, *, local: bool) -> str | None:
-    is_here = local and config.launch.device == "cuda"
-    return architecture_here() if is_here else config.cluster.architecture
+def _architecture(config: Config, *, is_here: bool) -> str | None:
+    uses_local_gpu = is_here and config.launch.device == "cuda"
+    return architecture_here() if uses_local_gpu else config.cluster.architecture
 
 
-def _problem(config: Config, kernel: str | None, *, local: bool) -> str:
+def _problem(config: Config, kernel: str | None, *, is_here: bool) -> str:
     if kernel in (None, TRANSFORMERS):
         return ""
     if config.launch.device == "cpu":
         return "" if kernel in CPU_KERNELS else "not supported on launch.device=cpu"
-    architecture = _architecture(config, local=local)
+    architecture = _architecture(config, is_here=is_here)
     if kernel in HALF_PRECISION_KERNELS and config.precision.param_dtype == "float32":
         return "not supported in precision.param_dtype=float32"
     if kernel in NONDETERMINISTIC_KERNELS and config.train.deterministic:
         return "not supported with train.deterministic=true"
     if kernel != MATH and architecture is not None and kernel not in PEAK_FRACTIONS[architecture]:
         return f"not supported on {architecture.capitalize()} GPUs"
-    if local and kernel in KERNEL_PACKAGES and not _is_installed(KERNEL_PACKAGES[kernel]):
+    if is_here and kernel in KERNEL_PACKAGES and not _is_installed(KERNEL_PACKAGES[kernel]):
         return f"package {KERNEL_PACKAGES[kernel]} not found"
     return ""
 

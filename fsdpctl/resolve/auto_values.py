@@ -20,7 +20,7 @@ from torch import nn
 from fsdpctl.checkpoint.pretrained import find_tokenizer
 from fsdpctl.config.data import CHAT, TOKENS
 from fsdpctl.config.model import SCRIPT_PREFIX
-from fsdpctl.config.schema import BATCH_KEYS, C, Config
+from fsdpctl.config.schema import BATCH_KEYS, Config, ConfigT
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.batches import Batches
@@ -37,7 +37,7 @@ from fsdpctl.resolve.attention_kernel import kernel_of
 from fsdpctl.resolve.run_data import DATE_KEY, check_amount, vocabulary_of
 
 # Default samples per step and warmup steps, which small data and short runs reduce.
-_SAMPLES, _WARMUP = 16, 50
+_SAMPLES, _DEFAULT_WARMUP = 16, 50
 _STEPS, _EPOCHS = 500, 3  # default length of a run on text, and on conversations
 # A run on conversations has fewer samples per step if it would have fewer steps than this, and at
 # least this number of samples per step.
@@ -45,7 +45,7 @@ _MIN_STEPS, _MIN_SAMPLES = 50, 4
 _PACKED_SAMPLES = 8  # samples per step that the length of packed sequences is computed for
 _CHUNK_BYTES = 128 << 20  # bytes of float32 logits in a chunk
 _MIN_CHUNK_TOKENS = 1024
-_MULTIPLE = 64  # tokens in a chunk are a multiple of this number
+_CHUNK_MULTIPLE = 64  # tokens in a chunk are a multiple of this number
 _MAX_CHUNKS = 128  # each chunk launches kernels, and takes time in every estimate
 _CHUNK_KEYS = ("train.loss_chunk_tokens", "train.mlp_chunk_tokens")
 # Settings that decide the losses; other settings may change between starts of a run.
@@ -60,7 +60,7 @@ class Stage(Enum):
     MODEL = auto()  # the files of the model
     DECODER = auto()  # the attention kernels that the decoder supports
     DATA = auto()  # the data; an estimate may lack it
-    LENGTH = auto()  # the data and the module
+    MODULE = auto()  # the data and the module
     STRATEGY = auto()  # the strategy, which may have been selected
     BATCHES = auto()  # the division of a step among ranks
 
@@ -86,7 +86,7 @@ class AutoValue(NamedTuple):
     kept_on_resume: bool = False  # a resumed run keeps the value, since losses depend on it
 
 
-def fill_auto(config: C, stage: Stage, inputs: AutoInputs = AutoInputs()) -> C:
+def fill_auto(config: ConfigT, stage: Stage, inputs: AutoInputs = AutoInputs()) -> ConfigT:
     """Return the configuration with the values of a stage; set values stay."""
     for row in AUTO_VALUES:
         if row.stage is stage and (config.value(row.key) is None or row.replaces(config, row.key)):
@@ -107,13 +107,13 @@ def _compute_dtype(c: Config, f: AutoInputs) -> str:
     return "bfloat16" if on_gpu or is_split else "float32"
 
 
-def _last_validation(c: Config, f: AutoInputs) -> int:
+def _final_eval_batches(c: Config, f: AutoInputs) -> int:
     """Return 0 (all data), unless validation losses are compared with one another."""
     return c.train.eval_batches if c.compares_losses else 0
 
 
 def _default_warmup(c: Config, f: AutoInputs) -> int | None:
-    return None if c.lr_scheduler.warmup_ratio is not None else _WARMUP
+    return None if c.lr_scheduler.warmup_ratio is not None else _DEFAULT_WARMUP
 
 
 def _tokenizer(c: Config, f: AutoInputs) -> str | None:
@@ -122,7 +122,7 @@ def _tokenizer(c: Config, f: AutoInputs) -> str | None:
     return find_tokenizer(path) if c.model.path and reads_text and path.exists() else None
 
 
-def _length(c: Config, f: AutoInputs) -> int:
+def _seq_len(c: Config, f: AutoInputs) -> int:
     """Return the length of samples, at most the default.
 
     Samples of text are no longer than the smaller of training and validation data. Sequences of
@@ -138,14 +138,14 @@ def _length(c: Config, f: AutoInputs) -> int:
         length = 1 << max(6, (longest - 1).bit_length())
         if chats[0].packing.shares_sequences:
             tokens = _epochs(c) * f.data.train.num_tokens / (_MIN_STEPS * _PACKED_SAMPLES)
-            length = max(length, _rounded_down(tokens))
+            length = max(length, _power_of_two_up_to(tokens))
         return min(default, length)
     check_amount(c, f.data)
     max_len = min(part.num_tokens for part in parts) - 1
-    return default if default <= max_len or max_len < 1 else _rounded_down(max_len)
+    return default if default <= max_len or max_len < 1 else _power_of_two_up_to(max_len)
 
 
-def _samples(c: Config, f: AutoInputs) -> int:
+def _global_batch_size(c: Config, f: AutoInputs) -> int:
     """Return the samples per step: the default, or as many as `train.global_batch_tokens` hold.
 
     Each rank gets at least one micro-batch. For conversations, the number is reduced if the run
@@ -158,25 +158,27 @@ def _samples(c: Config, f: AutoInputs) -> int:
         return tokens // c.train.seq_len
     size = c.train.global_batch_size
     if c.data.name == CHAT and f.data is not None:
-        target = _rounded_down(_epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS)
+        target = _power_of_two_up_to(
+            _epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS
+        )
         size = min(size, max(target, _MIN_SAMPLES))
     micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
-    return max(size, c.num_groups * micro * passes)
+    return max(size, c.data_parallel_size * micro * passes)
 
 
 def _epochs(c: Config) -> float:
     return c.train.epochs or _EPOCHS
 
 
-def _rounded_down(count: float) -> int:
+def _power_of_two_up_to(count: float) -> int:
     return 1 << max(0, int(count).bit_length() - 1)
 
 
-def _vocabulary(c: Config, f: AutoInputs) -> int | None:
+def _vocab_size(c: Config, f: AutoInputs) -> int | None:
     return None if f.data is None else vocabulary_of(c, f.data)
 
 
-def _peak_rate(c: Config, f: AutoInputs) -> float | None:
+def _lr(c: Config, f: AutoInputs) -> float | None:
     """Return a learning rate for the model's size: 3e-4 at 8 B, 1.5e-4 at 70 B, as for Llama 3.
 
     Pretrained weights are usually trained with a tenth of the rate, LoRA adapters with all of it.
@@ -189,7 +191,7 @@ def _peak_rate(c: Config, f: AutoInputs) -> float | None:
     return float(f"{rate:.2g}")
 
 
-def _warmup(c: Config, f: AutoInputs) -> int | None:
+def _warmup_steps(c: Config, f: AutoInputs) -> int | None:
     """Return the warmup steps: the default, or a tenth of all steps if that is less."""
     default, steps = c.lr_scheduler.warmup_steps, c.train.steps
     if default is None or steps is None:  # `warmup_ratio` is set
@@ -246,11 +248,11 @@ def run_identity(config: Config) -> str:
     keys = {each.key for each in rows if config.is_auto(each.key)}
     if config.train.global_batch_tokens is not None:
         keys.discard(BATCH_KEYS[0])
-    same = fill_auto(config.changed(dict.fromkeys(keys)), Stage.RANKS)
+    canonical = fill_auto(config.changed(dict.fromkeys(keys)), Stage.RANKS)
     defaults = to_settings(Config())
     deciding = {
         name: text
-        for name, text in to_settings(same).items()
+        for name, text in to_settings(canonical).items()
         if decides_losses(name) and name != DATE_KEY and defaults.get(name) != text
     }
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:6]
@@ -264,30 +266,30 @@ def _run_dir(c: Config, f: AutoInputs) -> str | None:
     )
 
 
-def _owners(c: Config, f: AutoInputs) -> str:
+def _owner_map(c: Config, f: AutoInputs) -> str:
     has_map = get_strategy(c.strategy.name).has_owner_map
     return MATRICES if has_map and c.optimizer.name == MUON else "even"
 
 
-def _replica(c: Config, f: AutoInputs) -> int | None:
+def _dp_shard_size(c: Config, f: AutoInputs) -> int | None:
     return c.launch.nproc_per_node if get_strategy(c.strategy.name).replicates else None
 
 
-def _logits(c: Config, f: AutoInputs) -> int:
+def _loss_chunk_tokens(c: Config, f: AutoInputs) -> int:
     """Return the tokens whose logits exist at a time, not so few that matmuls become slow."""
     assert c.model.vocab_size is not None
     chunk_tokens = _CHUNK_BYTES // (4 * c.model.vocab_size)
-    return 0 if c.engine.emulated.keeps_logits else _chunk(_tokens(c, f), chunk_tokens)
+    return 0 if c.engine.emulated.keeps_logits else _chunk(_micro_batch_tokens(c, f), chunk_tokens)
 
 
-def _feed_forward(c: Config, f: AutoInputs) -> int:
+def _mlp_chunk_tokens(c: Config, f: AutoInputs) -> int:
     """Return the tokens whose MLP activations need about the memory of all hidden states."""
-    tokens = _tokens(c, f)
+    tokens = _micro_batch_tokens(c, f)
     equal_memory = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
-    return _chunk(tokens, -(-equal_memory // _MULTIPLE) * _MULTIPLE)
+    return _chunk(tokens, -(-equal_memory // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
 
 
-def _tokens(c: Config, f: AutoInputs) -> int:
+def _micro_batch_tokens(c: Config, f: AutoInputs) -> int:
     assert f.batches is not None
     shared = tokens_per_rank(c.train.seq_len, c.train.context_parallel)
     return f.batches.micro_batch_size * shared
@@ -300,7 +302,7 @@ def _chunk(tokens: int, preferred: int) -> int:
 
 
 def check_chunks(c: Config, batches: BatchPlan) -> None:
-    tokens = _tokens(c, AutoInputs(batches=batches))
+    tokens = _micro_batch_tokens(c, AutoInputs(batches=batches))
     least = -(-tokens // _MAX_CHUNKS)
     for key in _CHUNK_KEYS:
         if 0 < (size := c.value(key) or 0) < least:
@@ -314,43 +316,43 @@ def _from_batches(name: str) -> Callable[[Config, AutoInputs], int]:
     return lambda c, f: int(getattr(f.batches, name))
 
 
-def _is_limited(c: Config, key: str) -> bool:
+def _computes_steps(c: Config, key: str) -> bool:
     return c.is_auto(key) or c.train.epochs is not None
 
 
-_WARMUP_STEPS, _LENGTH = "lr_scheduler.warmup_steps", "train.seq_len"
+_WARMUP_KEY, _LENGTH_KEY = "lr_scheduler.warmup_steps", "train.seq_len"
 AUTO_VALUES = (
     AutoValue("precision.param_dtype", Stage.RANKS, _compute_dtype, kept_on_resume=True),
     AutoValue("precision.reduce_dtype", Stage.RANKS, lambda c, f: "float32"),
     AutoValue("precision.master_dtype", Stage.RANKS, lambda c, f: "float32"),
-    AutoValue("train.final_eval_batches", Stage.RANKS, _last_validation),
+    AutoValue("train.final_eval_batches", Stage.RANKS, _final_eval_batches),
     AutoValue(
         "model.lora.alpha", Stage.RANKS, lambda c, f: c.model.lora.rank and c.model.lora.used_alpha
     ),
     AutoValue(
-        _LENGTH, Stage.RANKS, lambda c, f: default_seq_len(c.model.name, c.model.max_seq_len)
+        _LENGTH_KEY, Stage.RANKS, lambda c, f: default_seq_len(c.model.name, c.model.max_seq_len)
     ),
     AutoValue(BATCH_KEYS[0], Stage.RANKS, lambda c, f: _SAMPLES),
-    AutoValue(_WARMUP_STEPS, Stage.RANKS, _default_warmup),
+    AutoValue(_WARMUP_KEY, Stage.RANKS, _default_warmup),
     AutoValue("data.tokenizer", Stage.MODEL, _tokenizer),
     AutoValue(
         "model.attention",
         Stage.DECODER,
-        lambda c, f: kernel_of(c, local=f.is_here),
+        lambda c, f: kernel_of(c, is_here=f.is_here),
         kept_on_resume=True,
     ),
-    AutoValue(_LENGTH, Stage.DATA, _length, Config.is_auto, kept_on_resume=True),
-    AutoValue("model.vocab_size", Stage.DATA, _vocabulary),
+    AutoValue(_LENGTH_KEY, Stage.DATA, _seq_len, Config.is_auto, kept_on_resume=True),
+    AutoValue("model.vocab_size", Stage.DATA, _vocab_size),
     AutoValue(DATE_KEY, Stage.DATA, lambda c, f: f.data and f.data.date, kept_on_resume=True),
-    AutoValue(BATCH_KEYS[0], Stage.DATA, _samples, Config.is_auto, kept_on_resume=True),
-    AutoValue("train.steps", Stage.LENGTH, lambda c, f: total_steps(c, f.data), _is_limited),
-    AutoValue("optimizer.lr", Stage.LENGTH, _peak_rate),
-    AutoValue(_WARMUP_STEPS, Stage.LENGTH, _warmup, Config.is_auto, kept_on_resume=True),
-    AutoValue("train.run_dir", Stage.LENGTH, _run_dir),
-    AutoValue("strategy.owner_map", Stage.STRATEGY, _owners),
-    AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _replica),
+    AutoValue(BATCH_KEYS[0], Stage.DATA, _global_batch_size, Config.is_auto, kept_on_resume=True),
+    AutoValue("train.steps", Stage.MODULE, lambda c, f: total_steps(c, f.data), _computes_steps),
+    AutoValue("optimizer.lr", Stage.MODULE, _lr),
+    AutoValue(_WARMUP_KEY, Stage.MODULE, _warmup_steps, Config.is_auto, kept_on_resume=True),
+    AutoValue("train.run_dir", Stage.MODULE, _run_dir),
+    AutoValue("strategy.owner_map", Stage.STRATEGY, _owner_map),
+    AutoValue("strategy.dp_shard_size", Stage.STRATEGY, _dp_shard_size),
     AutoValue("train.micro_batch_size", Stage.BATCHES, _from_batches("micro_batch_size")),
     AutoValue("accumulation.steps", Stage.BATCHES, _from_batches("num_micro_batches")),
-    AutoValue(_CHUNK_KEYS[0], Stage.BATCHES, _logits),
-    AutoValue(_CHUNK_KEYS[1], Stage.BATCHES, _feed_forward),
+    AutoValue(_CHUNK_KEYS[0], Stage.BATCHES, _loss_chunk_tokens),
+    AutoValue(_CHUNK_KEYS[1], Stage.BATCHES, _mlp_chunk_tokens),
 )

@@ -39,7 +39,7 @@ class LauncherRank:
     local_world_size: int
     address: str  # host name or IP address of rank 0
     port: int
-    attempt: int = 0  # restarts of all ranks by the launcher
+    restarts: int = 0  # restarts of all ranks by the launcher
     has_store: bool = False  # whether the launcher serves the store at this port; else rank 0 does
 
 
@@ -62,11 +62,11 @@ class LaunchRole:
         return self.rank is None and self.launch is not None and self.launch.nnodes == 1
 
 
-CLUSTER = LaunchRole(None)
+ESTIMATE_ROLE = LaunchRole(None)
 
 
 def role_of(
-    launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, are_ranks: bool = False
+    launch: LaunchConfig, environ: Mapping[str, str] = os.environ, *, tasks_are_ranks: bool = False
 ) -> LaunchRole:
     """Return the role of this process, with the nodes of its launcher.
 
@@ -77,7 +77,7 @@ def role_of(
     if launch.name == "env":
         rank = _rank_from_env(launch, environ)
     elif launch.name == "slurm":
-        launch, rank = _role_from_slurm(launch, environ, are_ranks=are_ranks)
+        launch, rank = _rank_from_slurm(launch, environ, tasks_are_ranks=tasks_are_ranks)
     else:
         _check_alone(launch, environ)
     if rank is None:
@@ -103,7 +103,7 @@ def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ
     elif name == "local" and _above_one("SLURM_STEP_NUM_TASKS", environ):
         name = "slurm"
     if name != "local":
-        return role_of(replace(launch, name=name), environ, are_ranks=True)
+        return role_of(replace(launch, name=name), environ, tasks_are_ranks=True)
     _check_alone(launch, environ)
     count = (launch.nproc_per_node or 1) * launch.nnodes
     if count > 1 or launch.node_rank or launch.rdzv_endpoint:
@@ -166,9 +166,9 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
                 "by torchrun, but launch=local starts the ranks itself; set launch=env, or unset "
                 f"{name} and run the command once"
             )
-    for name, choice in _TASKS.items():
+    for name, next_step in _TASKS.items():
         if _above_one(name, environ):
-            problem = f"started as one of several processes ({name}={environ[name]}); {choice}"
+            problem = f"started as one of several processes ({name}={environ[name]}); {next_step}"
             raise UsageError(f"launch=local: {problem}")
     for name in _NODES:
         if launch.nnodes == 1 and _above_one(name, environ):
@@ -187,8 +187,8 @@ def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> Launcher
         )
     _reject_node_rank(launch, "launch=env")
     rank, world, local, ranks = (_number(name, environ) for name in _ENV_NAMES[:4])
-    is_one = 0 <= local < ranks <= world and rank < world
-    if not is_one or world % ranks or rank % ranks != local:
+    is_consistent = 0 <= local < ranks <= world and rank < world
+    if not is_consistent or world % ranks or rank % ranks != local:
         raise UsageError(
             f"launch=env: RANK={rank} of WORLD_SIZE={world} and LOCAL_RANK={local} of "
             f"LOCAL_WORLD_SIZE={ranks} are inconsistent; expected consecutive ranks on every node, "
@@ -199,19 +199,19 @@ def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> Launcher
         rank, world, local, ranks,
         address=environ["MASTER_ADDR"].strip("[]"),
         port=_number("MASTER_PORT", environ),
-        attempt=_number(attempt, environ) if attempt in environ else 0,
+        restarts=_number(attempt, environ) if attempt in environ else 0,
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )  # fmt: skip
 
 
-def _reject_node_rank(launch: LaunchConfig, choice: str) -> None:
+def _reject_node_rank(launch: LaunchConfig, option: str) -> None:
     if launch.node_rank is not None:
-        problem = f"not supported with {choice}, which reads it from the launcher"
+        problem = f"not supported with {option}, which reads it from the launcher"
         raise UsageError(f"launch.node_rank={launch.node_rank}: {problem}")
 
 
-def _role_from_slurm(
-    launch: LaunchConfig, environ: Mapping[str, str], *, are_ranks: bool
+def _rank_from_slurm(
+    launch: LaunchConfig, environ: Mapping[str, str], *, tasks_are_ranks: bool
 ) -> tuple[LaunchConfig, LauncherRank | None]:
     if any(f"SLURM_STEP_{name}" not in environ for name in _STEP_NAMES):
         raise UsageError(
@@ -223,10 +223,10 @@ def _role_from_slurm(
     _reject_node_rank(launch, "launch=slurm")
     tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _STEP_NAMES[:2])
     _check_node_count(launch, nodes, "Slurm has started the step on")
-    each = environ["SLURM_STEP_TASKS_PER_NODE"]
-    if not _UNIFORM_TASKS.fullmatch(each) or tasks % nodes:
+    per_node = environ["SLURM_STEP_TASKS_PER_NODE"]
+    if not _UNIFORM_TASKS.fullmatch(per_node) or tasks % nodes:
         problem = "expected the same number of tasks on every node; set srun --ntasks-per-node="
-        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={each}: {problem}")
+        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={per_node}: {problem}")
     names = ("PROCID", "NODEID", "LOCALID")
     task, node, local = (_number(f"SLURM_{name}", environ) for name in names)
     if task != node * (tasks // nodes) + local:
@@ -236,7 +236,7 @@ def _role_from_slurm(
     if endpoint is None:  # derive a port that all tasks of this step know, and few other steps use
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
         endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _NUM_PORTS}"
-    if tasks == nodes and not are_ranks:
+    if tasks == nodes and not tasks_are_ranks:
         node_rank, endpoint = (node, endpoint) if nodes > 1 else (None, None)
         return replace(launch, nnodes=nodes, node_rank=node_rank, rdzv_endpoint=endpoint), None
     return launch, LauncherRank(task, tasks, local, tasks // nodes, *host_and_port(endpoint))

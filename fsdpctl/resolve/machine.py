@@ -10,7 +10,7 @@ from fsdpctl.chats.values import with_count
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.launch import LaunchConfig
-from fsdpctl.config.schema import KEYS, C, Config, Origin, WithRanks
+from fsdpctl.config.schema import KEYS, Config, ConfigT, Origin, WithRanks
 from fsdpctl.config.shorthands import RANK_KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.resources import host_memory, num_cores, threads_per_rank
@@ -26,7 +26,7 @@ from fsdpctl.plan.strategy import (
 )
 from fsdpctl.resolve.attention_kernel import architecture_here
 from fsdpctl.resolve.auto_values import AutoInputs, Stage, fill_auto, has_bf16
-from fsdpctl.resolve.launchers import CLUSTER, LaunchRole
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE, LaunchRole
 
 LOCAL = "local"
 _GIB = 1 << 30
@@ -35,7 +35,7 @@ _CPU_RANKS = 2  # default ranks without a GPU; threads of the ranks use the othe
 
 
 def assign_ranks(
-    config: Config, role: LaunchRole = CLUSTER, inputs: AutoInputs = AutoInputs()
+    config: Config, role: LaunchRole = ESTIMATE_ROLE, inputs: AutoInputs = AutoInputs()
 ) -> WithRanks:
     """Return a configuration with its device, ranks and dtypes.
 
@@ -43,11 +43,15 @@ def assign_ranks(
     the cluster is filled in too. The host memory of another machine is unknown unless it is set.
     UsageError if this machine lacks the devices, or limits open files to too few.
     """
-    placed = on_cluster(config) if role.launch is None else _here(config, role.launch, role)
+    placed = (
+        with_cluster_ranks(config)
+        if role.launch is None
+        else _with_local_ranks(config, role.launch, role)
+    )
     return WithRanks(fill_auto(placed, Stage.RANKS, inputs))
 
 
-def _here(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
+def _with_local_ranks(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         has_support = torch.version.cuda or torch.version.hip
@@ -76,7 +80,7 @@ def num_ranks_of(settings: Mapping[str, str]) -> int:
     return assign_ranks(compose_config([f"{name}={text}" for name, text in pairs]).config).num_ranks
 
 
-def on_cluster(config: C) -> C:
+def with_cluster_ranks(config: ConfigT) -> ConfigT:
     """Return a configuration with the ranks and the memory of `cluster`, unless they are set."""
     launch, cluster = config.launch, config.cluster
     is_gpu = torch.cuda.is_available() if cluster.name == LOCAL else cluster.name != "cpu"
@@ -98,7 +102,7 @@ def on_cluster(config: C) -> C:
     return config.changed(values)
 
 
-def on_this_machine(composed: Composed) -> Composed:
+def without_other_cluster(composed: Composed) -> Composed:
     """Return the configuration of a run without a cluster of the recipe that isn't this machine.
 
     UsageError if the command line sets such a cluster.
@@ -131,7 +135,7 @@ def role_of_dry_run(composed: Composed) -> LaunchRole:
     return LaunchRole(None if is_elsewhere else config.launch, is_dry=True)
 
 
-def note_on_job(placed: WithRanks) -> str:
+def note_on_checked_cluster(placed: WithRanks) -> str:
     """Return a line with the cluster that a dry run without a GPU checks a recipe for."""
     cluster = placed.cluster
     return f"checked for cluster={cluster.name}, {cluster.memory:g} GiB per rank; no GPU is here"
@@ -151,8 +155,8 @@ def _machine(config: Config) -> str:
 
 def assumes_gpu(config: Config) -> bool:
     """Return whether an estimate assumes a GPU because only `cluster.memory` is set."""
-    is_open = config.cluster.name == LOCAL and not config.is_typed("cluster")
-    is_described = is_open and config.cluster.memory is not None
+    is_unnamed = config.cluster.name == LOCAL and not config.is_typed("cluster")
+    is_described = is_unnamed and config.cluster.memory is not None
     return is_described and config.launch.device is None and not torch.cuda.is_available()
 
 
@@ -207,24 +211,24 @@ def shares_memory(config: Config) -> bool:
 
 def may_share_memory(config: Config) -> bool:
     """Return whether several ranks would share memory: the value of `launch.share_memory`."""
-    launch, is_ours = config.launch, config.engine.name == FSDPCTL
+    launch, uses_fsdpctl = config.launch, config.engine.name == FSDPCTL
     on_one_host = launch.device == "cpu" and launch.nnodes == 1
-    is_possible = on_one_host and is_ours and Offload.PARAMS not in config.strategy.on_host
+    is_possible = on_one_host and uses_fsdpctl and Offload.PARAMS not in config.strategy.offloaded
     return launch.share_memory is not False and is_possible
 
 
-def executed_strategy(config: Config, row: Strategy, size: int | None) -> tuple[Strategy, int]:
+def executed_strategy(config: Config, strategy: Strategy, size: int | None) -> tuple[Strategy, int]:
     """Return the strategy that ranks execute for the requested one, and its shard size.
 
     `row` is the requested strategy. `size` is the number of ranks of a replica; None: all ranks.
     """
     ranks = config.num_ranks
     return effective_strategy(
-        row,
+        strategy,
         size or ranks,
         ranks,
         shares_memory=shares_memory(config),
-        offloads_params=Offload.PARAMS in config.strategy.on_host,
+        offloads_params=Offload.PARAMS in config.strategy.offloaded,
     )
 
 
@@ -251,5 +255,5 @@ def supported_strategies(config: Config) -> list[str]:
         name
         for name in engine_strategies(config.engine.name)
         if not (is_muon and STRATEGIES[name].shards_params)
-        and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.on_host)
+        and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.offloaded)
     ]

@@ -20,7 +20,7 @@ from fsdpctl.config.hub import Part, local_model, part_for_training, print_missi
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import BATCH_KEYS, C, Config, Filled, Origin, WithRanks
+from fsdpctl.config.schema import BATCH_KEYS, Config, ConfigT, Filled, Origin, WithRanks
 from fsdpctl.config.serialize import config_from_settings
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
@@ -34,18 +34,18 @@ from fsdpctl.models.decoder_check import adapt_to_decoder
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, notes_on_kernel
 from fsdpctl.resolve.auto_values import AUTO_VALUES, AutoInputs, Stage, fill_auto, steps_of_epochs
-from fsdpctl.resolve.launchers import CLUSTER, LaunchRole, role_of
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE, LaunchRole, role_of
 from fsdpctl.resolve.machine import (
     assign_ranks,
-    note_on_job,
+    note_on_checked_cluster,
     notes_on_cluster,
     notes_on_cores,
-    on_this_machine,
+    without_other_cluster,
 )
 from fsdpctl.resolve.rules import check_preflight, check_trained_params, validate
 from fsdpctl.resolve.run_data import (
     check_validation,
-    is_here,
+    is_data_here,
     notes_on_data,
     notes_on_epochs,
     open_checked_data,
@@ -102,18 +102,18 @@ def prepare(
     configuration is invalid; the message names the key.
     """
     if role is None or role.is_here:
-        composed = on_this_machine(composed)
+        composed = without_other_cluster(composed)
     role = role or role_of(composed.config.launch)
     preparation = _Preparation(composed, role, task, open_data, all_strategies)
-    if role is CLUSTER:
-        return preparation.prepared()
+    if role is ESTIMATE_ROLE:
+        return preparation.run()
     with doing("opening the model and the data"):
-        prepared = preparation.prepared()
+        prepared = preparation.run()
         if not (stored := _stored_values(prepared.config) if resume == AUTO else {}):
             return prepared
         # Prepare again: the date of the first start may be part of the tokens of the data.
         composed = replace(composed, config=composed.config.changed(stored, Origin.DERIVED))
-        return replace(preparation, composed=composed).prepared()
+        return replace(preparation, composed=composed).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class _Preparation:
     @property
     def is_run(self) -> bool:
         """Whether this is a run, or a dry one, rather than an estimate."""
-        return self.role is not CLUSTER
+        return self.role is not ESTIMATE_ROLE
 
-    def prepared(self) -> Prepared:
+    def run(self) -> Prepared:
         inputs = AutoInputs(self.role.is_here, recipe=self.composed.recipe)
         config, notes = self._placed(inputs)
         if self.task is None:
@@ -143,7 +143,7 @@ class _Preparation:
         if inputs.data is not None and self.task is None:
             config = with_data(config, inputs.data)
         module, more = self._module(config, inputs)
-        config = fill_auto(config, Stage.LENGTH, inputs._replace(module=module))
+        config = fill_auto(config, Stage.MODULE, inputs._replace(module=module))
         notes = (*notes, *on_cache, *more)
         if inputs.data is not None and self.is_run:
             steps_of_epochs(config, inputs.data)  # raises UsageError if there is no sample
@@ -165,11 +165,11 @@ class _Preparation:
         except UsageError as error:
             key = str(error).partition("=")[0]
             is_of_recipe = config.origins.get(key) is Origin.RECIPE
-            sets = f" (recipe {self.composed.recipe} sets {key})" if is_of_recipe else ""
-            raise UsageError(f"{error}{sets}") from None
+            cause = f" (recipe {self.composed.recipe} sets {key})" if is_of_recipe else ""
+            raise UsageError(f"{error}{cause}") from None
         if not self.role.is_here:
-            return config, (note_on_job(config),) if self.is_run else ()
-        check_attention(config, local=True)
+            return config, (note_on_checked_cluster(config),) if self.is_run else ()
+        check_attention(config, is_here=True)
         notes = notes_on_cluster(self.composed)
         missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
         if missing is None:
@@ -182,7 +182,7 @@ class _Preparation:
         if self.role.is_here:
             notes = notes_on_cores(config) + notes_on_kernel(config)
         if self.is_run:
-            config = _with_path(config, "tokenizer" if self.role.is_dry else None)
+            config = _with_fetched_model(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # raises an error if tensors contradict the metadata
         config = with_vocabulary(fill_auto(config, Stage.MODEL, inputs))
@@ -203,16 +203,20 @@ class _Preparation:
             why = None if self.role.is_dry else ensure_cache(cache)
             data = open_checked_data(config)
             return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
-        is_needed = config.model.vocab_size is None
-        counts = any(map(config.is_auto, _DATA_KEYS)) and is_here(config.data)
-        train, is_chat = config.train, config.data.name == CHAT and is_here(config.data)
-        ends_with_data = is_chat and train.tokens is None and train.steps is None
-        if not (is_needed or counts or ends_with_data or train.epochs is not None):
+        needs_vocabulary = config.model.vocab_size is None
+        needs_counts = any(map(config.is_auto, _DATA_KEYS)) and is_data_here(config.data)
+        train, is_chat = config.train, config.data.name == CHAT and is_data_here(config.data)
+        needs_length = is_chat and train.tokens is None and train.steps is None
+        if not (needs_vocabulary or needs_counts or needs_length or train.epochs is not None):
             return None, ()
         try:
-            return self.open_data(fill_auto(_with_path(config, "tokenizer"), Stage.MODEL)), ()
+            return self.open_data(
+                fill_auto(_with_fetched_model(config, "tokenizer"), Stage.MODEL)
+            ), ()
         except UsageError as error:
-            if is_needed or (counts and os.path.exists(config.model.path or os.curdir)):
+            if needs_vocabulary or (
+                needs_counts and os.path.exists(config.model.path or os.curdir)
+            ):
                 raise
             return error, ()  # without a tokenizer, the estimate assumes the default length
 
@@ -230,7 +234,7 @@ class _Preparation:
         return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
 
 
-def _with_path(config: C, part: Part | None) -> C:
+def _with_fetched_model(config: ConfigT, part: Part | None) -> ConfigT:
     """Fetch a part of the model, by default what a run reads; make its paths absolute."""
     if config.model.path is None:
         return config

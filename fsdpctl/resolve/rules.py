@@ -12,7 +12,7 @@ from fsdpctl.config.data import check_data_keys
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.launch import NO_EMULATION
 from fsdpctl.config.model import LoraConfig
-from fsdpctl.config.schema import KEYS, SECTIONS, C, Config
+from fsdpctl.config.schema import KEYS, SECTIONS, Config, ConfigT
 from fsdpctl.errors import UsageError
 from fsdpctl.io.packages import install_hint
 from fsdpctl.io.stores import is_remote
@@ -49,27 +49,27 @@ class Rule(NamedTuple):
     is_broken: Callable[[Config], bool | str]
 
 
-def validate(config: C) -> C:
+def validate(config: ConfigT) -> ConfigT:
     """Check the settings of a configuration with ranks against one another.
 
     Returns the configuration with the owner map and shard size of its strategy, unless the strategy
     is `auto`. UsageError if a rule is broken.
     """
     if not config.is_auto("strategy"):
-        row = get_strategy(config.strategy.name)
-        check_strategy(config.engine.name, row)
+        strategy = get_strategy(config.strategy.name)
+        check_strategy(config.engine.name, strategy)
         config = fill_auto(config, Stage.STRATEGY)
-        ranks_per_replica(row, config.num_ranks, config.strategy.dp_shard_size)
+        ranks_per_replica(strategy, config.num_ranks, config.strategy.dp_shard_size)
     check_data_keys(config.data, {*filter(config.is_typed, KEYS)})
-    for message in _broken(config):
+    for message in _broken_rules(config):
         raise UsageError(message)
     check_attention(config)
     check_shared_rows(config)
     return config
 
 
-def _broken(config: Config) -> Iterator[str]:
-    yield from _unused_keys(config)
+def _broken_rules(config: Config) -> Iterator[str]:
+    yield from _unused_key_messages(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
     constants = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
     for rule in RULES:
@@ -77,7 +77,7 @@ def _broken(config: Config) -> Iterator[str]:
             yield rule.message.replace("{detail}", str(mistake)).format(**sections, **constants)
 
 
-def _unused_keys(config: Config) -> Iterator[str]:
+def _unused_key_messages(config: Config) -> Iterator[str]:
     defaults = Config()
 
     def set_keys(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -95,18 +95,18 @@ def _unused_keys(config: Config) -> Iterator[str]:
             yield f"{text}: conflicts with prefetch=auto; leave one of them out"
 
 
-def _row(config: Config) -> OptimizerRow:
+def _optimizer(config: Config) -> OptimizerRow:
     return get_optimizer(config.optimizer.name)
 
 
-def _divides(config: Config) -> bool:
+def _has_several_ranks(config: Config) -> bool:
     return not config.is_auto("strategy") and config.num_ranks > 1
 
 
 # Features that only fsdpctl's engine has, and whether a configuration uses them.
 _FSDPCTL_ONLY: Mapping[str, Callable[[Config], bool]] = {
-    "strategy.offload={strategy.offload}": lambda c: bool(c.strategy.on_host),
-    "optimizer={optimizer.name}": lambda c: _row(c).steps_matrices,
+    "strategy.offload={strategy.offload}": lambda c: bool(c.strategy.offloaded),
+    "optimizer={optimizer.name}": lambda c: _optimizer(c).steps_matrices,
     "optimizer.state_dtype={optimizer.state_dtype}": lambda c: c.optimizer.state_dtype is not None,
     "precision.master_dtype={SPLIT}": lambda c: c.precision.master_dtype == SPLIT,
     "activation_checkpointing.offload=true": lambda c: c.activation_checkpointing.offload,
@@ -127,21 +127,21 @@ def _requires_fsdpctl(config: Config) -> str:
 
 def _cannot_offload(config: Config) -> str:
     strategy = config.strategy
-    if Offload.STATES in strategy.on_host and config.optimizer.name != ADAMW:
+    if Offload.STATES in strategy.offloaded and config.optimizer.name != ADAMW:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
     if config.is_auto("strategy"):
         return ""
     row = get_strategy(strategy.name)
     runs, _ = executed_strategy(config, row, strategy.dp_shard_size)
-    return strategy.on_host.conflict(row, runs, config.num_ranks)
+    return strategy.offloaded.conflict(row, runs, config.num_ranks)
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
-    shared, each = config.train.context_parallel, config.launch.nproc_per_node or 1
-    return bool(each % shared and shared % each)
+    context_parallel, per_node = config.train.context_parallel, config.launch.nproc_per_node or 1
+    return bool(per_node % context_parallel and context_parallel % per_node)
 
 
-def _sends_inputs(config: Config, mode: str) -> bool:
+def _offloads_inputs(config: Config, mode: str) -> bool:
     recomputation = config.activation_checkpointing
     return recomputation.offload and recomputation.name == mode
 
@@ -211,7 +211,7 @@ RULES = (
     ),
     Rule(
         "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
-        lambda c: not _row(c).has_default_lr and c.optimizer.lr is None,
+        lambda c: not _optimizer(c).has_default_lr and c.optimizer.lr is None,
     ),
     Rule(
         "engine=ddp: reduces gradients in the dtype of the master weights; expected "
@@ -221,7 +221,7 @@ RULES = (
     Rule(
         _INPUTS + "activation_checkpointing=full or selective, got "
         "activation_checkpointing={activation_checkpointing.name}",
-        lambda c: _sends_inputs(c, "none"),
+        lambda c: _offloads_inputs(c, "none"),
     ),
     Rule(
         "activation_checkpointing.blocks={activation_checkpointing.blocks}: conflicts with "
@@ -230,7 +230,7 @@ RULES = (
     ),
     Rule(
         _INPUTS + "train.compile=false with selective",
-        lambda c: c.train.compile and _sends_inputs(c, "selective"),
+        lambda c: c.train.compile and _offloads_inputs(c, "selective"),
     ),
     Rule(
         _CONTEXT + "expected a divisor of the {ranks} ranks",
@@ -263,21 +263,23 @@ RULES = (
     Rule(
         "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
         "optimizer=adamw",
-        lambda c: _row(c).steps_matrices and c.model.lora.rank is not None,
+        lambda c: _optimizer(c).steps_matrices and c.model.lora.rank is not None,
     ),
     Rule(
         "strategy={strategy.name}: cuts matrices, which optimizer=muon updates as a whole; "
         "expected shard_optimizer or no_shard",
         lambda c: (
-            _row(c).steps_matrices and _divides(c) and get_strategy(c.strategy.name).shards_params
+            _optimizer(c).steps_matrices
+            and _has_several_ranks(c)
+            and get_strategy(c.strategy.name).shards_params
         ),
     ),
     Rule(
         "strategy.owner_map={strategy.owner_map}: cuts matrices, which optimizer=muon updates as "
         "a whole; expected matrices, round_robin or contiguous",
         lambda c: (
-            _row(c).steps_matrices
-            and _divides(c)
+            _optimizer(c).steps_matrices
+            and _has_several_ranks(c)
             and get_strategy(c.strategy.name).has_owner_map
             and c.strategy.owner_map in SPLITTING_MAPS
         ),
@@ -314,7 +316,9 @@ def _is_installed(package: str) -> bool:
 def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:
     """Check settings that depend on which parameters are trained."""
     params = [param for unit in units for param in unit.params]
-    config.strategy.on_host.check_frozen_params(trains_all=all(param.trainable for param in params))
+    config.strategy.offloaded.check_frozen_params(
+        trains_all=all(param.trainable for param in params)
+    )
     if config.optimizer.name == MUON and not any(map(uses_muon, params)):
         problem = "the model has no trained matrix in a block; use optimizer=adamw"
         raise UsageError(f"optimizer=muon: {problem}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.data_sources import absolute_paths, sources_in
-from fsdpctl.config.schema import C, Config
+from fsdpctl.config.schema import Config, ConfigT
 from fsdpctl.data.data_set import DataSet, contents_of
 from fsdpctl.data.find_data import HUB, is_cached
 from fsdpctl.data.open_data import open_data
@@ -27,7 +27,7 @@ DATE_KEY = "data.date"  # the hash of a run excludes it: resuming on another day
 def open_checked_data(config: Config) -> DataSet:
     """Open the data of a run, and check token files unless they are too large."""
     data = open_data(config.data, config.train.seed)
-    for file in data.token_files if is_quick(data.token_files) else ():
+    for file in data.token_files if are_small(data.token_files) else ():
         if file.is_local:
             check_tokens(file, config.model.vocab_size)
     check_validation(config, data)
@@ -51,7 +51,7 @@ def check_validation(config: Config, data: DataSet) -> None:
         raise UsageError(f"{key}: requires validation data; set {option}")
 
 
-def is_quick(files: Sequence[TokenFile]) -> bool:
+def are_small(files: Sequence[TokenFile]) -> bool:
     """Return whether token files are small enough to check at each start, in about a second."""
     return sum(each.size for each in files if each.is_local) <= _CHECKED_BYTES
 
@@ -80,7 +80,7 @@ def vocabulary_of(config: Config, data: DataSet) -> int:
     raise UsageError(f"data.path={config.data.path}: {problem}")
 
 
-def with_data(config: C, data: DataSet) -> C:
+def with_data(config: ConfigT, data: DataSet) -> ConfigT:
     """Return the configuration with the tokenizer of the data, and absolute paths.
 
     UsageError if the vocabulary of the model is smaller than that of the data.
@@ -104,8 +104,8 @@ def with_data(config: C, data: DataSet) -> C:
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
     """Return notes about the data, also about packed sequences of `train.seq_len`."""
     length = config.train.seq_len
-    rows = [each.samples(length) for each in contents_of(data.train)]
-    packed = [each for each in rows if isinstance(each, PackedSamples)]
+    samples = [each.samples(length) for each in contents_of(data.train)]
+    packed = [each for each in samples if isinstance(each, PackedSamples)]
     if not packed:
         return data.notes
     count, num_tokens = sum(map(len, packed)), sum(each.num_tokens for each in packed)
@@ -128,7 +128,7 @@ def notes_on_epochs(config: Config, data: DataSet, steps: int) -> tuple[str, ...
     return (f"{steps:,} steps read the data's {samples:,} samples {epochs:,.0f} times",)
 
 
-def is_here(data: DataConfig) -> bool:
+def is_data_here(data: DataConfig) -> bool:
     """Return whether all files of the data are on this machine."""
     texts = {"data.path": data.path, "data.val_path": data.val_path}
     paths = [x.path for key, text in texts.items() if text for x in sources_in(text, key)]

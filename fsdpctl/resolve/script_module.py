@@ -86,8 +86,8 @@ def make_task(
         if not len(each):
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (ScriptData(each, collate or default_collate, loss) for each in parts.values())
-    held = val[0] if val else None
-    return ScriptTask(module, DataSet(train, held, ByteTokenizer(), 1, type(data).__name__))
+    val_set = val[0] if val else None
+    return ScriptTask(module, DataSet(train, val_set, ByteTokenizer(), 1, type(data).__name__))
 
 
 def _data_advice(name: str, data: Any) -> str | None:

@@ -12,7 +12,7 @@ from fsdpctl.checkpoint.resized_embeddings import TIE_KEY
 from fsdpctl.config.decoder_config import canonical_json, config_dict, config_value
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import saves_tied_weights
-from fsdpctl.config.schema import C, Config
+from fsdpctl.config.schema import Config, ConfigT
 from fsdpctl.data.new_tokens import open_run_tokenizer
 from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.data.tokenizer_files import has_tokenizer
@@ -20,10 +20,10 @@ from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.lora import fully_trained_modules
 from fsdpctl.models.module_spec import vocabulary_shapes
 
-_MULTIPLE = 64  # rows of embeddings are a multiple, which is fast on GPUs
+_ROW_MULTIPLE = 64  # rows of embeddings are a multiple, which is fast on GPUs
 
 
-def with_vocabulary(config: C) -> C:
+def with_vocabulary(config: ConfigT) -> ConfigT:
     """Return a configuration with the rows of embeddings, and the ties, that training will have.
 
     UsageError if the new tokens can't be added to the tokenizer.
@@ -63,10 +63,10 @@ def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
 
 
 def _padded(count: int) -> int:
-    return -(-count // _MULTIPLE) * _MULTIPLE
+    return -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def _as_in_peft(config: C, path: str) -> C:
+def _as_in_peft(config: ConfigT, path: str) -> ConfigT:
     model = config.model
     module = build_base_model(model)
     shapes, names = vocabulary_shapes(module)
@@ -76,12 +76,15 @@ def _as_in_peft(config: C, path: str) -> C:
     is_tied = len(names) > len(shapes) and bool(config_value(model, TIE_KEY))
     if is_saved and is_tied and not (saves_tied_weights(path) and len(saved_rows) == len(names)):
         config = replace(config, model=_untied(model))
-    base, rows = find_tokenizer(Path(str(model.path))), max(saved_rows.values(), default=0)
-    if config.data.tokenizer in (None, base) and _has_new_tokens(path, base):
+    base_tokenizer, num_rows = (
+        find_tokenizer(Path(str(model.path))),
+        max(saved_rows.values(), default=0),
+    )
+    if config.data.tokenizer in (None, base_tokenizer) and _has_new_tokens(path, base_tokenizer):
         config = config.changed({"data.tokenizer": path})
-    if rows <= (model.vocab_size or 0):
+    if num_rows <= (model.vocab_size or 0):
         return config
-    return config.changed({"model.vocab_size": rows, "model.first_new_token": model.vocab_size})
+    return config.changed({"model.vocab_size": num_rows, "model.first_new_token": model.vocab_size})
 
 
 def _has_new_tokens(adapters: str, base: str | None) -> bool:

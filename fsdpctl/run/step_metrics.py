@@ -97,7 +97,7 @@ def model_flops(config: Config, module: Any, device: torch.device, ranks: int) -
     # Peaks of GPUs are known for bfloat16 only.
     if device.type == "cuda" and config.precision.param_dtype == "bfloat16":
         gpu = gpu_by_name(torch.cuda.get_device_name(device))
-    return ModelFlops(per_token, None if gpu is None else gpu.peak * ranks)
+    return ModelFlops(per_token, None if gpu is None else gpu.peak_flops * ranks)
 
 
 def _num_frozen(module: Any) -> int:
@@ -126,7 +126,7 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
         num_params -= model.vocab_size * model.hidden_size
     if model_type_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size
-    heads = model.num_heads * model.head_width
+    heads = model.num_heads * model.used_head_dim
     return 6 * num_params + 12 * model.num_layers * heads * seq_len
 
 

@@ -97,7 +97,7 @@ def make_model(
 
 def single_rank_strategy(config: Resolved) -> str:
     """Return the strategy for a single rank; it gathers parameters that are in host memory."""
-    return "full_shard" if Offload.PARAMS in config.strategy.on_host else "no_shard"
+    return "full_shard" if Offload.PARAMS in config.strategy.offloaded else "no_shard"
 
 
 def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
@@ -107,7 +107,7 @@ def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
     parameters are.
     """
     strategy = config.strategy
-    offloads_params = Offload.PARAMS in strategy.on_host
+    offloads_params = Offload.PARAMS in strategy.offloaded
     untrained = Offload.STATES | Offload.PARAMS if offloads_params else Offload.NONE
     return Sharding(
         strategy.name,
@@ -115,7 +115,7 @@ def sharding_of(config: Resolved, *, trains: bool = False) -> Sharding:
         owner_map=owner_map_of(config),
         prefetch=config.prefetch.planned,
         precision=config.precision.planned,
-        offload=strategy.on_host if trains else untrained,
+        offload=strategy.offloaded if trains else untrained,
         share_memory=shares_memory(config),
     )
 

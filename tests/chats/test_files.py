@@ -184,9 +184,9 @@ def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monke
         file.write_text({"dataset_info.json": "{}", "e.txt": "x"}.get(name, row))
     paths = ["chats/a.json", "chats/b.jsonl", "chats/d.jsonl.gz", "chats/sub/c.parquet"]
     files = find_data("chats", option="chat")
-    assert [*map(str, files.train)] == paths
-    assert {name for _, name in files.unused} == {"e.txt", "README.md", "dataset_info.json"}
-    assert [*map(str, find_data("chats/*.jsonl*").train)] == [paths[1], paths[2]]
+    assert [*map(str, files.files)] == paths
+    assert {name for _, name in files.left_out} == {"e.txt", "README.md", "dataset_info.json"}
+    assert [*map(str, find_data("chats/*.jsonl*").files)] == [paths[1], paths[2]]
     with pytest.raises(UsageError, match="not found"):
         find_data("none/*")
     (tmp_path / "empty").mkdir()

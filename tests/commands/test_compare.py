@@ -16,7 +16,7 @@ from fsdpctl.commands.compare.report import NOT_REACHED, OK
 from fsdpctl.commands.compare.variants import supported, variants
 from fsdpctl.config.clusters import price_source
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.commands.run import TINY, command, environment, fsdpctl, invoke, make_text
@@ -79,7 +79,7 @@ def test_prices_are_those_of_the_clusters_in_their_order():
 
 
 def test_a_price_of_a_cluster_has_a_source_and_a_day():
-    for name in choices_of("cluster"):
+    for name in options_of("cluster"):
         config = compose_config([f"cluster={name}"]).config
         source = price_source(name)
         assert (config.cluster.price is None) == (source == "")

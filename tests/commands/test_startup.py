@@ -23,7 +23,7 @@ from fsdpctl.io.activity import Reporter
 from fsdpctl.launch import restarts
 from fsdpctl.launch.outcome import RoundOutcome
 from fsdpctl.launch.prepare_run import PreparedRun, prepare_run
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.run.directory import read_config
@@ -80,7 +80,7 @@ def test_advice_estimates_no_settings_together_if_one_suffices(monkeypatch):
     """Each estimate of a large model takes as long as a start."""
     plan = make_run_plan(prepare(compose_config(
         ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
-    ), CLUSTER).config)  # fmt: skip
+    ), ESTIMATE_ROLE).config)  # fmt: skip
     estimator = Estimator()
     estimated: list[Config] = []
     assert estimator.estimate(plan).verdict == "too_large"

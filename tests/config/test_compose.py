@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_settings
@@ -164,23 +164,23 @@ def test_a_recipe_has_the_settings_of_the_command_line(recipe):
 def test_an_option_on_the_command_line_drops_the_recipes_values_of_its_group(recipe):
     composed = compose_config(["model=llama3_1b"], recipe)
     assert composed.config.model == compose_config(["model=llama3_1b"]).config.model
-    assert (composed.config.model.num_layers, composed.dropped) == (16, ("model.num_layers",))
+    assert (composed.config.model.num_layers, composed.ignored_keys) == (16, ("model.num_layers",))
 
 
 def test_adapters_and_the_base_of_a_recipe_are_for_any_model():
     composed = compose_config(["model=llama3_1b", "data=text", "data.path=a"], "qlora_70b_8x24gb")
     model = composed.config.model
     assert (model.num_layers, model.lora.rank, model.base_dtype) == (16, 16, "nf4")
-    assert composed.dropped == ()
+    assert composed.ignored_keys == ()
 
 
 def test_a_recipes_key_that_is_typed_is_not_called_ignored():
     words = ["model=llama3_1b", "model.max_seq_len=64", "train.seq_len=64"]
     factor = "model.overrides.rope_scaling.factor"
     composed = compose_config([*words, f"{factor}=2"], "llama3_8b_512k_8xh100")
-    assert (composed.config.model.max_seq_len, composed.dropped) == (64, ())
+    assert (composed.config.model.max_seq_len, composed.ignored_keys) == (64, ())
     composed = compose_config(words, "llama3_8b_512k_8xh100")
-    assert composed.dropped == (factor,)
+    assert composed.ignored_keys == (factor,)
 
 
 def test_the_command_line_overrides_the_recipe(recipe):
@@ -220,7 +220,7 @@ def test_every_option_composes_and_has_a_description(group, tmp_path):
     from fsdpctl.io.packages import package_folder
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for choice in choices_of(group):
+    for choice in options_of(group):
         words = [f"model.path={tmp_path}"] if choice == "hf" else []
         assert getattr(compose_config([f"{group}={choice}", *words]).config, group).name == choice
         assert first_comment(package_folder("conf") / group / f"{choice}.yaml")

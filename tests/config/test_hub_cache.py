@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.hub import cached_model, local_model
+from fsdpctl.config.hub import local_model, model_directory
 from fsdpctl.errors import UsageError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -46,7 +46,7 @@ def test_a_name_is_the_directory_that_huggingface_hub_finds(cache):
     snapshot = fill(cache, "config.json", "model.safetensors")
     assert local_model(NAME) == str(snapshot)
     assert local_model(NAME) == snapshot_download(NAME, cache_dir=cache, local_files_only=True)
-    assert (local_model(f"{NAME}@{SHA}"), cached_model(Path(NAME))) == (str(snapshot), snapshot)
+    assert (local_model(f"{NAME}@{SHA}"), model_directory(Path(NAME))) == (str(snapshot), snapshot)
 
 
 def test_a_model_is_composed_by_its_name(cache):

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.data_files import local_data_files, option_of_file, option_of_path
+from fsdpctl.config.data_files import kind_of_file, kind_of_path, local_data_files
 from fsdpctl.data.data_set import contents_of
 from fsdpctl.data.open_data import open_data
 from fsdpctl.data.packing import DocumentSet
@@ -152,15 +152,15 @@ def test_the_data_of_a_directory_follows_from_its_names(name, tmp_path):
     def relative(files):
         return " ".join(each.relative_to(tmp_path).as_posix() for each in files)
 
-    assert (relative(found.train), relative(found.validation)) == (train, validation)
-    assert option_of_path(path) == found.option == option
+    assert (relative(found.files), relative(found.validation)) == (train, validation)
+    assert kind_of_path(path) == found.kind == option
     assert compose_config([f"data.path={path}"]).config.data.name == option
     assert local_data_files(path, option=option) == found
     if about is not None:
         assert found.summary(validates=True) == about
     if validation:
         held = local_data_files(path, "data.val_path", option)
-        assert (relative(held.train), held.validation) == (validation, ())
+        assert (relative(held.files), held.validation) == (validation, ())
         assert f"{len(found.validation)} validation" in found.summary(validates=False)
 
 
@@ -206,7 +206,7 @@ def test_a_card_with_several_configurations_asks_for_one(tmp_path):
     with pytest.raises(UsageError, match="several sets to train on, en, fr"):
         local_data_files(path)
     (tmp_path / "README.md").write_text(card.format(""))
-    assert len(local_data_files(path).train) == 2
+    assert len(local_data_files(path).files) == 2
 
 
 def test_a_typed_option_selects_among_several_kinds(tmp_path):
@@ -219,11 +219,11 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
         with pytest.raises(UsageError, match=f"^{key}{said}.*name the files of one kind$"):
             local_data_files(path, key, option)
     rows = local_data_files(write(tmp_path / "rows", "a.jsonl README.md b.bin"), option="text")
-    assert [each.name for each in rows.train] == ["a.jsonl"]
+    assert [each.name for each in rows.files] == ["a.jsonl"]
     text = local_data_files(write(tmp_path / "code", "a.py README.md b.bin"), option="text")
-    assert [each.name for each in text.train] == ["README.md", "a.py"]
-    assert text.unused == (("", "b.bin"),)
-    assert [each.name for each in local_data_files(path, option="tokens").train] == ["train.bin"]
+    assert [each.name for each in text.files] == ["README.md", "a.py"]
+    assert text.left_out == (("", "b.bin"),)
+    assert [each.name for each in local_data_files(path, option="tokens").files] == ["train.bin"]
     for option, said in (("chat", "no conversations found"), ("tokens", "no token files")):
         with pytest.raises(UsageError, match=said):
             local_data_files(write(tmp_path / "texts", "a.txt"), option=option)
@@ -232,22 +232,22 @@ def test_a_typed_option_selects_among_several_kinds(tmp_path):
 def test_a_path_that_names_files_reads_them(tmp_path):
     path = write(tmp_path, "test.jsonl test2.jsonl train.jsonl README.md dataset_info.json")
     for name in ("test.jsonl", "README.md"):
-        assert [each.name for each in local_data_files(f"{path}/{name}").train] == [name]
+        assert [each.name for each in local_data_files(f"{path}/{name}").files] == [name]
     for content in NAMED["OTHER"], NAMED["SQUAD"], NAMED["NONE"], "[1]", '{\n "text": "a"\n}':
         (tmp_path / "dataset_info.json").write_text(content)
         for option, way in ((None, ", or set data=text$"), ("tokenize", " objects$")):
             with pytest.raises(UsageError, match=f"JSON without rows; expected .*{way}"):
                 local_data_files(f"{path}/dataset_info.json", option=option)
-        assert local_data_files(f"{path}/dataset_info.json", option="text").option == "text"
+        assert local_data_files(f"{path}/dataset_info.json", option="text").kind == "text"
     tests = local_data_files(f"{path}/test*")
-    assert [each.name for each in tests.train] == ["test.jsonl", "test2.jsonl"]
+    assert [each.name for each in tests.files] == ["test.jsonl", "test2.jsonl"]
     everything = local_data_files(f"{path}/*", option="chat")
-    assert [each.name for each in everything.train] == ["train.jsonl"]
+    assert [each.name for each in everything.files] == ["train.jsonl"]
     assert "2 test" in everything.summary(validates=True)
     with pytest.raises(UsageError, match=r"data.val_path=.*no files to validate on, but train"):
         local_data_files(path, "data.val_path", "chat")
     alone = write(tmp_path / "held", "test-0.jsonl test-1.jsonl")
-    assert len(local_data_files(alone, "data.val_path", "chat").train) == 2
+    assert len(local_data_files(alone, "data.val_path", "chat").files) == 2
 
 
 CONTENT = {
@@ -269,12 +269,12 @@ CONTENT = {
 def test_json_lines_are_rows_whatever_their_name(content, tmp_path):
     file = tmp_path / "a.json"
     file.write_text(content, "utf-8")
-    assert option_of_file(file) == CONTENT[content]
+    assert kind_of_file(file) == CONTENT[content]
     for name in ("a.txt", "part-00000"):
-        assert option_of_file(file.rename(tmp_path / name)) == CONTENT[content]
+        assert kind_of_file(file.rename(tmp_path / name)) == CONTENT[content]
         (tmp_path / name).rename(file)
     for name in ("a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "missing.json", "A.JSONL"):
-        assert option_of_file(tmp_path / name) == "chat"
+        assert kind_of_file(tmp_path / name) == "chat"
 
 
 def numbered(count, word):

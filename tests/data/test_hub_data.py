@@ -5,14 +5,14 @@ import json
 import pytest
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.data_files import option_of_path
+from fsdpctl.config.data_files import kind_of_path
 from fsdpctl.config.data_sources import absolute_paths, sources_in
 from fsdpctl.data.find_data import find_data
 from fsdpctl.data.open_estimated import open_estimated
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.data.tokenizing import TokenOutput, tokenize_files
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.run_data import is_here
+from fsdpctl.resolve.run_data import is_data_here
 from tests.hub_server import SHA, Hub, serving
 
 BYTES = ByteTokenizer()
@@ -54,7 +54,7 @@ def cached(tmp_path, monkeypatch):
 
 
 def names(path):
-    return [each.name for each in find_data(path).train]
+    return [each.name for each in find_data(path).files]
 
 
 def test_a_card_with_several_configurations_asks_for_one(cached):
@@ -113,22 +113,22 @@ def test_files_that_a_card_names_are_fetched_once(tmp_path, monkeypatch):
     table = {"a.csv": b"text\nx\n"}
     served = Hub(datasets={"org/cards": files, "org/plain": plain, "org/csv": table})
     with serving(served, tmp_path, monkeypatch) as hub:
-        assert not is_here(about := DataConfig(name="text", path="hf://org/cards"))
+        assert not is_data_here(about := DataConfig(name="text", path="hf://org/cards"))
         assert hub.requests == []  # as an estimate asks
         for _ in range(2):
             found = find_data("hf://org/cards")
-            assert [x.name for x in found.train] == ["1.jsonl", "2.jsonl"]
+            assert [x.name for x in found.files] == ["1.jsonl", "2.jsonl"]
             assert [x.name for x in found.validation] == ["y.jsonl"]
             assert hub.fetched() == {"README.md", "x/1.jsonl", "x/z/2.jsonl", "y.jsonl"}
             count = len(hub.requests)
-        assert (is_here(about), len(hub.requests)) == (True, count)
+        assert (is_data_here(about), len(hub.requests)) == (True, count)
         (trees,) = tmp_path.rglob("datasets--org--cards/trees")
         trees = trees.rename(tmp_path / "trees")  # as another program fetches the files
         assert open_estimated(about).train.num_tokens == 3
         assert len(hub.requests) == count
         trees.rename(next(tmp_path.rglob("datasets--org--cards")) / "trees")
         assert names("hf://org/cards:sft/test_sft") == ["y.jsonl"]
-        assert [x.name for x in find_data("hf://org/cards", "data.val_path").train] == ["y.jsonl"]
+        assert [x.name for x in find_data("hf://org/cards", "data.val_path").files] == ["y.jsonl"]
         assert (len(hub.requests), names("hf://org/plain")) == (count, ["train-0.jsonl"])
         assert hub.fetched().isdisjoint({"data/test-0.jsonl", "x.pkl", "load.py"})
         for path in ("org/cards:table", "org/csv"):
@@ -189,7 +189,7 @@ def test_without_a_card_names_tell(cached):
     assert names("hf://org/plain/test") == ["test-00000-of-00001.parquet"]
     cached("org/words", ["training.jsonl", "validation.jsonl"])
     found = find_data("hf://org/words", option="chat")
-    assert [each.name for each in (*found.train, *found.validation)] == [
+    assert [each.name for each in (*found.files, *found.validation)] == [
         "training.jsonl", "validation.jsonl"
     ]  # fmt: skip
     cached("org/part", ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])
@@ -205,7 +205,7 @@ def test_a_missing_file_is_refused(cached):
 
 def test_names_are_sources_and_are_tokenized(cached, tmp_path):
     cached("org/texts", ["a/train.jsonl"])
-    assert option_of_path("hf://org/texts") == "chat"
+    assert kind_of_path("hf://org/texts") == "chat"
     path = f"hf://org/texts:a:0.3,{tmp_path}/x.jsonl:0.7"
     (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     assert absolute_paths(path) == path

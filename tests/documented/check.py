@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from fsdpctl.commands.app import COMMANDS, app
-from fsdpctl.config.options import choices_of, option_contents
+from fsdpctl.config.options import option_contents, options_of
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import FsdpctlError
@@ -52,7 +52,7 @@ def read_options(lines: Sequence[Line]) -> None:
     for name in recipe_names():
         pairs += read_recipe(find_recipe(name))
     options = {
-        group: [each for each in choices_of(group) if each in values]
+        group: [each for each in options_of(group) if each in values]
         for group in GROUPS
         if (values := {each for name, text in pairs if name == group for each in text.split(",")})
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
 from tests.documented.check import problem_of, read_options
@@ -57,7 +57,7 @@ def wrong_settings(text: str) -> list[str]:
             if is_key:
                 KEYS[name].parse(value) if value and not value.isupper() else KEYS[name]
             elif name in GROUPS and value:
-                assert all(each in choices_of(name) for each in re.split(r",|\\?\|", value))
+                assert all(each in options_of(name) for each in re.split(r",|\\?\|", value))
         except (AssertionError, KeyError, UsageError):
             found.append(f"{name}={value}" if value else name)
     return found

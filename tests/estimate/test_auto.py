@@ -8,7 +8,7 @@ import torch
 
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.options import choices_of
+from fsdpctl.config.options import options_of
 from fsdpctl.config.schema import Config, Filled
 from fsdpctl.config.selection import PREFETCHES, Selection, auto_names, with_selection
 from fsdpctl.config.serialize import config_to_yaml
@@ -20,7 +20,7 @@ from fsdpctl.estimate.search import MOST_RANKED, rank_candidates
 from fsdpctl.estimate.summary import describe_ranking
 from fsdpctl.plan.recomputation import MODES, Recomputation
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.matrix import fast
@@ -45,7 +45,7 @@ def composed(*words: str) -> Composed:
 
 
 def placed(*words: str) -> Filled:
-    return prepare(composed(*words), CLUSTER).config
+    return prepare(composed(*words), ESTIMATE_ROLE).config
 
 
 def axes_of(config: Filled) -> SearchSpace:
@@ -258,16 +258,16 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
 ])  # fmt: skip
 def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
-        prepare(compose_config(words), CLUSTER)
+        prepare(compose_config(words), ESTIMATE_ROLE)
 
 
 def test_candidates_are_the_options_of_conf():
     named = {each.name: each for each in PREFETCHES}
-    assert {*named, "auto"} == set(choices_of("prefetch"))
+    assert {*named, "auto"} == set(options_of("prefetch"))
     for name, each in named.items():
         assert compose_config([f"prefetch={name}"]).config.prefetch == each
-    assert {*MODES, "auto"} == set(choices_of("activation_checkpointing"))
-    assert {*STRATEGIES, "auto"} == set(choices_of("strategy"))
+    assert {*MODES, "auto"} == set(options_of("activation_checkpointing"))
+    assert {*STRATEGIES, "auto"} == set(options_of("strategy"))
 
 
 @pytest.mark.parametrize(("name", "cluster"), [

@@ -13,7 +13,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate, memory_errors
 from fsdpctl.estimate.search import rank_candidates
 from fsdpctl.plan.recomputation import BLOCKS
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import invoke
@@ -24,7 +24,7 @@ FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "gpt_oss")
 
 
 def placed(*words: str) -> Filled:
-    return prepare(compose_config(words), CLUSTER).config
+    return prepare(compose_config(words), ESTIMATE_ROLE).config
 
 
 def check_edge(config: Filled, estimator: Estimator) -> RunEstimate:

@@ -22,7 +22,7 @@ from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition
 from fsdpctl.predict.peak import UnevenStepError
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from tests.matrix import fast, matrix
@@ -32,7 +32,7 @@ H100 = ["model=llama3_8b", "cluster=h100"]
 
 
 def resolved(*words: str) -> RunPlan:
-    return make_run_plan(prepare(compose_config(list(words)), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(words)), ESTIMATE_ROLE).config)
 
 
 def estimated(*words: str) -> RunEstimate:

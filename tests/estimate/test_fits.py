@@ -16,7 +16,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.search import rank_candidates
 from fsdpctl.estimate.suggestions import suggest
 from fsdpctl.launch.prepare_run import check_fits
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import invoke
@@ -35,7 +35,7 @@ SHORTAGES = [
 
 def estimated(*words: str) -> RunEstimate:
     return Estimator().estimate(
-        make_run_plan(prepare(compose_config([*SMALL, *words]), CLUSTER).config)
+        make_run_plan(prepare(compose_config([*SMALL, *words]), ESTIMATE_ROLE).config)
     )
 
 
@@ -60,7 +60,7 @@ def simulated(words: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(("words", "short"), SHORTAGES)
 def test_neither_auto_nor_a_simulation_selects_what_train_refuses(words, short):
     given = [*SMALL, *words, "strategy=auto", "activation_checkpointing=auto"]
-    ranking = rank_candidates(Estimator(), prepare(compose_config(given), CLUSTER).config)
+    ranking = rank_candidates(Estimator(), prepare(compose_config(given), ESTIMATE_ROLE).config)
     assert ranking.summary.startswith("nothing fits; closest is ")
     assert f": {short[0]}: about" in ranking.summary
     sharded, replicated = simulated(words)
@@ -82,7 +82,7 @@ def test_a_run_that_only_fits_by_emptying_the_cache_does_not_fit():
 
     def with_memory(*more: str) -> RunEstimate:
         return Estimator().estimate(
-            make_run_plan(prepare(compose_config([*words, *more]), CLUSTER).config)
+            make_run_plan(prepare(compose_config([*words, *more]), ESTIMATE_ROLE).config)
         )
 
     found = with_memory()
@@ -121,7 +121,9 @@ def test_a_selection_leaves_a_reserve_on_gpus_unless_nothing_does(words):
     given += [word for word in sizes if word.partition("=")[0] not in typed]
 
     def chosen(memory: float) -> RunEstimate:
-        config = prepare(compose_config([*given, f"cluster.memory={memory:.9f}"]), CLUSTER).config
+        config = prepare(
+            compose_config([*given, f"cluster.memory={memory:.9f}"]), ESTIMATE_ROLE
+        ).config
         return rank_candidates(Estimator(), config).estimate
 
     def filled_to(found: RunEstimate, share: float) -> float:

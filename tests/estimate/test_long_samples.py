@@ -6,7 +6,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.memory_savings import CHUNKED_MLP, CONTEXT_PARALLEL
 from fsdpctl.estimate.suggestions import suggest
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
@@ -18,7 +18,7 @@ SMALL = [
 
 
 def planned(*more: str) -> RunPlan:
-    return make_run_plan(prepare(compose_config([*SMALL, *more]), CLUSTER).config)
+    return make_run_plan(prepare(compose_config([*SMALL, *more]), ESTIMATE_ROLE).config)
 
 
 def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():

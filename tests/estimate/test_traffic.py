@@ -10,7 +10,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.planned_steps import SentBytes, sent_per_step
 from fsdpctl.models.build_model import build_model
 from fsdpctl.models.module_spec import module_units
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import TINY, command, environment, make_text
@@ -21,7 +21,7 @@ FP32 = 4
 def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "launch.share_memory=false", "model.vocab_size=256", *words]
-    config = make_run_plan(prepare(compose_config(given), CLUSTER).config).config
+    config = make_run_plan(prepare(compose_config(given), ESTIMATE_ROLE).config).config
     module = build_model(config.model)
     num_params = sum(param.numel() for param in module.parameters())
     return sent_per_step(config, module_units(module, None), micro_batches), num_params

@@ -135,7 +135,7 @@ def test_an_honest_server_may_compress_pages_and_redirect_within_the_hub(hub):
         return gzip.compress(body)
 
     hub.change = change
-    assert (Path(local_model("o/m")).name, len(find_data("hf://o/d").train)) == (SHA, 2)
+    assert (Path(local_model("o/m")).name, len(find_data("hf://o/d").files)) == (SHA, 2)
     assert not [each for each in hub.requests if "/cdn/" in each and TOKEN in each]
 
 

@@ -17,7 +17,7 @@ from fsdpctl.plan.units import lay_out
 from fsdpctl.predict.engine_bytes import EnginePeak, engine_peak, timeline
 from fsdpctl.predict.step_recorder import Category
 from fsdpctl.predict.training_plan import TrainingPlan
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.distributed import distributed, in_turn
@@ -115,7 +115,7 @@ WORDS = ["model.vocab_size=1000", "launch.device=cpu", "launch.share_memory=fals
 
 def of_config(*words: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
-    plan = make_run_plan(prepare(compose_config([*WORDS, *words]), CLUSTER).config)
+    plan = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config)
     units = module_units(build_model(plan.config.model), None)
     return engine_peak(plan_run(plan.config, units, plan.batches.num_micro_batches))
 
@@ -142,7 +142,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = make_run_plan(prepare(compose_config([*WORDS, *words]), CLUSTER).config).config
+    config = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config).config
     plan = plan_run(config, module_units(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*words).peak_bytes == max(peaks)

@@ -21,7 +21,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.hardware import HostDataSheet, HostQueue
 from fsdpctl.predict.model_pass import Work
 from fsdpctl.predict.simulator import Transfer
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.training.assemble import make_model, make_optimizer
@@ -43,7 +43,7 @@ PREDICTOR = Estimator()
 
 def planned(words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
-    return make_run_plan(prepare(compose_config(list(named.values())), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(named.values())), ESTIMATE_ROLE).config)
 
 
 def predicted(words: str) -> StepPrediction:

@@ -12,7 +12,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.hardware import GROUPED, NETWORK_LINKS, NODE_LINKS, CollectiveKind, GroupShape
 from fsdpctl.predict.model_pass import Work, WorkKind
 from fsdpctl.predict.simulator import Transfer
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
@@ -26,7 +26,7 @@ PREDICTOR = Estimator()
 
 def planned(*words: str) -> RunPlan:
     named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
-    return make_run_plan(prepare(compose_config(list(named.values())), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(list(named.values())), ESTIMATE_ROLE).config)
 
 
 def step(*words: str) -> StepPrediction:

@@ -10,7 +10,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.accuracy import ACCURACY, ErrorBand, band_of
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
 from fsdpctl.io.packages import package_folder
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from tests.matrix import fast
@@ -24,7 +24,7 @@ _SHARDINGS = ("full_shard", "shard_grad_op")
 
 def planned(words: str) -> RunPlan:
     """Return the plan of a configuration."""
-    return make_run_plan(prepare(compose_config(words.split()), CLUSTER).config)
+    return make_run_plan(prepare(compose_config(words.split()), ESTIMATE_ROLE).config)
 
 
 def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:

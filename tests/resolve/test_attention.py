@@ -19,14 +19,14 @@ from fsdpctl.resolve.auto_values import (
     fill_auto,
     run_identity,
 )
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import _stored_values, prepare
 
 KERNEL = "model.attention"
 
 
 def placed(*words: str) -> Filled:
-    return prepare(compose_config(["model.vocab_size=64", *words]), CLUSTER).config
+    return prepare(compose_config(["model.vocab_size=64", *words]), ESTIMATE_ROLE).config
 
 
 def test_the_kernel_does_not_change_the_name_of_a_run():
@@ -64,7 +64,7 @@ def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
 def test_a_missing_package_is_named_at_the_start_of_a_run(hopper):
     config = placed("cluster=h100", "model.attention=flash3")
     with pytest.raises(UsageError, match="flash3: package flash_attn_interface not found"):
-        check_attention(config, local=True)
+        check_attention(config, is_here=True)
 
 
 def test_auto_is_a_kernel_of_torch_by_the_gpu():

@@ -11,7 +11,12 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.run_summary import _dtypes
 from fsdpctl.resolve.launchers import LaunchRole
-from fsdpctl.resolve.machine import assign_ranks, note_on_tf32, notes_on_cluster, on_this_machine
+from fsdpctl.resolve.machine import (
+    assign_ranks,
+    note_on_tf32,
+    notes_on_cluster,
+    without_other_cluster,
+)
 from fsdpctl.resolve.prepare import Prepared
 from fsdpctl.resolve.run_plan import RunPlan
 from fsdpctl.training.worker import _run
@@ -97,21 +102,21 @@ def test_a_run_is_on_this_machine_whatever_its_recipe_is_sized_for(tmp_path, mon
     recipe.write_text("cluster: 64xh100\ncluster.host_memory: 9\ncluster.memory: 3\n")
     sized = compose_config(["cluster.memory=2GiB", "launch.device=cpu"], str(recipe))
     assert sized.config.launch.nnodes == 8
-    found = on_this_machine(on_this_machine(sized))
+    found = without_other_cluster(without_other_cluster(sized))
     assert notes_on_cluster(found)[0].startswith("sized for 64xh100; this machine is a CPU of ")
     cluster, launch = found.config.cluster, found.config.launch
     assert (launch.nproc_per_node, launch.nnodes, cluster.name) == (None, 1, "local")
     assert (cluster.memory, cluster.host_memory, cluster.flops) == (2, None, None)
     for words in (["cluster=4xh100"], ["cluster=h100", "launch.nnodes=2"]):
         with pytest.raises(UsageError, match=rf"{words[0]}: this machine is .* estimate-memory"):
-            on_this_machine(compose_config([*words, "launch.device=cpu"], str(recipe)))
+            without_other_cluster(compose_config([*words, "launch.device=cpu"], str(recipe)))
     for words in ([], ["cluster.memory=5"], ["cluster=local"], ["cluster=cpu"]):
         composed = compose_config([*words, "launch.device=cpu"])
-        assert on_this_machine(composed) is composed
+        assert without_other_cluster(composed) is composed
         assert notes_on_cluster(composed) == ()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100 80GB HBM3")
     composed = compose_config([], str(recipe))
-    assert on_this_machine(composed) is composed
+    assert without_other_cluster(composed) is composed
     with pytest.raises(UsageError, match="cluster=a10: this machine is NVIDIA H100"):
-        on_this_machine(compose_config(["cluster=a10"]))
+        without_other_cluster(compose_config(["cluster=a10"]))

@@ -14,8 +14,8 @@ from fsdpctl.estimate.cluster_specs import _with_missing
 from fsdpctl.estimate.memory_savings import _unless_set
 from fsdpctl.io.run_files import OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.plan.recomputation import Recomputation
-from fsdpctl.resolve.launchers import CLUSTER
-from fsdpctl.resolve.machine import assign_ranks, on_this_machine
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
+from fsdpctl.resolve.machine import assign_ranks, without_other_cluster
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.test_architecture import package_sources
@@ -61,7 +61,7 @@ def test_a_value_knows_its_origin(tmp_path):
         "train.seed=0": None,
     }.items():
         assert to_settings(compose_config([word]).config).get(SIZE) == text
-    here = on_this_machine(composed).config
+    here = without_other_cluster(composed).config
     assert here.launch.nproc_per_node is None
     assert here.is_auto("launch.nproc_per_node")
 
@@ -71,7 +71,7 @@ def test_a_default_in_the_file_of_a_run_hides_neither_advice_nor_specs(tmp_path)
     (tmp_path / "run.yaml").write_text("".join(f"{x}: {y}\n" for x, y in words.items()))
     typed = [f"{x}={y}" for x, y in words.items()]
     found = [compose_config([], str(tmp_path / "run.yaml")), compose_config(typed)]
-    plans = [make_run_plan(prepare(x, CLUSTER).config) for x in found]
+    plans = [make_run_plan(prepare(x, ESTIMATE_ROLE).config) for x in found]
     specs = ClusterConfig(pcie_bandwidth=63)
     assert [_with_missing(x.config, specs).pcie_bandwidth for x in plans] == [63, 31.5]
     key = "activation_checkpointing.offload"
@@ -96,7 +96,7 @@ def test_data_is_opened_as_of_the_day_of_the_first_start(tmp_path):
 
 
 def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
-    found = prepare(compose_config(["train.micro_batch_size=auto"]), CLUSTER).config
+    found = prepare(compose_config(["train.micro_batch_size=auto"]), ESTIMATE_ROLE).config
     assert (found.train.global_batch_size, found.is_auto("train.global_batch_size")) == (16, True)
     assert auto_names(found) == ("train.micro_batch_size",)
     config = with_selection(
@@ -115,7 +115,7 @@ def test_what_is_filled_in_stays_auto_and_what_is_selected_says_so():
 ])  # fmt: skip
 def test_a_typed_value_is_set_even_if_it_is_the_default(tmp_path, typed, refused):
     with pytest.raises(UsageError, match=f"^{typed}: {refused}"):
-        prepare(compose_config([typed]), CLUSTER)
+        prepare(compose_config([typed]), ESTIMATE_ROLE)
     name, _, value = typed.partition("=")
     (tmp_path / "run.yaml").write_text(f"{name}: {value}\n")  # of a run, which has every key
-    assign_ranks(prepare(compose_config([], str(tmp_path / "run.yaml")), CLUSTER).config)
+    assign_ranks(prepare(compose_config([], str(tmp_path / "run.yaml")), ESTIMATE_ROLE).config)

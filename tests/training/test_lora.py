@@ -415,6 +415,6 @@ def test_the_adapter_replaces_the_rank_of_a_recipe_but_conflicts_with_a_typed_on
     assert (lora.rank, lora.alpha, lora.dropout) == (4, 12, 0.5)
     assert "up_proj" in str(lora.targets)
     names = ("alpha", "rank", "targets")
-    assert sorted(composed.ignored) == [
+    assert sorted(composed.ignored_lines) == [
         f"model.lora.{name} of the recipe ignored: model.lora.path sets it" for name in names
     ]

@@ -16,7 +16,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.build_model import build_model
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.commands.run import invoke
@@ -95,7 +95,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_its_exports_agree(tmp_path, famil
     assert losses(tmp_path) == expected
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     estimate = Estimator().estimate(
-        make_run_plan(prepare(compose_config([*typed, "train.steps=4"]), CLUSTER).config)
+        make_run_plan(prepare(compose_config([*typed, "train.steps=4"]), ESTIMATE_ROLE).config)
     )
     stored = newest(tmp_path)
     assert sum(stored.info(x).nbytes for x in stored.manifest.tensors) == estimate.checkpoint_bytes

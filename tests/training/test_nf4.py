@@ -15,7 +15,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.build_model import build_model, initialize_parameter
 from fsdpctl.models.quantized import NF4, quant_format_of, quantized_shapes
 from fsdpctl.plan.schedule import EventKind
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan, stored_config
@@ -136,7 +136,9 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     run(typed, 2, tmp_path / "state")
     reader = newest(tmp_path)
     assert {reader.info(key).dtype for key in reader.manifest.tensors} == {"F32", "U8"}
-    estimate = Estimator().estimate(make_run_plan(prepare(compose_config(typed), CLUSTER).config))
+    estimate = Estimator().estimate(
+        make_run_plan(prepare(compose_config(typed), ESTIMATE_ROLE).config)
+    )
     stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]

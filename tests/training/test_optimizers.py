@@ -11,7 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.planned_steps import kept_states
 from fsdpctl.io.packages import package_folder
 from fsdpctl.plan.optimizers import OPTIMIZERS
-from fsdpctl.resolve.launchers import CLUSTER
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import OPTIMIZER_CLASSES, make_optimizer
@@ -29,7 +29,7 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
     config = replace(config, optimizer=replace(config.optimizer, name="lion"))
     match = "^optimizer=lion: not supported; expected adamw, sgd, muon$"
     with pytest.raises(UsageError, match=match):
-        prepare(replace(composed, config=config), CLUSTER)
+        prepare(replace(composed, config=config), ESTIMATE_ROLE)
     with pytest.raises(UsageError, match=match):
         kept_states(config)
     with pytest.raises(UsageError, match=match):
@@ -40,7 +40,7 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
     ("adamw", 0.9, (2, 4)), ("sgd", 0.9, (1, 0)), ("sgd", 0.0, (0, 0)), ("muon", 0.0, (2, 4)),
 ])  # fmt: skip
 def test_states_are_those_of_the_row(name, momentum, states):
-    config = stored_config(prepare(compose_config([]), CLUSTER).config)
+    config = stored_config(prepare(compose_config([]), ESTIMATE_ROLE).config)
     optimizer = replace(config.optimizer, name=name, momentum=momentum)
     found = kept_states(replace(config, optimizer=optimizer))
     assert (found.moments, found.counter) == states

@@ -73,7 +73,7 @@ def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
 ])  # fmt: skip
 def test_peaks_are_found_by_device_name(name, peak):
     gpu = gpu_by_name(name)
-    assert (gpu and gpu.peak) == peak
+    assert (gpu and gpu.peak_flops) == peak
 
 
 def test_flops_are_counted_as_in_torchtitan():

@@ -144,7 +144,7 @@ def _variants(arguments: ConfigArguments, *, simulates: bool) -> list[Variant]:
         note("over gloo: ranks that share memory (launch.share_memory) run all strategies alike")
     compared, unsupported = supported(compared)
     compared, duplicates = unique(compared)
-    ignored = dict.fromkeys(x for each in compared for x in each.composed.ignored)
+    ignored = dict.fromkeys(x for each in compared for x in each.composed.ignored_lines)
     note(*unsupported, *duplicates, *ignored)
     return compared
 

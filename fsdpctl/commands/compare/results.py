@@ -75,7 +75,7 @@ def _prepare(
     values = {"train.run_dir": str(run_dir), "checkpoint.remote": None}
     opened = prepare(replace(each.composed, config=each.composed.config.changed(values)))
     config = opened.config.changed({"train.steps": steps}, Origin.TYPED)
-    seen = inspect_run_dir(fill_auto(config, Stage.LENGTH), "auto")
+    seen = inspect_run_dir(fill_auto(config, Stage.MODULE), "auto")
     each.plan, estimate, _ = resolve_auto_of_run(
         estimator, seen.config, seen.stored_config, seen.stored_in, note
     )

@@ -12,8 +12,8 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTH_KEYS, Config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, engine_strategies
-from fsdpctl.resolve.launchers import CLUSTER, role_of
-from fsdpctl.resolve.machine import assign_ranks, on_this_machine, shares_memory
+from fsdpctl.resolve.launchers import ESTIMATE_ROLE, role_of
+from fsdpctl.resolve.machine import assign_ranks, shares_memory, without_other_cluster
 from fsdpctl.resolve.run_plan import RunPlan
 
 _SEPARATOR = re.compile(r",(?![^\[]*\])")  # a comma that is not within brackets
@@ -98,12 +98,14 @@ WITHOUT_SHARED_MEMORY = "launch.share_memory=false"
 
 def all_equivalent(compared: Sequence[Variant], *, simulates: bool) -> bool:
     """Return whether all strategies would run alike, because ranks would share memory."""
-    composed = [each.composed if simulates else on_this_machine(each.composed) for each in compared]
+    composed = [
+        each.composed if simulates else without_other_cluster(each.composed) for each in compared
+    ]
     configs = [each.config for each in composed]
     strategies = {each.strategy.name for each in configs}
     return len(strategies) > 1 and any(
         each.launch.share_memory is None
-        and shares_memory(assign_ranks(each, CLUSTER if simulates else role_of(each.launch)))
+        and shares_memory(assign_ranks(each, ESTIMATE_ROLE if simulates else role_of(each.launch)))
         for each in configs
     )
 
