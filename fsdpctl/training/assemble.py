@@ -215,7 +215,7 @@ def make_trainer(
     config, ranks = plan.config, ObjectExchange()
     run_dir = Path(str(config.train.run_dir))
     is_main = world.rank == 0
-    heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
+    heartbeat = Heartbeat(run_dir, ObjectExchange(), is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
     devices = ranks.all_gather_values(device_name(world.device))
@@ -249,7 +249,7 @@ def _load(
     plan: RunPlan, run_dir: Path, world: World, ranks: ObjectExchange, task: ScriptTask | None
 ) -> tuple[TrainingParts, Progress, list[BaseWeights]]:
     config, batches = plan.config, plan.batches
-    train, data = config.train, _data(config) if task is None else task.data
+    train, data = config.train, _data(config, ranks) if task is None else task.data
     if len(set(ranks.all_gather_values(data.fingerprint))) > 1:
         location = "data" if task is not None else f"data.path={config.data.path}"
         problem = "data differs between ranks; expected identical files on all nodes"
@@ -273,9 +273,9 @@ def _load(
     return parts, progress, bases
 
 
-def _data(config: Resolved) -> DataSet:
+def _data(config: Resolved, ranks: ObjectExchange) -> DataSet:
     """Return the data. One rank of each node first writes the cache for all. Collective."""
-    ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
     ranks.all_gather_values(None)
     return data or open_data(config.data, config.train.seed)

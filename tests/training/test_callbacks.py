@@ -4,15 +4,18 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from fsdpctl.checkpoint import save
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints
 from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
-from fsdpctl.io.run_files import LOGS, METRICS
+from fsdpctl.io.run_files import CHECKPOINTS, LOGS, METRICS
 from fsdpctl.run.environment import read_start_events
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.training import trackers
@@ -23,7 +26,7 @@ from fsdpctl.training.journal import Journal
 from fsdpctl.training.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.distributed import distributed
-from tests.training.ranks import lines
+from tests.training.ranks import lines, made, plant, words
 
 RUN = cast(Trainer, SimpleNamespace())
 
@@ -77,6 +80,29 @@ def test_ranks_end_together_once_the_upload_is_done(
         assert record is not None
         assert (record.state, record.message) == (state, "" if error is None else str(error))
     journal.close()
+
+
+@distributed(world_size=2)
+def test_ranks_that_end_together_do_not_disturb_a_save_in_progress(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 still writes its part when a step is rejected, and rank 0 waits for it."""
+    write_rank, has_ended = save._write_rank, Event()
+
+    def write_slowly(*args: Any) -> Any:
+        assert rank == 0 or has_ended.wait(30)
+        return write_rank(*args)
+
+    monkeypatch.setattr(save, "_write_rank", write_slowly)
+    trainer = made(
+        words(tmp_path, world_size, "checkpoint.mode=async", f"train.run_dir={tmp_path / 'run'}")
+    )
+    with plant(trainer, {4: ("loss", 0)}), pytest.raises(NonFiniteError):
+        trainer.run()
+    has_ended.set()
+    trainer.finish_pending()
+    (saved,) = complete_checkpoints(trainer.parts.run_dir / CHECKPOINTS)
+    assert saved.name.endswith("4")
 
 
 @distributed(world_size=2)

@@ -29,7 +29,11 @@ class Heartbeat(Callback):
     def __init__(
         self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
     ) -> None:
-        """Write the first heartbeat and start the thread, if `is_on`."""
+        """Write the first heartbeat and start the thread, if `is_on`.
+
+        No thread may use the collectives of `ranks`: the last heartbeat is written after one,
+        and a save may be in progress then.
+        """
         self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
         self._facts: dict[str, Any] = {"namespace": pid_namespace()}
         self._first: tuple[int, float] | None = None  # the first step, and when it was completed
