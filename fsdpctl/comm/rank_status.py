@@ -61,6 +61,10 @@ class RankStatusPage:
         self._page = _map_pages(path)[index]
         self._page.pid = os.getpid()
 
+    def close(self) -> None:
+        """Leave the page as it is: no watchdog sees later updates, such as those of a script."""
+        self._page = _Page()
+
     def at(self, phase: str, step: int | None = None) -> None:
         """Record that the rank has reached `phase`, and `step` if it is a new step."""
         self._page.phase = phase.encode()[:_TEXT]

@@ -167,7 +167,7 @@ class Watchdog:
         process after `launch.timeout` without naming the ranks that cause the hang.
         """
         status = self._statuses[local]
-        if status.step is not None and status.phase != READING:
+        if status.step is not None:
             return self._limit
         slow = self._limit * _START_FACTOR
         loads = status.phase in (READING, LOADING, "")

@@ -229,6 +229,7 @@ def _work(
     if rank == 0 and not only_measures:
         DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
     log = _redirect_stderr(run_dir / "logs", rank)
+    from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
     from fsdpctl.errors import FsdpctlError, SignalError
 
     start_status()
@@ -252,9 +253,8 @@ def _work(
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
     if task is not None:
-        from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
-
         RANK_STATUS.at(FINISHING)  # the watchdog must not kill a script that continues
+        RANK_STATUS.close()
         os.dup2(terminal, 2)
         return
     _exit_now(0)  # torch's threads may abort a process while its interpreter shuts down

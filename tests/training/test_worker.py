@@ -5,10 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS, HostPages, make_status_file
+from fsdpctl.training import worker
+from fsdpctl.training.worker import STATUS_FILE
 from tests.commands.run import TINY, command, environment, make_text
+from tests.distributed import distributed
 
 # A stand-in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
 PLANTED = """
@@ -82,3 +87,19 @@ def test_a_signal_that_another_rank_received_first_is_not_a_failure(meanwhile, c
         capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
+
+
+@distributed(world_size=1)
+def test_a_script_that_continues_after_training_does_not_count_as_hung(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, task = make_status_file(1, tmp_path), object()
+    variables = {STATUS_FILE: path, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(worker, "_train", lambda *args, **options: RANK_STATUS.at("data", 5))
+    work: Any = worker._work
+    work(tmp_path, task=task)
+    RANK_STATUS.at("forward blocks.0")  # the script uses fsdpctl's engine, then code of its own
+    (status,) = HostPages(path).statuses()
+    assert status.phase == FINISHING
