@@ -31,7 +31,7 @@ from fsdpctl.checkpoint.resized_embeddings import with_resized_embeddings
 from fsdpctl.checkpoint.staging import tensor_bytes
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.checkpoint.tensor_source import Overlay, TensorSource
-from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.comm.rank_status import READING, STATUS_PAGE
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -47,7 +47,7 @@ _SAMPLES, _SAMPLE_BYTES = 4, 1 << 18  # per tensor
 
 def report_reading(count: int) -> None:
     """Report that this rank reads weights, so that the watchdog does not take it for hung."""
-    RANK_STATUS.at(READING)
+    STATUS_PAGE.at(READING)
 
 
 class InitialAdapters:

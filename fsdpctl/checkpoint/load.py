@@ -20,7 +20,7 @@ from fsdpctl.comm.flat_shard import (
     trainable_shards,
 )
 from fsdpctl.comm.quantized_states import CODES, SCALES, Moment, get_moment, moment_names
-from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.comm.rank_status import READING, STATUS_PAGE
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import ParamSlice, ParamSpec, Span, round_up
 from fsdpctl.plan.optimizers import SCALE_BLOCK, TILE, scale_blocks
@@ -163,7 +163,7 @@ def _read(source: TensorSource, key: str, span: Span) -> Iterator[tuple[Span, Te
     """Yield the elements `span` of a flattened tensor in chunks, in their stored dtype."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
-        RANK_STATUS.at(READING)
+        STATUS_PAGE.at(READING)
         yield part, tensor_from_bytes(data, dtype)
 
 

@@ -1,1 +1,1 @@
-"""Collectives, process groups, the status of ranks, and the shards of a rank."""
+"""Collectives, process groups, rank status, and the shards and quantized states of a rank."""

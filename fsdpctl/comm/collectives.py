@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,16 @@ class Handle:
     # collective uses the memory of its inputs.
     wait: Callable[[], Tensor]
 
+    @classmethod
+    def after(cls, wait: Callable[[], object], result: Tensor) -> Self:
+        """Return a handle that calls `wait()` and returns `result`."""
+
+        def finish() -> Tensor:
+            wait()
+            return result
+
+        return cls(finish)
+
 
 class Reduction(Protocol):
     """A reduction in flight. The caller must keep its input until `finish` or `wait` returns."""
@@ -53,11 +63,11 @@ class Reduction(Protocol):
 
 
 class Collectives:
-    """A set of ranks and their collectives, which sum. This base class is a single rank."""
+    """The collectives of a set of ranks; reductions are sums. This base class is a single rank."""
 
     rank = 0
     size = 1
-    waits: Waits = HostWaits()
+    waits: Waits = HostWaits()  # shared by all instances: a single rank never waits
     transport = Transport.GLOO
     not_shared_reason = ""  # why ranks that should share memory do not
 
@@ -66,27 +76,24 @@ class Collectives:
         return self.transport is Transport.SHARED
 
     def allocate_shared(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return shared memory of each size in bytes, zeroed; none without sharing. Collective."""
+        """Return shared zeros of each size in bytes; [] if ranks share no memory. Collective."""
         return []
 
     def wait_for_readers(self) -> None:
-        """Wait until no rank reads the shared parameters. Call it before writing to them."""
+        """Wait until no rank reads the shared parameters, before writing to them. Collective."""
 
     def reserve_outbox(self, nbytes: int) -> int:
-        """Reserve memory for reductions of `nbytes` in flight; return its bytes. Collective."""
+        """Reserve shared memory to send `nbytes` of gradients; return its bytes. Collective."""
         return 0
 
     def use_separate_reduce_group(self) -> None:
-        """Use a separate process group for reductions, so that gathers overlap. Collective.
-
-        In one group, a reduction and a gather would run one after the other.
-        """
+        """Use a separate process group for reductions, so that gathers overlap. Collective."""
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
         """Gather several buffers as one collective; the result is the first buffer's `full`."""
         for each in buffers:
             if each.shard is not None:
-                self._own_span(each).copy_(each.shard)
+                self._own_part(each).copy_(each.shard)
 
         def finish() -> Tensor:
             for each in buffers:
@@ -96,7 +103,7 @@ class Collectives:
 
         return Handle(finish)
 
-    def _own_span(self, buffer: AllGatherInput) -> Tensor:
+    def _own_part(self, buffer: AllGatherInput) -> Tensor:
         span = buffer.spans[self.rank]
         return buffer.full[span.start : span.stop]
 
@@ -137,7 +144,7 @@ class InPlaceReduction:
         self._handle = handle
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """Write the result times `scale`, in one kernel if the dtypes are equal."""
+        """Write the result times `scale`. This rank adds nothing: `dtype` has no effect."""
         total = self._handle.wait()
         if scale == 1 and out.data_ptr() == total.data_ptr():
             return
@@ -168,9 +175,7 @@ class AsyncHostCopy:
         return self._values.tolist()
 
 
-def any_rank_flags(
-    ranks: Collectives, flags: Sequence[bool], device: torch.device
-) -> AsyncHostCopy:
+def count_flags(ranks: Collectives, flags: Sequence[bool], device: torch.device) -> AsyncHostCopy:
     """Start to count the ranks that set each of the `flags`; 0: no rank. Collective."""
     values = torch.tensor(flags, dtype=torch.float64)
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from fsdpctl.plan.layout import FlatLayout, ParamSlice, Span
 
 
 class HostScalars(NamedTuple):
-    """The scalars of a step of master weights in host memory, in float32."""
+    """The float32 scalars of a step on the host. They may be on the device."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -24,10 +24,9 @@ class HostScalars(NamedTuple):
 
 T = TypeVar("T")
 
-# A function that steps the master weights of a shard with its gradient, both in host memory. It
-# runs in the host's optimizer thread, and calls its last argument with each span of the flat buffer
-# once that span is stepped: the span is cast at once, while it is in the cache.
-HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
+# Steps a shard's master weights with their gradient, both in host memory, in the host's thread. The
+# last argument is called with each stepped span, which is cast at once, while it is in the cache.
+HostUpdateFn = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +44,11 @@ class OffloadedGradient:
         return self.values
 
 
-class HostSteps(Protocol):
+class HostStepper(Protocol):
     """The steps of a model's master weights in host memory."""
 
-    def start(self, update: HostUpdate, scalars: HostScalars) -> None:
-        """Start to step all master weights; the step takes the gradients.
-
-        In the next forward, each unit waits for its own step.
-        """
+    def start(self, update: HostUpdateFn, scalars: HostScalars) -> None:
+        """Start to step all master weights and drop gradients; a unit's next forward waits."""
 
     def synchronize(self) -> None:
         """Wait until the last step is complete."""
@@ -77,15 +73,14 @@ class FlatShard:
     ) -> None:
         """Wrap `master`, the elements `span` of the flat buffer as a 1-D tensor.
 
-        `owned_span` has the elements whose gradient this rank reduces, and counts in norms together
-        with `num_owners` ranks that own them too. `span` is the full buffer if masters are
-        replicated, else `owned_span`. In a checkpoint, this rank saves `saved_span`: replicas share
-        that work.
+        `num_owners` ranks, this one included, reduce the gradient of `owned_span` and count it in
+        norms. `span` is the full buffer if each rank stores all masters, else `owned_span`. This
+        rank saves `saved_span` in checkpoints: replicas share that work.
         """
         self.unit, self.layout = unit, layout
         self.span, self.owned_span, self.saved_span = span, owned_span, saved_span
         self.num_owners = num_owners
-        self.is_replicated = span != owned_span  # each rank stores all master weights
+        self.stores_all = span != owned_span  # each rank stores all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
         self.remainder: Tensor | None = None  # the lower 8 bits of 24-bit masters
         self.grad_dtype = master.dtype
@@ -96,15 +91,15 @@ class FlatShard:
         self.offloaded_grad: OffloadedGradient | None = None
 
     def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
-        """Make the bf16 master weights the upper half of 24-bit weights."""
+        """Make the bf16 master weights the upper 16 bits of 24-bit weights."""
         self.remainder, self.grad_dtype = remainder, grad_dtype
         self.param.grad_dtype = grad_dtype
 
     def mark_on_host(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         """Mark the masters as being in host memory; gradients are reduced on `device`.
 
-        The host's thread writes the masters while training continues, and copies to the device read
-        them. `synchronize()` waits for both: before it returns, a read or write would race.
+        `synchronize()` waits for the host's thread, which writes the masters while training
+        continues, and for copies to the device. Other accesses would race: use `master`.
         """
         self.device, self._synchronize = device, synchronize
 
@@ -115,7 +110,7 @@ class FlatShard:
 
     @property
     def master(self) -> Tensor:
-        """The weights that the optimizer updates, or their upper half; 1-D, the elements `span`.
+        """The weights that the optimizer updates, or their upper 16 bits; 1-D, the elements `span`.
 
         Waits until the host neither steps nor copies them.
         """
@@ -133,12 +128,12 @@ class FlatShard:
 
     def write_span(self, span: Span, values: Tensor) -> None:
         """Overwrite the elements `span` of the flat buffer, rounded to the bits of the masters."""
-        half = self.view(self.master, span)
+        upper = self.view(self.master, span)
         if self.remainder is None:
-            half.copy_(values)
+            upper.copy_(values)
         else:
-            copy = torch.empty(half.shape, device=half.device).copy_(values)
-            split_24_bits(copy, half, self.view(self.remainder, span))
+            copy = torch.empty(upper.shape, device=upper.device).copy_(values)
+            split_24_bits(copy, upper, self.view(self.remainder, span))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,7 +162,7 @@ class FlatShard:
 
     @property
     def owned_grad(self) -> Tensor | None:
-        if self.grad is None or not self.is_replicated:
+        if self.grad is None or not self.stores_all:
             return self.grad
         return self.view(self.grad, self.owned_span)
 
@@ -199,7 +194,7 @@ class ShardedModelProtocol(Protocol):
     def sync_gradients(self) -> None:
         """Reduce the gradients that `no_sync` held."""
 
-    def absent_everywhere(self) -> frozenset[str]:
+    def params_without_grad(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank."""
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
@@ -209,7 +204,7 @@ class ShardedModelProtocol(Protocol):
         """
 
     @property
-    def host(self) -> HostSteps | None:
+    def host(self) -> HostStepper | None:
         """The steps of master weights in host memory, or None if they are on the device."""
 
     def drop_gradients(self) -> None:
@@ -227,10 +222,8 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 
 def require_sharded(model: object, call: str) -> None:
     if not hasattr(model, "flat_shards"):
-        raise UsageError(
-            f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
-            "parameters are unsharded only while the model runs"
-        )
+        name = type(model).__name__
+        raise UsageError(f"{call}: expected the model that shard_model returned, got a {name}")
 
 
 def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
@@ -261,30 +254,24 @@ def trainable_shards(model: ShardedModelProtocol) -> Iterator[FlatShard]:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def as_integers(values: Tensor) -> Tensor:
+def integer_view(values: Tensor) -> Tensor:
     """Return the bits of `values` as integers, whose sum does not depend on their order."""
     return values.view(_INTEGERS[values.itemsize])
 
 
-def compare_replicas(
-    world: Collectives, shard_index: int, checksums: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Compare the `checksums` of parameters on all ranks with an equal `shard_index`. Collective.
+def compare_replicas(world: Collectives, index: int, sums: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the checksums of parameters on ranks with an equal `index` of the shard. Collective.
 
     EngineError names a parameter that differs, and the rank.
     """
-    shard_indices = world.all_gather_values(shard_index)
-    answers = world.all_gather_values(dict(checksums))
-    for shard in sorted(set(shard_indices)):
-        replicas = {
-            rank: {name: tuple(sums) for name, sums in answers[rank].items()}
-            for rank, index in enumerate(shard_indices)
-            if index == shard
-        }
-        for name in next(iter(replicas.values()), {}):
-            by_rank = {rank: checksums[name] for rank, checksums in replicas.items()}
-            expected = Counter(by_rank.values()).most_common(1)[0][0]
-            different = [str(rank) for rank, checksum in by_rank.items() if checksum != expected]
+    indices = world.all_gather_values(index)
+    sums_by_rank = world.all_gather_values(dict(sums))
+    for shard_index in sorted(set(indices)):
+        ranks = [rank for rank, each in enumerate(indices) if each == shard_index]
+        for name in sums_by_rank[ranks[0]]:
+            replicas = {rank: tuple(sums_by_rank[rank][name]) for rank in ranks}
+            expected = Counter(replicas.values()).most_common(1)[0][0]
+            different = [str(rank) for rank in ranks if replicas[rank] != expected]
             if different:
                 raise EngineError(
                     f"{name} on rank {', '.join(different)} differs from the other replicas, "

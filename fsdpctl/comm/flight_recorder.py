@@ -1,4 +1,4 @@
-"""The collectives that this rank has started and not completed, by torch's flight recorder."""
+"""The number of collectives that this rank has started, and the last one in flight."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ class UnrecordedCollectives:
     The training thread writes; other threads may read values that are one collective old.
     """
 
-    count: int = 0  # over shared memory
+    count: int = 0  # updates of counters in shared memory
     pending: str = ""
 
 
@@ -60,11 +60,9 @@ def _parse_dump(dump: dict[str, Any]) -> CollectiveRecord:
         if pg_id in names
     }
     # Over gloo, the state stays "scheduled" after completion.
-    pending_entries = [e for e in entries if not e["retired"] and e["state"] != "completed"]
-    if not pending_entries:
+    pending = [each for each in entries if not each["retired"] and each["state"] != "completed"]
+    if not pending:
         return CollectiveRecord(started)
-    last = pending_entries[-1]
+    last, group = pending[-1], names[str(pending[-1]["pg_id"])]
     sizes = " ".join("x".join(map(str, each)) for each in last["input_sizes"])
-    return CollectiveRecord(
-        started, f"{last['profiling_name']} of {sizes} in {names[str(last['pg_id'])]}"
-    )
+    return CollectiveRecord(started, f"{last['profiling_name']} of {sizes} in {group}")

@@ -27,12 +27,12 @@ class GlooCollectives(ProcessGroupCollectives):
         """Send this rank's span to every other rank. Unlike broadcasts, both directions overlap."""
         works = []
         for each in buffers:
-            source = self._own_span(each)
+            source = self._own_part(each)
             if each.shard is not None:
                 source.copy_(each.shard)
             targets = [each.full[part.start : part.stop] for part in each.spans]
             works += self._exchange([source] * self.size, targets, self.group)
-        return self._after(works, buffers[0].full, "all-gather")
+        return Handle.after(self._waiter(works, "all-gather"), buffers[0].full)
 
     def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Send each rank its span. `finish` then adds the spans received from other ranks."""
@@ -42,37 +42,29 @@ class GlooCollectives(ProcessGroupCollectives):
         rows = list(workspace)
         rows.insert(self.rank, shard)
         works = self._exchange(inputs, rows, self.reduce_group)
-        return LocalReduction(rows, workspace.nbytes, self._wait(works, "reduce-scatter"))
+        return LocalReduction(rows, workspace.nbytes, self._waiter(works, "reduce-scatter"))
 
     def _exchange(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], group: dist.ProcessGroup
     ) -> list[dist.Work]:
         """Start to exchange messages with every other rank; empty messages are not sent."""
         others = [each for each in range(self.size) if each != self.rank]
-        sources, targets = ([n for n in others if each[n].numel()] for each in (outputs, inputs))
+        sources = [n for n in others if outputs[n].numel()]
+        targets = [n for n in others if inputs[n].numel()]
         works = [dist.irecv(outputs[n], group=group, group_src=n) for n in sources]
         works += [dist.isend(inputs[n], group=group, group_dst=n) for n in targets]
-        return [work for work in works if work is not None]
+        return [work for work in works if work is not None]  # None only outside the group
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
         assert isinstance(work, dist.Work)
-        return self._after([work], values, "all-reduce")
+        return Handle.after(self._waiter([work], "all-reduce"), values)
 
-    def _after(self, works: list[dist.Work], result: Tensor, name: str) -> Handle:
-        wait = self._wait(works, name)
-
-        def finish() -> Tensor:
-            wait()
-            return result
-
-        return Handle(finish)
-
-    def _wait(self, works: list[dist.Work], name: str) -> Callable[[], None]:
-        return partial(self.waits.measure, partial(_wait_for, works, f"{name} over gloo"))
+    def _waiter(self, works: list[dist.Work], name: str) -> Callable[[], None]:
+        return partial(self.waits.measure, partial(_wait_all, works, f"{name} over gloo"))
 
 
-def _wait_for(works: list[dist.Work], name: str) -> None:
+def _wait_all(works: list[dist.Work], name: str) -> None:
     UNRECORDED.pending = name
     while works:
         works.pop().wait()
@@ -89,9 +81,9 @@ class LocalReduction:
         arrive: Callable[[], None],
         on_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take contributions in rank order, which are complete after `arrive()`.
+        """Keep the `rows`, contributions in rank order, which are complete after `arrive()`.
 
-        `has_read()` is called after the last read: then their memory may be overwritten.
+        `on_read()` is called after their last use: then other ranks may overwrite them.
         """
         self.workspace_nbytes = workspace_nbytes
         self._rows, self._arrive, self._on_read = rows, arrive, on_read
@@ -106,7 +98,7 @@ class LocalReduction:
         for start in range(0, len(out), SUM_CHUNK):
             chunk = slice(start, start + SUM_CHUNK)
             first, *others = (each[chunk] for each in self._rows)
-            total = first.to(dtype)
+            total = first.to(dtype)  # `first` itself if it has `dtype`; contributions do not change
             for each in others:
                 total = total + each if total is first else total.add_(each)
             # `out` may be the memory of a contribution, so it is written after the last addition.

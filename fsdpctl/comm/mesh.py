@@ -5,23 +5,21 @@ dp_shard_size = 2 on 4 ranks            dp_shard ->
                           dp_replicate   rank 2   rank 3     another
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from fsdpctl.comm.collectives import Collectives, Handle, Reduction
+from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.comm.process_group import T, all_gather_values
+from fsdpctl.comm.process_group import Groups, T, all_gather_values
 from fsdpctl.comm.shared_memory import NotShared, SharedCollectives
-from fsdpctl.comm.waits import CudaWaits, WaitTime
+from fsdpctl.comm.waits import CudaWaits, GetWaitSeconds
 from fsdpctl.plan.step_plan import MeshPosition
 
-_PATIENCE = timedelta(days=1)  # disks may be slow; an exited rank breaks the connection at once
+_OBJECT_TIMEOUT = timedelta(days=1)  # disks may be slow; a rank's exit ends it at once
 
 
 def _is_alone() -> bool:
@@ -29,7 +27,7 @@ def _is_alone() -> bool:
 
 
 def collectives_for(
-    device: torch.device, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
+    device: torch.device, groups: Groups | None = None, purpose: str = "gather"
 ) -> Collectives:
     """Return the collectives of this rank's group in `groups`, or of all ranks.
 
@@ -62,16 +60,11 @@ class ObjectExchange:
 
     def __init__(self) -> None:
         is_alone = _is_alone()
-        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_OBJECT_TIMEOUT)
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
 
     def all_gather_values(self, value: T) -> list[T]:
         return [value] if self._group is None else all_gather_values(value, self._group)
-
-
-Chain = Callable[
-    [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
-]  # the signature of `NcclCollectives.chain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +72,11 @@ class Mesh:
     """The groups that this rank belongs to."""
 
     world: Collectives
-    shard: Collectives  # the ranks of this rank's replica
+    shard: Collectives  # the ranks of this rank's replica; `world` itself if there is one replica
     replicas: Collectives | None  # the ranks with the same shard; None if there is one replica
 
-    def take_waits(self) -> WaitTime:
-        """Return the exposed communication of all groups since the previous call, in seconds."""
+    def take_waits(self) -> GetWaitSeconds:
+        """Return a function for the exposed communication, in seconds, since the last call."""
         waits = [each.waits.take() for each in self._groups()]
         return lambda: sum(seconds() for seconds in waits)
 
@@ -97,34 +90,24 @@ class Mesh:
         return list({id(each): each for each in groups}.values())
 
     @property
-    def chain(self) -> Chain | None:
-        """The function that enqueues the sum over replicas right behind a reduction, over NCCL."""
-        if self.replicas is None or not isinstance(self.shard, NcclCollectives):
-            return None
-        return self.shard.chain
+    def chaining(self) -> NcclCollectives | None:
+        """`shard`, if it enqueues the sum over replicas right behind a reduction."""
+        return self.shard if self.replicas and isinstance(self.shard, NcclCollectives) else None
 
     @property
     def position(self) -> MeshPosition:
-        shard = self.shard
-        replica = self.replicas.rank if self.replicas else 0
-        return MeshPosition(shard.rank, shard.size, self.num_replicas, shard.transport, replica)
-
-    @property
-    def num_replicas(self) -> int:
-        return self.replicas.size if self.replicas else 1
+        shard, replicas = self.shard, self.replicas or Collectives()
+        return MeshPosition(shard.rank, shard.size, replicas.size, shard.transport, replicas.rank)
 
 
 def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
-    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
-
-    `dp_shard_size` divides the number of ranks.
-    """
+    """Divide the ranks into replicas of `dp_shard_size`, a divisor of their number. Collective."""
     if dp_shard_size == world.size:
         world.use_separate_reduce_group()
         return Mesh(world, world, None)
     starts = range(0, world.size, dp_shard_size)
-    replicas = [range(start, start + dp_shard_size) for start in starts]
-    same_shard = [range(index, world.size, dp_shard_size) for index in range(dp_shard_size)]
-    shard = collectives_for(device, replicas)
+    shard_groups = [range(start, start + dp_shard_size) for start in starts]
+    replica_groups = [range(index, world.size, dp_shard_size) for index in range(dp_shard_size)]
+    shard = collectives_for(device, shard_groups)
     shard.use_separate_reduce_group()
-    return Mesh(world, shard, collectives_for(device, same_shard))
+    return Mesh(world, shard, collectives_for(device, replica_groups))

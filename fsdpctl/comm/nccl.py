@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdpctl.comm.collectives import AllGatherInput, Handle, InPlaceReduction, Reduction
 from fsdpctl.comm.process_group import (
+    Groups,
     ProcessGroupCollectives,
     all_gather_single,
     reduce_scatter_single,
@@ -24,18 +25,15 @@ class NcclCollectives(ProcessGroupCollectives):
     """The collectives on CUDA: gathers and reductions have a stream each.
 
     Memory is allocated on the compute stream only, and freed after the compute stream has waited
-    for its last use. Otherwise the allocator could hand it out while a collective still uses it,
-    and each tensor would need `record_stream`. A `shard` must outlive its all-gather.
+    for its last use. Otherwise, each tensor would need `record_stream`. A collective's stream first
+    waits for the compute stream, which writes inputs. A `shard` must outlive its all-gather.
     """
 
     transport = Transport.NCCL
     _device_type = "cuda"
 
     def __init__(
-        self,
-        device: torch.device,
-        groups: Sequence[Sequence[int]] | None = None,
-        purpose: str = "gather",
+        self, device: torch.device, groups: Groups | None = None, purpose: str = "gather"
     ) -> None:
         """Join this rank's group; EngineError if `device` is not the current device."""
         current = torch.cuda.current_device()
@@ -59,7 +57,7 @@ class NcclCollectives(ProcessGroupCollectives):
             by_dtype: dict[torch.dtype, list[AllGatherInput]] = defaultdict(list)
             for each in buffers:
                 if each.shard is not None:
-                    self._own_span(each).copy_(each.shard)
+                    self._own_part(each).copy_(each.shard)
                 if each.ready is not None:
                     self.gather_stream.wait_event(each.ready)
                 if are_even(each.spans):
@@ -71,17 +69,17 @@ class NcclCollectives(ProcessGroupCollectives):
                             values = each.full[part.start : part.stop]
                             dist.broadcast(values, group=self.group, group_src=owner)
             for inputs in by_dtype.values():
-                # Torch merges the all-gathers of a block into one launch if they have one dtype.
-                one_launch: AbstractContextManager[object] = (
+                # Torch merges the all-gathers of a `with` block into one launch, given one dtype.
+                coalesced: AbstractContextManager[object] = (
                     dist.distributed_c10d._coalescing_manager(self.group)
                     if len(inputs) > 1
                     else nullcontext()
                 )
-                with one_launch:
+                with coalesced:
                     for each in inputs:
-                        all_gather_single(each.full, self._own_span(each), group=self.group)
+                        all_gather_single(each.full, self._own_part(each), group=self.group)
             done = self.gather_stream.record_event()
-        return self._after(done, buffers[0].full)
+        return self._handle(done, buffers[0].full)
 
     def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Reduce in place on the reduce stream; NCCL adds in the dtype that it sends."""
@@ -93,12 +91,12 @@ class NcclCollectives(ProcessGroupCollectives):
                 reduce_scatter_single(shard, full, group=self.reduce_group)
             else:
                 with self._one_launch(self.reduce_group):
-                    for owner, span in enumerate(spans):
-                        if span.numel:
-                            values = full[span.start : span.stop]
+                    for owner, part in enumerate(spans):
+                        if part.numel:
+                            values = full[part.start : part.stop]
                             dist.reduce(values, group=self.reduce_group, group_dst=owner)
             done = self.reduce_stream.record_event()
-        return InPlaceReduction(self._after(done, shard))
+        return InPlaceReduction(self._handle(done, shard))
 
     def chain(
         self,
@@ -118,23 +116,22 @@ class NcclCollectives(ProcessGroupCollectives):
         with torch.cuda.stream(self.reduce_stream):
             reduction.finish(out, scale, dtype)
             done = self.reduce_stream.record_event()
-            return self._after(done, out), follow(out)
+            return self._handle(done, out), follow(out)
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             dist.all_reduce(values, group=self.reduce_group)
             done = self.reduce_stream.record_event()
-        return self._after(done, values)
+        return self._handle(done, values)
 
     def _one_launch(self, group: dist.ProcessGroup) -> AbstractContextManager[object]:
         """Launch the broadcasts or reductions in a `with` block as one NCCL group."""
-        # Without a device, torch's manager launches each collective separately.
+        # Without a device, torch's manager would launch each broadcast or reduction separately.
         return dist.distributed_c10d._coalescing_manager(group, self._device)
 
-    def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
-        def finish() -> Tensor:
+    def _handle(self, done: torch.cuda.Event, result: Tensor) -> Handle:
+        def wait() -> None:
             self.waits.measure(lambda: torch.cuda.current_stream().wait_event(done))
-            return result
 
-        return Handle(finish)
+        return Handle.after(wait, result)

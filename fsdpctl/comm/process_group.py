@@ -14,6 +14,7 @@ from fsdpctl.comm.waits import HostWaits, Waits
 
 T = TypeVar("T")
 _Collective = Callable[..., dist.Work]
+Groups = Sequence[Sequence[int]]  # the ranks of each group; together, all ranks
 
 
 def _renamed(name: str, old_name: str) -> _Collective:
@@ -26,9 +27,7 @@ reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor
 
 _GroupKey = tuple[tuple[tuple[int, ...], ...], str, str]  # ranks of all groups, device, purpose
 # By default group. Weak keys free the groups when the default group is destroyed.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_GROUPS = WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]]()
 
 
 class ProcessGroupCollectives(Collectives):
@@ -42,13 +41,8 @@ class ProcessGroupCollectives(Collectives):
 
     _device_type = "cpu"
 
-    def __init__(
-        self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
-    ) -> None:
-        """Join this rank's group of `groups`, which partition all ranks; None: one group of all.
-
-        Collectives with the same `groups` and another `purpose` may overlap with these.
-        """
+    def __init__(self, groups: Groups | None = None, purpose: str = "gather") -> None:
+        """Join this rank's group; None: all ranks. Groups with another `purpose` may overlap it."""
         self._groups = groups or [range(dist.get_world_size())]
         self.group = (
             dist.distributed_c10d._get_default_group()
@@ -89,16 +83,15 @@ def all_gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     All values must have one type, else msgspec raises: plain values, or dataclasses of plain
     values. Containers within them, such as tuples, arrive as lists.
     """
-    # The device on which torch gathers objects.
     device = dist.distributed_c10d._get_object_coll_device(group)
     encoded = bytearray(msgspec.msgpack.encode(value))
     payload = torch.frombuffer(encoded, dtype=torch.uint8).to(device)
     size = torch.tensor([len(payload)], device=device)
-    sizes = [each.item() for each in _all_gather(size, group)]
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    sizes = [int(each) for each in _all_gather(size, group)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(payload)] = payload
     padded_payloads = zip(_all_gather(padded, group), sizes, strict=True)
-    payloads = (each[: int(n)].cpu().numpy().tobytes() for each, n in padded_payloads)
+    payloads = (each[:n].cpu().numpy().tobytes() for each, n in padded_payloads)
     return [msgspec.msgpack.decode(each, type=type(value)) for each in payloads]
 
 
@@ -108,15 +101,13 @@ def _all_gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def _get_group(
-    groups: Sequence[Sequence[int]], device_type: str, purpose: str
-) -> dist.ProcessGroup:
+def _get_group(groups: Groups, device_type: str, purpose: str) -> dist.ProcessGroup:
     """Return this rank's process group of `groups`; create it if necessary. Collective.
 
-    One call creates any number of groups, because NCCL splits the default group's communicator on
-    all ranks together. All ranks must create groups in the same order, or they would wait for one
+    Each rank creates only its own group, but all ranks at once: NCCL splits the default group's
+    communicator. All ranks must create groups in the same order, or they would wait for one
     another. All models share the groups: threads, sockets and NCCL memory exist as long as the
-    default group. The timeout equals the timeout of the default group.
+    default group, whose timeout they have.
     """
     default = dist.distributed_c10d._get_default_group()
     groups_by_key = _GROUPS.setdefault(default, {})

@@ -1,8 +1,7 @@
 """Optimizer states in fewer bits: 8-bit moments with a scale per 64 elements, and 24-bit weights.
 
 All operations are elementwise, and round the same way in the body and the tail of a vectorized
-loop. Results then do not depend on the position in a tensor, so any number of ranks computes the
-same bits.
+loop. Results then do not depend on the position in a tensor, or on the number of ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import SCALE_BLOCK, scale_blocks
 
 CODES, SCALES = ".codes", ".scales"  # suffixes of the tensors of a moment
-_SIGNED, _ROOT_CODES = 254.0, 255.0
+_SIGNED_CODES, _ROOT_CODES = 2 * 127.0, 255.0
 _LEAST = 1e-35  # smaller scales, including 0, are replaced by it before a division
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _INFINITY = 0x7F800000  # the bits of float32
@@ -66,45 +65,46 @@ class Moment:
         return codes
 
     def read(self, out: Tensor, work: Tensor, factor: float = 1.0) -> None:
-        """Write `factor` times the numbers to `out`, in full blocks; `work` is overwritten."""
+        """Write `factor` times the numbers to `out`; overwrite `work`. Codes need whole blocks."""
         out.copy_(self.values)
         if self.scales is None:
             if factor != 1.0:
                 out.mul_(factor)
             return
-        rows = self.scales.float()
+        block_factors = self.scales.float()
         if self.has_roots:
-            rows.mul_(factor**0.5 / _ROOT_CODES)
-            _blocks(out).mul_(rows.unsqueeze(1))
+            block_factors.mul_(factor**0.5 / _ROOT_CODES)
+            _blocks(out).mul_(block_factors.unsqueeze(1))
             out.mul_(out)
         else:
-            rows.mul_(-factor)
-            out.div_(torch.abs(out, out=work).sub_(_SIGNED))
-            _blocks(out).mul_(rows.unsqueeze(1))
+            # x = code / (254 - |code|)
+            block_factors.mul_(-factor)
+            out.div_(torch.abs(out, out=work).sub_(_SIGNED_CODES))
+            _blocks(out).mul_(block_factors.unsqueeze(1))
 
     def write(
-        self, new: Tensor, work: Tensor, skip: Tensor | None = None, unit: float = 1.0
+        self, new: Tensor, work: Tensor, skip: Tensor | None = None, factor: float = 1.0
     ) -> None:
         """Replace the numbers by `unit` times `new`, unless the scalar `skip` is true.
 
         `new` has the square roots for uint8 codes. `new` and `work` are overwritten.
         """
         if self.scales is None:
-            masked_copy_(self.values, new if unit == 1.0 else new.mul_(unit), skip)
+            masked_copy_(self.values, new if factor == 1.0 else new.mul_(factor), skip)
             return
         if self.has_roots:
-            least = torch.sign(new, out=work)
-            scales = _rounded_up(_largest(new).mul_(unit))
-            rows = (_ROOT_CODES * unit) / scales.float().clamp_(min=_LEAST)
-            _blocks(new).mul_(rows.unsqueeze(1))
+            least = torch.sign(new, out=work)  # code 1, or 0 for zero
+            scales = _rounded_up(_largest(new).mul_(factor))
+            block_factors = (_ROOT_CODES * factor) / scales.float().clamp_(min=_LEAST)
+            _blocks(new).mul_(block_factors.unsqueeze(1))
             torch.maximum(new.round_(), least, out=new)
             codes = work.view(torch.int32).copy_(new)  # int32 to uint8 is faster than float32
         else:
             torch.abs(new, out=work)
             scales = _rounded_up(_largest(work))
-            rows = scales.float().clamp_(min=_LEAST)
-            _blocks(work).add_(rows.unsqueeze(1))
-            codes = new.div_(work).mul_(_SIGNED).round_()
+            block_scales = scales.float().clamp_(min=_LEAST)
+            _blocks(work).add_(block_scales.unsqueeze(1))
+            codes = new.div_(work).mul_(_SIGNED_CODES).round_()
         masked_copy_(self.values, codes, skip)
         masked_copy_(self.scales, scales, skip)
 
@@ -146,20 +146,20 @@ def new_moment(name: str, numel: int, like: Tensor, dtype: torch.dtype) -> dict[
 # ---- 24-bit weights: a float32 rounded to bf16, and a signed 8-bit remainder -------------------
 
 
-def join_24_bits(half: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the exact float32 values of 24-bit weights: a bf16 half and its remainder."""
-    out = half.new_empty(half.shape, dtype=torch.float32) if out is None else out
-    bits = out.view(torch.int32).copy_(half.view(torch.int16))
+def join_24_bits(upper: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the exact float32 values of 24-bit weights: the `upper` 16 bits, and a remainder."""
+    out = upper.new_empty(upper.shape, dtype=torch.float32) if out is None else out
+    bits = out.view(torch.int32).copy_(upper.view(torch.int16))
     bits.bitwise_left_shift_(8).add_(remainder).bitwise_left_shift_(8)
     return out
 
 
 def split_24_bits(
-    weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None = None
+    weights: Tensor, upper: Tensor, remainder: Tensor, skip: Tensor | None = None
 ) -> None:
-    """Round float32 `weights` to 24 bits: write `half` and `remainder`, and overwrite `weights`."""
+    """Round float32 `weights` to 24 bits: write `upper` and `remainder`, overwrite `weights`."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
-    # Half and remainder are rounded to nearest. The offset makes the low byte the remainder + 128.
+    # The offset rounds both to nearest. The low byte is the remainder + 128, signed after xor 128.
     bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)
     masked_copy_(remainder, bits, skip)
-    masked_copy_(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)
+    masked_copy_(upper.view(torch.int16), bits.bitwise_right_shift_(8), skip)

@@ -16,9 +16,9 @@ import msgspec
 
 from fsdpctl.comm.flight_recorder import CollectiveRecord, read_record
 
-_TEXT, _ANSWER = 224, 16000  # bytes
+_PHASE_BYTES, _ANSWER_BYTES = 224, 16000  # bytes
 # Phases that may take long without an update.
-LOADING = "drawing weights"
+DRAWING = "drawing weights"
 READING = "reading a checkpoint"
 FINISHING = "finishing"  # uploading, or ending a script
 
@@ -26,12 +26,13 @@ FINISHING = "finishing"  # uploading, or ending a script
 class _Page(ctypes.Structure):
     """The status of a rank. The training thread does not write the fields after `pid`."""
 
+    # `steps` is the step in progress + 1, or 0 before the first step.
     _fields_ = (
         ("count", ctypes.c_int64), ("steps", ctypes.c_int64), ("waits", ctypes.c_int64),
-        ("phase", ctypes.c_char * _TEXT),
+        ("phase", ctypes.c_char * _PHASE_BYTES),
         ("pid", ctypes.c_int64), ("heartbeats", ctypes.c_int64),
-        ("is_requested", ctypes.c_int64), ("has_answered", ctypes.c_int64),
-        ("answer", ctypes.c_char * _ANSWER),
+        ("is_record_requested", ctypes.c_int64), ("is_answered", ctypes.c_int64),
+        ("answer", ctypes.c_char * _ANSWER_BYTES),
     )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class RankStatus:
     phase: str
     pid: int = 0  # process ID; 0: not started
     heartbeats: int = 0  # count of the watchdog in this rank's process, if it has one
-    is_requested: bool = False  # a watchdog detected a hang and requests the collectives
+    is_record_requested: bool = False  # a watchdog detected a hang and requests the collectives
 
 
 class RankStatusPage:
@@ -67,35 +68,35 @@ class RankStatusPage:
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Record that the rank has reached `phase`, and `step` if it is a new step."""
-        self._page.phase = phase.encode()[:_TEXT]
+        self._page.phase = phase.encode()[:_PHASE_BYTES]
         if step is not None:
             self._page.steps = step + 1
         self._page.count += 1
 
-    def wait(self, *, begins: bool) -> None:
+    def mark_waiting(self, *, begins: bool) -> None:
         self._page.waits = begins
         self._page.count += 1
 
     def heartbeat(self) -> None:
         self._page.heartbeats += 1
 
-    def answer(self) -> bool:
-        """Write the collectives that this rank has started, if a watchdog has requested them."""
-        if self._page.is_requested:
+    def answer_request(self) -> bool:
+        """Write this rank's collectives if a watchdog has requested them; return whether it has."""
+        if self._page.is_record_requested:
             record = read_record()
             text = msgspec.json.encode(record)
-            if len(text) > _ANSWER:  # too many process groups
+            if len(text) > _ANSWER_BYTES:  # too many process groups
                 text = msgspec.json.encode(CollectiveRecord(pending=record.pending))
             self._page.answer = text
-            self._page.has_answered = True
-        return bool(self._page.is_requested)
+            self._page.is_answered = True
+        return bool(self._page.is_record_requested)
 
 
-RANK_STATUS = RankStatusPage()  # the page of this process
+STATUS_PAGE = RankStatusPage()  # the page of this process
 
 
 class HostPages:
-    """The pages of all ranks of this host, for a watchdog. The file may be deleted meanwhile."""
+    """The pages of all ranks of this host, for a watchdog. The file may be deleted once mapped."""
 
     def __init__(self, path: Path) -> None:
         self._pages = _map_pages(path)
@@ -109,19 +110,17 @@ class HostPages:
             RankStatus(
                 each.count, each.steps - 1 if each.steps else None, bool(each.waits),
                 each.phase.decode(errors="replace"), each.pid, each.heartbeats,
-                bool(each.is_requested),
+                bool(each.is_record_requested),
             )
             for each in self._pages
         ]  # fmt: skip
 
     def request(self, index: int) -> None:
-        self._pages[index].is_requested = True
+        self._pages[index].is_record_requested = True
 
     def answer(self, index: int) -> CollectiveRecord | None:
         page = self._pages[index]
-        return (
-            msgspec.json.decode(page.answer, type=CollectiveRecord) if page.has_answered else None
-        )
+        return msgspec.json.decode(page.answer, type=CollectiveRecord) if page.is_answered else None
 
 
 def make_status_file(count: int, folder: Path | None = None) -> Path:

@@ -38,7 +38,8 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import Transport
 
-_GATHERED, _SENT, _READ, _MET = range(4)  # counters
+_GATHERED, _SENT, _READ, _ARRIVED = range(4)  # counters of each rank
+_NUM_COUNTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class SharedCollectives(GlooCollectives):
         timeout = self.group._get_backend(torch.device("cpu")).options._timeout
         self.memory = SharedMemory(self.all_gather_values, self.rank, timeout.total_seconds())
         self._outboxes: list[Tensor] = []
-        self._num_gathered = self._num_sent = self._num_met = 0
+        self._num_gathered = self._num_sent = self._num_arrived = 0
         self._unread_messages: deque[_Message] = deque()  # this rank has not read them yet
         self._read_messages: list[_Message] = []  # other ranks may not have read them yet
 
@@ -69,9 +70,9 @@ class SharedCollectives(GlooCollectives):
         """Do nothing: over shared memory, reductions do not wait for gathers."""
 
     def wait_for_readers(self) -> None:
-        self._num_met += 1
-        self.memory.raise_counter(_MET)
-        self._wait_for(_MET, self._num_met, "the call that writes parameters")()
+        self._num_arrived += 1
+        self.memory.raise_counter(_ARRIVED)
+        self._memory_waiter(_ARRIVED, self._num_arrived, "the call that writes parameters")()
 
     def allocate_shared(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return zeros of each size in bytes, or raise EngineError on all ranks. Collective."""
@@ -94,31 +95,27 @@ class SharedCollectives(GlooCollectives):
             return super().all_gather(buffers)
         for each in buffers:
             if each.shard is not None:
-                self._own_span(each).copy_(each.shard)
+                self._own_part(each).copy_(each.shard)
         self.memory.raise_counter(_GATHERED)
         self._num_gathered += 1
-        wait = self._wait_for(_GATHERED, self._num_gathered, "parameters")
-
-        def finish() -> Tensor:
-            wait()
-            return buffers[0].full
-
-        return Handle(finish)
+        wait = self._memory_waiter(_GATHERED, self._num_gathered, "parameters")
+        return Handle.after(wait, buffers[0].full)
 
     def reduce_scatter(self, full: Tensor, spans: Sequence[Span]) -> Reduction:
         """Copy the spans of other ranks to this rank's outbox; use gloo if they do not fit."""
         message = self._reserve_message(full.nbytes)
         if message is None:
             return super().reduce_scatter(full, spans)
+        # Offsets are multiples of each itemsize: flat buffers have multiples of ALIGNMENT elements.
         outboxes = [each[message.start : message.stop].view(full.dtype) for each in self._outboxes]
         for owner, span in enumerate(spans):
             if owner != self.rank:
                 outboxes[self.rank][span.start : span.stop].copy_(full[span.start : span.stop])
         self.memory.raise_counter(_SENT)
-        span = spans[self.rank]
-        rows = [each[span.start : span.stop] for each in outboxes]
-        rows[self.rank] = full[span.start : span.stop]
-        wait = self._wait_for(_SENT, message.number, "gradients")
+        shard = slice(spans[self.rank].start, spans[self.rank].stop)
+        rows = [each[shard] for each in outboxes]
+        rows[self.rank] = full[shard]
+        wait = self._memory_waiter(_SENT, message.number, "gradients")
         return LocalReduction(rows, 0, wait, self._mark_read)
 
     def _reserve_message(self, nbytes: int) -> _Message | None:
@@ -137,23 +134,23 @@ class SharedCollectives(GlooCollectives):
         overlaps = [e for e in self._read_messages if e.start < start + nbytes and start < e.stop]
         if overlaps:
             last = max(each.number for each in overlaps)
-            self._wait_for(_READ, last, "reading gradients")()
+            self._memory_waiter(_READ, last, "reading gradients")()
             self._read_messages = [each for each in self._read_messages if each.number > last]
         self._num_sent += 1
         self._unread_messages.append(_Message(self._num_sent, start, start + nbytes))
         return self._unread_messages[-1]
 
     def _mark_read(self) -> None:
+        # Reductions are finished in the order of their start.
         self._read_messages.append(self._unread_messages.popleft())
         self.memory.raise_counter(_READ)
 
-    def _wait_for(self, kind: int, count: int, target: str) -> Callable[[], None]:
+    def _memory_waiter(self, kind: int, count: int, target: str) -> Callable[[], None]:
         return partial(self.waits.measure, partial(self.memory.wait, kind, count, target))
 
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters, so that ranks do not write to one cache line
-_NUM_COUNTERS = 4  # per rank
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12  # FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)
@@ -179,18 +176,17 @@ class SharedMemory:
         """Map the counters of all ranks, or raise NotShared on all of them. Collective."""
         self.rank, self._exchange, self._timeout = rank, exchange, timeout
         ranks = exchange([_host_key(), str(os.getpid())])
-        if len({host_key for host_key, _ in ranks}) > 1 or not ranks[0][0]:
-            raise NotShared(
-                "the ranks run on several machines or in several containers"
-                if ranks[0][0]
-                else f"not supported on {sys.platform} {platform.machine()}"
-            )
+        if not ranks[0][0]:
+            raise NotShared(f"not supported on {sys.platform} {platform.machine()}")
+        if len({host_key for host_key, _ in ranks}) > 1:
+            raise NotShared("the ranks run on several machines or in several containers")
         self._pids = [int(pid) for _, pid in ranks]
+        # Addresses of the mappings, which tensors keep alive.
         self._ranges: list[tuple[weakref.ref[mmap.mmap], range]] = []
         self._process_poll = select.poll()
         self._watch()
-        (self._lines,) = self.allocate([len(ranks) * _NUM_COUNTERS * _LINE])
-        self._counts = self._lines.view(torch.int32)[:: _LINE // 4].numpy()
+        (self._storage,) = self.allocate([len(ranks) * _NUM_COUNTERS * _LINE])
+        self._counters = self._storage.view(torch.int32)[:: _LINE // 4].numpy()
 
     def _watch(self) -> None:
         error = ""
@@ -221,15 +217,16 @@ class SharedMemory:
                 os.ftruncate(own_fd, total)
             except OSError as caught:
                 error = str(caught)
-        (first, *_) = self._exchange([str(own_fd), error])
+        first_fd, first_error = self._exchange([str(own_fd), error])[0]
         file = own_fd
         try:
-            if not first[1]:
+            if not first_error:
                 if self.rank:
-                    file = os.open(f"/proc/{self._pids[0]}/fd/{first[0]}", os.O_RDWR)
+                    file = os.open(f"/proc/{self._pids[0]}/fd/{first_fd}", os.O_RDWR)
                 mapping = mmap.mmap(file, total)
         except (OSError, ValueError) as caught:
             error = str(caught)
+        # Also a barrier: the file of rank 0 stays open until all ranks have opened it.
         errors = [each for (each,) in self._exchange([error]) if each]
         if file >= 0:
             os.close(file)
@@ -253,6 +250,7 @@ class SharedMemory:
         UNRECORDED.count += 1
         address = self._address(self.rank, kind)
         number = ctypes.c_long(_SYS_FUTEX or 0)
+        # Wakes all waiters of the first address, none of the second, and adds 1 to the second.
         if _libc.syscall(number, address, _WAKE_OP, _EVERYONE, None, address, _ADD_ONE) < 0:
             raise EngineError(f"shared memory: futex: {os.strerror(ctypes.get_errno())}")
 
@@ -262,34 +260,34 @@ class SharedMemory:
         EngineError if a rank has exited, or after the timeout of the process group.
         """
         UNRECORDED.pending = f"{target} over shared memory"
-        began = 0.0
+        began = time.monotonic()
         for rank in range(self.size):
             index = rank * _NUM_COUNTERS + kind
-            while _is_before(value := int(self._counts[index]), count):
-                began = began or time.monotonic()
+            while _is_before(value := int(self._counters[index]), count):
                 self._sleep(self._address(rank, kind), value)
                 if time.monotonic() - began > _CHECK_SECONDS:
                     self._check(rank, target, time.monotonic() - began)
         UNRECORDED.pending = ""
 
     def _address(self, rank: int, kind: int) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self._lines.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
+        return ctypes.c_void_p(self._storage.data_ptr() + (rank * _NUM_COUNTERS + kind) * _LINE)
 
     def _sleep(self, address: ctypes.c_void_p, value: int) -> None:
         """Wait until a counter differs from `value`, at most for `_CHECK_SECONDS`."""
-        until = ctypes.byref(_Timespec(0, int(_CHECK_SECONDS * 1e9)))
-        _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, until, None, 0)
+        timeout = ctypes.byref(_Timespec(0, int(_CHECK_SECONDS * 1e9)))
+        _libc.syscall(ctypes.c_long(_SYS_FUTEX or 0), address, _WAIT, value, timeout, None, 0)
 
     def _check(self, rank: int, target: str, waited: float) -> None:
+        """Raise EngineError if a rank has ended, or after the timeout."""
+        target = f"{target} of rank {rank}"
         if waited > self._timeout:
-            reason = f"waiting for {target} of rank {rank}"
-            raise EngineError(f"timed out after {waited:.0f} s: {reason}")
+            raise EngineError(f"timed out after {waited:.0f} s: waiting for {target}")
         if self._process_poll.poll(0):
-            reason = f"while this rank waited for {target} of rank {rank}"
-            raise EngineError(f"a rank has ended {reason}")
+            raise EngineError(f"a rank has ended while this rank waited for {target}")
 
 
 def _is_before(value: int, count: int) -> bool:
+    # Counters are int32 and wrap around; their differences do not.
     return (value - count) & 0x80000000 != 0
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import torch
 
-from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.rank_status import STATUS_PAGE
 
-Mark = float | torch.cuda.Event
-WaitTime = Callable[[], float]  # call it only after the device has reached the last time stamp
+TimeStamp = float | torch.cuda.Event
+GetWaitSeconds = Callable[[], float]  # call it once the device has reached the last time stamp
+TakeWaits = Callable[[], GetWaitSeconds]  # for the waits since its last call
 
 
-def mark(*, on_cuda: bool) -> Mark:
+def time_stamp(*, on_cuda: bool) -> TimeStamp:
     """Return a time stamp of the host's clock, or on CUDA an event in the current stream."""
     if not on_cuda:
         return time.perf_counter()
@@ -20,8 +21,8 @@ def mark(*, on_cuda: bool) -> Mark:
     return event
 
 
-def seconds_between(before: Mark, after: Mark) -> float:
-    """Return the seconds between two marks; on CUDA the device must have reached both."""
+def seconds_between(before: TimeStamp, after: TimeStamp) -> float:
+    """Return the seconds between two time stamps; on CUDA the device must have reached both."""
     if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
         milliseconds: float = before.elapsed_time(after)
         return milliseconds / 1e3
@@ -39,32 +40,32 @@ class HostWaits:
     def measure(self, wait: Callable[[], object]) -> None:
         """Call `wait()`, and add its duration by the host's clock."""
         began = time.perf_counter()
-        RANK_STATUS.wait(begins=True)
+        STATUS_PAGE.mark_waiting(begins=True)
         wait()
-        RANK_STATUS.wait(begins=False)
+        STATUS_PAGE.mark_waiting(begins=False)
         self._seconds += time.perf_counter() - began
 
-    def take(self) -> WaitTime:
+    def take(self) -> GetWaitSeconds:
         seconds, self._seconds = self._seconds, 0.0
         return lambda: seconds
 
 
 class CudaWaits:
-    """A measurement of the compute stream's waits, if `measures` is set: events take time."""
+    """A measurement of the compute stream's waits; off by default, since events cost time."""
 
     def __init__(self) -> None:
         self.measures = False
-        self._pairs: list[tuple[Mark, Mark]] = []
+        self._pairs: list[tuple[TimeStamp, TimeStamp]] = []
 
     def measure(self, wait: Callable[[], object]) -> None:
         if not self.measures:
             wait()
             return
-        before = mark(on_cuda=True)
+        before = time_stamp(on_cuda=True)
         wait()
-        self._pairs.append((before, mark(on_cuda=True)))
+        self._pairs.append((before, time_stamp(on_cuda=True)))
 
-    def take(self) -> WaitTime:
+    def take(self) -> GetWaitSeconds:
         """Return a function for the sum since the previous call, valid after the last event."""
         pairs, self._pairs = self._pairs, []
         return lambda: sum(seconds_between(*pair) for pair in pairs)

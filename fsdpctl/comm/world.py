@@ -15,6 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # exported, thoug
     TCPStore,
 )
 
+# The launcher imports torch's stores from here, since torch does not export them officially.
 __all__ = ["DistStoreError", "PrefixStore", "Store", "TCPStore", "World", "joined_world"]
 
 
@@ -29,14 +30,12 @@ class World:
 
 
 # Torch's flight recorder stores 2,000 collectives over gloo by default, and a rank's memory grows
-# by megabytes until it is full. 500 are more than a step of most models that are trained on CPUs.
+# by megabytes until the recorder is full. 500 collectives exceed a step of most models on CPUs.
 RECORDED_COLLECTIVES = 500
 
 
 @contextmanager
-def joined_world(
-    device_type: str, timeout_seconds: float, store: Store | None = None
-) -> Iterator[World]:
+def joined_world(device_type: str, timeout: float, store: Store | None = None) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it after the block.
 
     The rendezvous uses `store`, by default the launcher's store at MASTER_ADDR and MASTER_PORT,
@@ -62,7 +61,7 @@ def joined_world(
         store=PrefixStore(f"ranks-{os.environ.get('FSDPCTL_ROUND', 0)}", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=timeout),
         device_id=device if device_type == "cuda" else None,
     )
     yield World(rank, local_rank, world_size, device)

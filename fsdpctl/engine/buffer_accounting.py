@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.profiler import record_function
 
-from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.rank_status import STATUS_PAGE
 from fsdpctl.plan.schedule import BufferKind, Event, EventKind
 
 _NOTHING = nullcontext()
@@ -52,7 +52,7 @@ class BufferAccounting:
 
     def record(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
         """Record an event in the trace and in this rank's status."""
-        RANK_STATUS.at(f"{kind} {unit}")
+        STATUS_PAGE.at(f"{kind} {unit}")
         if self.trace is not None:
             self._record(self.trace, Event(kind, unit, nbytes))
 

@@ -100,7 +100,7 @@ class FlatBuffer:
         if mesh.replicas is not None and self.layout.shares_per_shard > 1:
             gathered = AllGatherInput(values, self.layout.replica_spans, source)
             return mesh.replicas.all_gather([gathered])
-        if not shard.is_replicated:
+        if not shard.stores_all:
             return mesh.shard.all_gather([AllGatherInput(values, self.layout.shard_spans, source)])
         if source is not None:
             values.copy_(source)

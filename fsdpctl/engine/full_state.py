@@ -19,7 +19,7 @@ from fsdpctl.models.module_spec import all_named_parameters
 @torch.no_grad()
 def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
     master = shard.weights()
-    if shard.is_replicated:
+    if shard.stores_all:
         return master
     layout = shard.layout
     full = torch.empty(layout.numel, dtype=master.dtype, device=shard.device)

@@ -60,7 +60,7 @@ class GradientReducer:
         self.accounting = BufferAccounting()
         self.offload: GradientOffload | None = None  # takes gradients to the host
         self._plan = plan
-        self._mesh, self._chain = mesh, mesh.chain
+        self._mesh, self._chaining = mesh, mesh.chaining
         scale = 1 / mesh.world.size
         self._scales = (scale, 1.0) if plan.uses_all_reduce else (1.0, scale)  # copies, sums
         self._reducing: deque[_InFlight] = deque()
@@ -68,7 +68,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def execute(self, event: Event) -> None:
-        unit, combines_at_once = self.units[event.unit], self._chain is not None
+        unit, combines_at_once = self.units[event.unit], self._chaining is not None
         match event.kind:
             case EventKind.HOLD:
                 for number, buffer in enumerate(unit.trained_buffers):
@@ -178,7 +178,7 @@ class GradientReducer:
                 self.accounting.deallocate(BufferKind.UNSHARDED_GRADS, *flat.key)
         if not self._plan.combines:
             self._add_gradients(started)
-        elif self._chain is None:
+        elif self._chaining is None:
             self._combining.append(started)
         self.accounting.record(EventKind.REDUCED, started.unit.name)
 
@@ -197,7 +197,7 @@ class GradientReducer:
         else:
             flat.mean = self._new_mean(flat)
         self.accounting.allocate(BufferKind.SUM, *flat.key, flat.mean.nbytes)
-        is_part = shard.is_replicated and not self._plan.uses_all_reduce
+        is_part = shard.stores_all and not self._plan.uses_all_reduce
         shard_mean = shard.view(flat.mean, shard.owned_span) if is_part else flat.mean
         flat.reduction.finish(shard_mean, *self._sum_options(flat))
 
@@ -216,7 +216,7 @@ class GradientReducer:
         """Start the second collective; over NCCL, enqueue it right behind the reduction."""
         nbytes = 0
         for flat in started.reductions:
-            if self._chain is None:
+            if self._chaining is None:
                 mean, flat.mean = flat.mean, None
                 assert mean is not None
                 flat.combined = self._start_combining(flat, mean)
@@ -228,15 +228,15 @@ class GradientReducer:
                 def follow(total: Tensor, flat: FlatReduction = flat) -> Handle:
                     return self._start_combining(flat, total)
 
-                chained = self._chain(follow, flat.reduction, mean, *self._sum_options(flat))
-                flat.chained, flat.combined = chained
+                chain, options = self._chaining.chain, self._sum_options(flat)
+                flat.chained, flat.combined = chain(follow, flat.reduction, mean, *options)
             nbytes += mean.nbytes
         self.accounting.record(EventKind.COMBINE, started.unit.name, nbytes)
 
     def _start_combining(self, flat: FlatReduction, total: Tensor) -> Handle:
         """Start the second collective on `total`. Its result is `total`, or the replica's share."""
         layout, replicas = flat.buffer.layout, self._mesh.replicas
-        if flat.buffer.shard.is_replicated:
+        if flat.buffer.shard.stores_all:
             return self._mesh.shard.all_gather([AllGatherInput(total, layout.shard_spans)])
         assert replicas is not None
         if layout.shares_per_shard == 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.flat_shard import HostScalars, HostUpdate, OffloadedGradient, gradient_norms
+from fsdpctl.comm.flat_shard import HostScalars, HostUpdateFn, OffloadedGradient, gradient_norms
 from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.host_worker import Copier, HostTask, HostWorker, StreamEvent, T, wait_event
 from fsdpctl.engine.unit import ShardedUnit
@@ -109,7 +109,7 @@ class HostStates:
 
     def __init__(self, worker: HostWorker, memory: HostMemory) -> None:
         self._worker = worker
-        self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
+        self.on_start: Callable[[HostUpdateFn, HostScalars], None]  # set by the runtime
         self._copier = Copier(worker.device)
         self._slabs = {
             torch_dtype(dtype): worker.allocate(
@@ -146,7 +146,7 @@ class HostStates:
         self._remainders += numel
         return self.call(lambda: torch.zeros(numel, dtype=torch.int8))
 
-    def start(self, update: HostUpdate, scalars: HostScalars) -> None:
+    def start(self, update: HostUpdateFn, scalars: HostScalars) -> None:
         """Start to step all master weights; the step takes the gradients."""
         self.on_start(update, scalars)
 
@@ -170,7 +170,7 @@ class HostStates:
             job.wait()
 
     def step(
-        self, units: Sequence[ShardedUnit], update: HostUpdate, scalars: HostScalars
+        self, units: Sequence[ShardedUnit], update: HostUpdateFn, scalars: HostScalars
     ) -> Mapping[str, tuple[HostTask, list[list[Tensor]]]]:
         """Start to step `units` in this order.
 
@@ -200,7 +200,7 @@ class HostStates:
         return started
 
     def _run(
-        self, steps: Sequence[_Step], update: HostUpdate, scalars: HostScalars, after: StreamEvent
+        self, steps: Sequence[_Step], update: HostUpdateFn, scalars: HostScalars, after: StreamEvent
     ) -> None:
         if after is not None and any(each.buffer.is_on_host for each in steps):
             after.synchronize()  # copies to the device may still read the parameters to be written
@@ -245,7 +245,7 @@ class HostStates:
         self,
         step: _Step,
         gradient: Tensor,
-        update: HostUpdate,
+        update: HostUpdateFn,
         scalars: HostScalars,
         after: StreamEvent,
     ) -> StreamEvent:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.collectives import Handle
-from fsdpctl.comm.flat_shard import as_integers, compare_replicas
+from fsdpctl.comm.flat_shard import compare_replicas, integer_view
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import ModuleError
 
@@ -44,7 +44,7 @@ class GradPresence:
         handle = self._runtime.mesh.world.start_all_reduce(self._local_values())
         self._in_flight, self._sums = (self._runtime.fingerprint, handle), None
 
-    def absent_everywhere(self) -> frozenset[str]:
+    def params_without_grad(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective."""
         if self._num_backwards:
             if self._in_flight is None:
@@ -123,12 +123,12 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
         if buffer.resident is not None:
             replicated.append((buffer.resident.span, buffer.resident.values))
         has_replicas = runtime.strategy.shards_params and shard.layout.shares_per_shard == 1
-        if shard.is_replicated or has_replicas:
+        if shard.stores_all or has_replicas:
             replicated.append((shard.span, shard.master))
             if shard.remainder is not None:
                 replicated.append((shard.span, shard.remainder))
         for span, values in replicated:
-            bits = as_integers(values)
+            bits = integer_view(values)
             for piece in buffer.layout.param_slices(span):
                 span_in_values = piece.in_flat.shift(-span.start)
                 names.append(piece.param.name)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.collectives import Handle
-from fsdpctl.comm.flat_shard import HostScalars, HostUpdate
+from fsdpctl.comm.flat_shard import HostScalars, HostUpdateFn
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.backward_tracker import (
     BackwardTracker,
@@ -338,7 +338,7 @@ class Runtime:
         self.free_all()
         self.param_sync.start(trained_only=trained_only)
 
-    def step_on_host(self, update: HostUpdate, scalars: HostScalars) -> None:
+    def step_on_host(self, update: HostUpdateFn, scalars: HostScalars) -> None:
         """Start to step the master weights in host memory, in the order of the next forward."""
         assert self.host is not None
         self.free_all()

@@ -107,12 +107,12 @@ class ShardedModel(nn.Module):
         """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
-    def absent_everywhere(self) -> frozenset[str]:
+    def params_without_grad(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.
 
         EngineError if the ranks did not gather the same units in the same order.
         """
-        return self._presence.absent_everywhere()
+        return self._presence.params_without_grad()
 
     def check_replicas(self) -> None:
         """Compare values that several ranks store by their checksums. Collective.

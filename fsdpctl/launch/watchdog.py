@@ -19,10 +19,10 @@ import psutil
 
 from fsdpctl.comm.flight_recorder import CollectiveRecord
 from fsdpctl.comm.rank_status import (
+    DRAWING,
     FINISHING,
-    LOADING,
-    RANK_STATUS,
     READING,
+    STATUS_PAGE,
     HostPages,
     RankStatus,
     make_status_file,
@@ -104,7 +104,7 @@ class Watchdog:
                 return
 
     def _poll(self, elapsed: float) -> None:
-        RANK_STATUS.heartbeat()
+        STATUS_PAGE.heartbeat()
         statuses, silent = self._pages.statuses(), self._watchdog_silent_seconds
         for local, (status, last) in enumerate(zip(statuses, self._statuses, strict=True)):
             moved = status.count != last.count or status.phase == FINISHING
@@ -116,7 +116,7 @@ class Watchdog:
     def _is_deciding(self) -> bool:
         lower_ranks = self._watchdog_silent_seconds[: self._local_rank]
         # If states are requested already, another watchdog reports a hang.
-        is_reported = any(each.is_requested for each in self._statuses)
+        is_reported = any(each.is_record_requested for each in self._statuses)
         decides = not is_reported and all(each > _TAKEOVER_SECONDS for each in lower_ranks)
         if self._exchange:
             self._exchange.is_reporter = decides
@@ -170,7 +170,7 @@ class Watchdog:
         if status.step is not None:
             return self._limit
         slow = self._limit * _START_FACTOR
-        loads = status.phase in (READING, LOADING, "")
+        loads = status.phase in (READING, DRAWING, "")
         return slow if loads else min(slow, 0.8 * self._timeout)
 
     def _persists(self, name: str, holds: bool) -> bool:
@@ -238,7 +238,7 @@ def watch_as_rank(
         store.set(key, str(path))
     try:
         path = Path(store.get(key).decode())
-        RANK_STATUS.open(path, rank.local_rank)
+        STATUS_PAGE.open(path, rank.local_rank)
         watchdog = Watchdog(path, launch, exchange, say=say)
     except OSError as error:
         say(f"rank {rank.rank}: no watchdog: {path}: {error.strerror}")

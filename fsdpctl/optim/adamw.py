@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw as _adamw
 from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
-    HostSteps,
+    HostStepper,
     ShardedModelProtocol,
     require_sharded,
     trainable_shards,
@@ -166,7 +166,7 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
             if not tiled.is_skipped:
                 tiled.step(run, gradient, group, state)
 
-    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+    def _start_step(self, host: HostStepper, absent: frozenset[str], scalars: HostScalars) -> None:
         """Start to step each shard in host memory, with the current options of the groups."""
         of_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
         for run, group_index in self.spans:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.comm.flat_shard import (
     FlatShard,
     HostScalars,
-    HostSteps,
+    HostStepper,
     ShardedModelProtocol,
     require_sharded,
     trainable_shards,
@@ -122,13 +122,13 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._model.sync_gradients()
-        absent = self._model.absent_everywhere()
+        absent = self._model.params_without_grad()
         if absent:
             self.separate_params(absent)
         self._model.mesh.shard.wait_for_readers()
         host = self._model.host
         if host is not None:
-            self._start_on_host(host, absent, HostScalars(grad_scale, found_inf))
+            self._start_step(host, absent, HostScalars(grad_scale, found_inf))
             return loss
         for run, _ in self.spans:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
@@ -141,7 +141,7 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         self._model.broadcast_updated_params(trained_only=True)
         return loss
 
-    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+    def _start_step(self, host: HostStepper, absent: frozenset[str], scalars: HostScalars) -> None:
         raise NotImplementedError
 
     def _synchronize(self) -> None:

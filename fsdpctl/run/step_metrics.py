@@ -3,14 +3,14 @@
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from fsdpctl.comm.waits import Mark, WaitTime, mark, seconds_between
+from fsdpctl.comm.waits import GetWaitSeconds, TakeWaits, TimeStamp, seconds_between, time_stamp
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.decoder_config import config_value, model_type_of
 from fsdpctl.config.model import ModelConfig
@@ -46,19 +46,19 @@ class StepTimes:
 class StepClock:
     """A stopwatch for phases: the host's clock, or CUDA events, which do not block the host."""
 
-    def __init__(self, device: torch.device, take_waits: Callable[[], WaitTime] | None) -> None:
+    def __init__(self, device: torch.device, take_waits: TakeWaits | None) -> None:
         """Start a step. `take_waits()` returns the time spent waiting since its last call."""
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
         self._take_waits = take_waits or (lambda: lambda: 0.0)
         self._take_waits()
-        self._began = mark(on_cuda=self._on_cuda)
+        self._began = time_stamp(on_cuda=self._on_cuda)
         self._last = self._began
-        self._laps: list[tuple[Phase, Mark, Mark, WaitTime]] = []
+        self._laps: list[tuple[Phase, TimeStamp, TimeStamp, GetWaitSeconds]] = []
 
     def lap(self, phase: Phase) -> None:
         """Attribute the time since the last lap to `phase`."""
-        now = mark(on_cuda=self._on_cuda)
+        now = time_stamp(on_cuda=self._on_cuda)
         self._laps.append((phase, self._last, now, self._take_waits()))
         self._last = now
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.comm.waits import Mark, WaitTime, mark, seconds_between
+from fsdpctl.comm.waits import GetWaitSeconds, TimeStamp, seconds_between, time_stamp
 from fsdpctl.plan.layout import Span, aligned_chunk
 from fsdpctl.torch_engines.settings import LocalParam, ParamInitializer, TorchEngineSettings
 
@@ -30,7 +30,7 @@ _BROADCAST_BUFFERS = next(
 class DdpEngine:
     """A module under DDP: every rank has a replica."""
 
-    shard_rank = 0
+    shard_rank = 0  # parameters are not sharded
 
     def __init__(
         self,
@@ -49,24 +49,16 @@ class DdpEngine:
         options: dict[str, Any] = {_BROADCAST_BUFFERS: False}
         self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
         self.num_replicas = world.size
-        self._device = initializer.device
-        self._autocast_dtype = (
-            None if settings.param_dtype == settings.master_dtype else settings.param_dtype
-        )
-        self.local_params = [
-            _local_param(name, param, world.rank, world.size)
-            for name, param in module.named_parameters()
-        ]
+        device, dtype = initializer.device, settings.compute_dtype
+        self._context = partial(torch.autocast, device.type, dtype) if dtype else nullcontext
+        params = module.named_parameters()
+        self.local_params = [_local_param(name, param, world) for name, param in params]
         trained = [each.param for each in self.local_params if each.param.requires_grad]
-        self._waits = AllReduceWaits(trained, initializer.device)
+        self._waits = AllReduceWaits(trained, device)
         self.take_waits = self._waits.take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        narrows = self._autocast_dtype is not None
-        context = (
-            torch.autocast(self._device.type, self._autocast_dtype) if narrows else nullcontext()
-        )
-        with context:
+        with self._context():
             return self._ddp(*args, **kwargs)
 
     @contextmanager
@@ -82,35 +74,39 @@ class DdpEngine:
         """Do nothing: parameters are always unsharded."""
 
 
-def _local_param(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> LocalParam:
-    """Return the full parameter, of which a rank counts in norms and saves its share."""
-    full = Span(0, param.numel())
-    share = aligned_chunk(full, rank, num_ranks)
-    return LocalParam(name, tuple(param.shape), param, full, share, share, 1)
+def _local_param(name: str, param: nn.Parameter, world: Collectives) -> LocalParam:
+    """Return a full parameter; this rank counts its share in norms and saves it."""
+    full, shape = Span(0, param.numel()), tuple(param.shape)
+    share = aligned_chunk(full, world.rank, world.size)
+    return LocalParam(name, shape, param, full, owned_span=share, saved_span=share, num_owners=1)
 
 
 class AllReduceWaits:
-    """A timer from the last gradient of a backward until all gradients are reduced."""
+    """A timer from the last gradient of a backward until all gradients are reduced.
+
+    Each backward must reach every parameter, or the count of missing gradients drifts.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
-        self.is_on = True
+        self.is_on = True  # False in `no_sync`, whose gradients count too
         self._on_cuda = device.type == "cuda"
         self._num_params, self._num_missing = len(params), len(params)
-        self._mark: Mark | None = None
+        self._mark: TimeStamp | None = None
         for param in params:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, param: Tensor) -> None:
+        # In a thread of autograd, on the stream of backward.
         self._num_missing -= 1
         if self._num_missing > 0:
             return
         self._num_missing = self._num_params
         if self.is_on:
-            self._mark = mark(on_cuda=self._on_cuda)
+            self._mark = time_stamp(on_cuda=self._on_cuda)
 
-    def take(self) -> WaitTime:
-        """Return the time for the backward that has just ended, or 0 without a backward."""
+    def take(self) -> GetWaitSeconds:
+        """Call on backward's stream; return a function for the wait, 0 without a backward."""
         start, self._mark = self._mark, None
         if start is None:
             return lambda: 0.0
-        return partial(seconds_between, start, mark(on_cuda=self._on_cuda))
+        return partial(seconds_between, start, time_stamp(on_cuda=self._on_cuda))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.process_group import all_gather_single, reduce_scatter_single
-from fsdpctl.comm.waits import HostWaits, WaitTime
+from fsdpctl.comm.waits import HostWaits, TakeWaits
 from fsdpctl.plan.layout import Span, aligned_chunk
 from fsdpctl.torch_engines.settings import LocalParam, ParamInitializer, TorchEngineSettings
 
@@ -38,30 +38,26 @@ class Fsdp2Engine:
         shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(settings))
         self._root, self._blocks = module, [module.get_submodule(name) for name in settings.blocks]
         for block in self._blocks:
-            # Each block is sharded before the next one is allocated, so that no rank ever holds the
-            # full model.
+            # Shard each block before the next one is allocated, so that no rank has the full model.
             initializer.initialize(block)
             reshard = settings.reshard_after_forward and block is not self._blocks[-1]
             shard(block, reshard_after_forward=reshard)
         initializer.initialize(module)
         shard(module, reshard_after_forward=False)
         _set_prefetch(list(_fsdp_modules(self._blocks)), settings)
-        num_replicas = self.num_replicas = world.size // settings.ranks_per_replica
-        self.shard_rank = world.rank % settings.ranks_per_replica
-        replica = world.rank // settings.ranks_per_replica
-        self.local_params = [
-            _local_param(
-                name, param, (self.shard_rank, settings.ranks_per_replica), (replica, num_replicas)
-            )
-            for name, param in module.named_parameters()
-        ]
+        num_shards = settings.ranks_per_replica
+        replica, self.shard_rank = divmod(world.rank, num_shards)
+        self.num_replicas = world.size // num_shards
+        position = self.shard_rank, num_shards, replica, self.num_replicas
+        params = module.named_parameters()
+        self.local_params = [_local_param(name, param, *position) for name, param in params]
         self._waits = HostWaits()
         # On the CPU, the host waits inside each collective, which can be timed. On CUDA, streams
         # wait instead. `fully_shard` has no hook for its all-reduce over replicas.
-        is_observable = device_type == "cpu" and num_replicas == 1
+        is_observable = device_type == "cpu" and self.num_replicas == 1
         if is_observable:
             _time_collectives(self._units(), self._waits)
-        self.take_waits: Callable[[], WaitTime] | None = self._waits.take if is_observable else None
+        self.take_waits: TakeWaits | None = self._waits.take if is_observable else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._root(*args, **kwargs)
@@ -69,7 +65,7 @@ class Fsdp2Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         (root,) = _fsdp_modules([self._root])
-        root.set_requires_gradient_sync(False)
+        root.set_requires_gradient_sync(False)  # recursive: its blocks, too
         try:
             yield
         finally:
@@ -93,18 +89,15 @@ def _fsdp_modules(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
 def _mesh(device_type: str, num_ranks: int, ranks_per_replica: int) -> DeviceMesh:
     if ranks_per_replica == num_ranks:
         return init_device_mesh(device_type, (num_ranks,))
+    # In two dimensions, `fully_shard` replicates over the first one.
     shape = (num_ranks // ranks_per_replica, ranks_per_replica)
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _policy(settings: TorchEngineSettings) -> MixedPrecisionPolicy:
-    """Return the dtypes. Inputs of units are not cast, since that would round rotary embeddings."""
-    narrows = settings.param_dtype != settings.master_dtype
-    return MixedPrecisionPolicy(
-        param_dtype=settings.param_dtype if narrows else None,
-        reduce_dtype=settings.reduce_dtype,
-        cast_forward_inputs=False,
-    )
+    """Return the policy. Inputs of units are not cast, since that would round rotary embeddings."""
+    dtypes = settings.compute_dtype, settings.reduce_dtype
+    return MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
 
 
 def _set_prefetch(blocks: Sequence[FSDPModule], settings: TorchEngineSettings) -> None:
@@ -119,24 +112,18 @@ def _set_prefetch(blocks: Sequence[FSDPModule], settings: TorchEngineSettings) -
 
 
 def _local_param(
-    name: str,
-    param: nn.Parameter,
-    shard_position: tuple[int, int],
-    replica_position: tuple[int, int],
+    name: str, param: nn.Parameter, rank: int, num_shards: int, replica: int, num_replicas: int
 ) -> LocalParam:
     """Return this rank's shard of a parameter, as `fully_shard` splits dimension 0.
 
-    Each rank has ceil(rows / ranks) rows, and the last ranks may have fewer or none. The positions
-    are (index, count), among the ranks of a replica and among replicas.
+    Each rank of a replica has ceil(rows / num_shards) rows; the last ranks may have fewer or none.
     """
     assert isinstance(param, DTensor)
-    index, count = shard_position
     rows = param.shape[0]
-    max_rows, row_numel = -(-rows // count), param.numel() // max(1, rows)
-    start, stop = (min(rows, max_rows * x) * row_numel for x in (index, index + 1))
+    max_rows, row_numel = -(-rows // num_shards), param.numel() // max(1, rows)
+    start, stop = (min(rows, max_rows * x) * row_numel for x in (rank, rank + 1))
     span = Span(start, stop)
     assert param.to_local().numel() == span.numel
-    replica, num_replicas = replica_position
     saved_span = aligned_chunk(span, replica, num_replicas)
     return LocalParam(name, tuple(param.shape), param, span, span, saved_span, num_replicas)
 
@@ -152,7 +139,7 @@ class _TimedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
-        """Run the collective; with `async_op`, return a handle."""
+        """Run the collective, which blocks: `fully_shard` does not set `async_op` by default."""
         result: Any = None
 
         def run() -> None:

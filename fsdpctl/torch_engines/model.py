@@ -1,6 +1,6 @@
 """The model that training uses with one of PyTorch's engines."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.collectives import Collectives
-from fsdpctl.comm.flat_shard import FlatShard, as_integers, compare_replicas, persistent_buffers
+from fsdpctl.comm.flat_shard import FlatShard, compare_replicas, integer_view, persistent_buffers
 from fsdpctl.comm.mesh import Mesh, collectives_for
-from fsdpctl.comm.rank_status import RANK_STATUS
-from fsdpctl.comm.waits import WaitTime
+from fsdpctl.comm.rank_status import STATUS_PAGE
+from fsdpctl.comm.waits import GetWaitSeconds, TakeWaits
 from fsdpctl.models.module_spec import dtype_name, parameter_roles
 from fsdpctl.plan.layout import FlatLayout, ParamSpan, ParamSpec, Role, Span
 from fsdpctl.plan.strategy import FSDP2
@@ -54,14 +54,13 @@ class TorchEngineModel(nn.Module):
         return self.mesh.world
 
     @property
-    def take_waits(self) -> Callable[[], WaitTime] | None:
-        """A function that returns the exposed communication since its last call, or None if that is
-        not observable."""
+    def take_waits(self) -> TakeWaits | None:
+        """A function for the communication exposed since its last call; None: not observable."""
         take_engine_waits = self._engine.take_waits
         if take_engine_waits is None:
             return None
 
-        def take() -> WaitTime:
+        def take() -> GetWaitSeconds:
             waits = take_engine_waits(), self.mesh.take_waits()
             return lambda: sum(seconds() for seconds in waits)
 
@@ -84,8 +83,9 @@ class TorchEngineModel(nn.Module):
             grad = local.param.grad
             shard.grad = None if grad is None else _local_tensor(grad).view(-1)
 
-    def absent_everywhere(self) -> frozenset[str]:
-        """Return the names of trainable parameters without a gradient. All ranks agree."""
+    def params_without_grad(self) -> frozenset[str]:
+        """Return the names of trainable parameters without a gradient."""
+        # The engines reduce a gradient on all ranks or on none: no communication is needed.
         trained = (local for local in self._engine.local_params if local.param.requires_grad)
         return frozenset(local.name for local in trained if local.param.grad is None)
 
@@ -96,7 +96,7 @@ class TorchEngineModel(nn.Module):
             local.param.grad = shard.grad = None
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Free unsharded parameters, so that the next forward gathers the updated shards."""
+        """Reshard: the next forward gathers the updated shards. `trained_only` has no effect."""
         self._engine.reshard()
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class TorchEngineModel(nn.Module):
         """
         if self._engine.num_replicas == 1:
             return
-        sums = [as_integers(shard.master).sum(dtype=torch.int64) for shard in self._shards]
+        sums = [integer_view(shard.master).sum(dtype=torch.int64) for shard in self._shards]
         names = [local.name for local in self._engine.local_params]
         values = torch.stack(sums).tolist()
         checksums = {name: (value,) for name, value in zip(names, values, strict=True)}
@@ -130,21 +130,23 @@ def build_torch_engine(
     world = collectives_for(device)
     # `fully_shard` replaces the classes of modules, which roles depend on.
     roles = parameter_roles(module)
+    # Also moves the buffers of `module` to `device`.
     initializer = ParamInitializer(module, device, settings.master_dtype, init_param)
     for name in settings.blocks:
         _report_progress(name, module.get_submodule(name))
-    engine = Fsdp2Engine if settings.engine == FSDP2 else DdpEngine
-    return TorchEngineModel(module, engine(module, settings, world, initializer), world, roles)
+    engine_type = Fsdp2Engine if settings.engine == FSDP2 else DdpEngine
+    engine = engine_type(module, settings, world, initializer)
+    return TorchEngineModel(module, engine, world, roles)
 
 
 def _report_progress(name: str, block: nn.Module) -> None:
-    """Record the last block of forward and backward in this rank's status."""
+    """Record the running block in this rank's status; in backward, if it returns a tensor."""
 
     def backward(gradient: Tensor) -> None:
-        RANK_STATUS.at(f"backward {name}")
+        STATUS_PAGE.at(f"backward {name}")
 
     def forward(module: nn.Module, args: Any, output: Any) -> None:
-        RANK_STATUS.at(f"forward {name}")
+        STATUS_PAGE.at(f"forward {name}")
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(backward)
 
@@ -160,6 +162,7 @@ def _flat_shard(local: LocalParam, role: Role) -> FlatShard:
     dtype = dtype_name(tensor.dtype)
     trains = local.param.requires_grad
     spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
+    # Spans of other ranks are not used.
     layout = FlatLayout((ParamSpan(spec, Span(0, spec.numel)),), spec.numel, (local.span,))
     spans = {"span": local.span, "owned_span": local.owned_span, "saved_span": local.saved_span}
     return FlatShard(local.name, layout, tensor.view(-1), **spans, num_owners=local.num_owners)

@@ -24,10 +24,15 @@ class TorchEngineSettings:
     master_dtype: torch.dtype
     compiles: bool  # whether blocks are compiled
 
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """`param_dtype`, or None if parameters are stored in it."""
+        return None if self.param_dtype == self.master_dtype else self.param_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """The elements of one parameter that a rank stores, counts and saves."""
+    """The elements of one parameter that a rank stores, counts in norms and saves."""
 
     name: str
     shape: tuple[int, ...]  # unsharded
@@ -70,7 +75,7 @@ class ParamInitializer:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """Replace parameters by initialized ones. Call this before an engine takes `module`."""
+        """Replace parameters and their ties, once, before an engine takes `module`."""
         for param in list(module.parameters()):
             if param not in self._owners:
                 continue

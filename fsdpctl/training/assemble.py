@@ -21,7 +21,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.run_checkpoints import newest_checkpoint, resume_hint
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.comm.mesh import ObjectExchange, collectives_for
-from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
+from fsdpctl.comm.rank_status import DRAWING, STATUS_PAGE
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Resolved
 from fsdpctl.data.batches import Batches
@@ -159,7 +159,7 @@ def _initializer(config: Resolved, module: nn.Module) -> Callable[[str, Tensor],
     quantized, packing = quantized_shapes(module), quant_format_of(module)
 
     def initialize(name: str, param: Tensor) -> None:
-        RANK_STATUS.at(LOADING)
+        STATUS_PAGE.at(DRAWING)
         values = param
         if name in quantized:
             values = torch.empty(quantized[name], device=param.device)
@@ -265,7 +265,7 @@ def _load(
     progress, bases = _load_state(config, model, optimizer, newest)
     # A barrier: the slowest rank may load for longer than NCCL's timeout of the first collective.
     ranks.all_gather_values(None)
-    RANK_STATUS.at("ready")
+    STATUS_PAGE.at("ready")
     val, vocab_size = data.val, data.vocab_size or vocabulary_of(config, data)
     trained = Batches(data.train.samples(train.seq_len), batches, train.seed, vocab_size)
     validated = None if val is None else Batches(val.samples(train.seq_len), batches, 0, vocab_size)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.comm.collectives import AsyncHostCopy, Collectives, any_rank_flags
+from fsdpctl.comm.collectives import AsyncHostCopy, Collectives, count_flags
 from fsdpctl.io.run_files import PROFILE, RUN_CONFIG, SAVE, STOP
 
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory
@@ -152,7 +152,7 @@ class RequestSync:
 
     def should_continue(self) -> bool:
         """Exchange requests; return False if a rank has received a stop request. Collective."""
-        self._pending.append(any_rank_flags(self._ranks, self._poll().flags, self._device))
+        self._pending.append(count_flags(self._ranks, self._poll().flags, self._device))
         return not self._receive(self._lag).stops
 
     def complete(self) -> RequestFlags:

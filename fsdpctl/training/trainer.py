@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fsdpctl.checkpoint.training_progress import Progress
-from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.rank_status import STATUS_PAGE
 from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.io.run_files import STOP
 from fsdpctl.optim.record import LocalStepStats
@@ -221,7 +221,7 @@ class Trainer:
 
     def _launch(self) -> None:
         began = time.perf_counter()
-        RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
+        STATUS_PAGE.at("data", self.step + 1 if self._handles_requests else None)
 
         def local_stats() -> LocalStepStats:
             self._each(lambda callback: callback.inspect_gradients(self))
@@ -245,7 +245,7 @@ class Trainer:
     def _report(self, keep: int) -> RequestFlags:
         requested = RequestFlags()
         while len(self._queue) > keep:
-            RANK_STATUS.at("step results")
+            STATUS_PAGE.at("step results")
             launched = self._queue.popleft()
             metrics = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
             requested |= RequestFlags(*metrics.figures.flags)

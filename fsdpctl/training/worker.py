@@ -184,20 +184,20 @@ def _exit_now(code: int) -> NoReturn:
 
 def start_status() -> None:
     """Publish this rank's status, write stacks on SIGUSR2, and answer a watchdog."""
-    from fsdpctl.comm.rank_status import RANK_STATUS
+    from fsdpctl.comm.rank_status import STATUS_PAGE
 
     # The handler also runs while a thread holds the interpreter lock.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     if (path := os.environ.get(STATUS_FILE)) is not None:
-        RANK_STATUS.open(Path(path), int(os.environ["LOCAL_RANK"]))
-    RANK_STATUS.at("starting")
+        STATUS_PAGE.open(Path(path), int(os.environ["LOCAL_RANK"]))
+    STATUS_PAGE.at("starting")
     threading.Thread(target=_answer_watchdog, daemon=True).start()
 
 
 def _answer_watchdog() -> None:
-    from fsdpctl.comm.rank_status import RANK_STATUS
+    from fsdpctl.comm.rank_status import STATUS_PAGE
 
-    while not RANK_STATUS.answer():
+    while not STATUS_PAGE.answer_request():
         time.sleep(_POLL_SECONDS)
 
 
@@ -229,7 +229,7 @@ def _work(
     if rank == 0 and not only_measures:
         DISPLAY.start(sys.stdout, f"starting {os.environ['WORLD_SIZE']} ranks")
     log = _redirect_stderr(run_dir / "logs", rank)
-    from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
+    from fsdpctl.comm.rank_status import FINISHING, STATUS_PAGE
     from fsdpctl.errors import FsdpctlError, SignalError
 
     start_status()
@@ -253,8 +253,8 @@ def _work(
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
     if task is not None:
-        RANK_STATUS.at(FINISHING)  # the watchdog must not kill a script that continues
-        RANK_STATUS.close()
+        STATUS_PAGE.at(FINISHING)  # the watchdog must not kill a script that continues
+        STATUS_PAGE.close()
         os.dup2(terminal, 2)
         return
     _exit_now(0)  # torch's threads may abort a process while its interpreter shuts down

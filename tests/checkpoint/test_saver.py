@@ -26,7 +26,7 @@ from fsdpctl.checkpoint.run_checkpoints import (
     remove_expired,
     step_folder,
 )
-from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.rank_status import STATUS_PAGE
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, LATEST, MANIFEST
@@ -156,7 +156,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
 def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypatch):
     model, optimizer = trained("full_shard")
     beats: list[str] = []
-    monkeypatch.setattr(RANK_STATUS, "at", beats.append)
+    monkeypatch.setattr(STATUS_PAGE, "at", beats.append)
     written = vars(manifest)["write_tensor_file"]
 
     def write_slowly(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:

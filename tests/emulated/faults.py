@@ -96,7 +96,7 @@ KINDS = {
 }  # fmt: skip
 for _name, _cases in KINDS.items():
     _waits = (
-        (torch.cuda.Stream, "wait_stream", _nothing), (NcclCollectives, "_after", _done_at_once),
+        (torch.cuda.Stream, "wait_stream", _nothing), (NcclCollectives, "_handle", _done_at_once),
     )  # fmt: skip
     for _case in _cases:
         for _side, _wait in zip(("before", "after"), _waits, strict=True):
@@ -217,7 +217,7 @@ def own_part_is_copied_on_another_stream(right: Any, self: Any, buffers: Sequenc
     for each in buffers:
         if each.shard is not None:
             with torch.cuda.stream(self.reduce_stream):
-                self._own_span(each).copy_(each.shard)
+                self._own_part(each).copy_(each.shard)
     return right(self, [replace(each, shard=None) for each in buffers])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
+from fsdpctl.comm.rank_status import DRAWING, STATUS_PAGE
 from fsdpctl.training import assemble
 from tests.distributed import distributed
 from tests.training.ranks import made, words
@@ -31,9 +31,9 @@ def test_a_rank_that_reads_longer_than_nccl_waits_ends_nobody(
         return fill(*given)
 
     monkeypatch.setattr(assemble, "_load_state", slow_on_one)
-    monkeypatch.setattr(type(RANK_STATUS), "at", lambda self, place, step=None: beats.append(place))
+    monkeypatch.setattr(type(STATUS_PAGE), "at", lambda self, place, step=None: beats.append(place))
     typed = words(tmp_path, 2, "launch.device=cuda", f"train.run_dir={tmp_path / 'run'}")
     trainer = made([*typed, "train.steps=2", "precision=fp32"], device=device)
     module = trainer.parts.model.module
-    assert beats.count(LOADING) == len(list(module.parameters()))  # the launcher sees it live
+    assert beats.count(DRAWING) == len(list(module.parameters()))  # the launcher sees it live
     trainer.run()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdpctl.comm.flight_recorder import read_record
 from fsdpctl.comm.rank_status import (
-    LOADING,
+    DRAWING,
     PAGE_BYTES,
     READING,
     HostPages,
@@ -43,7 +43,7 @@ def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
     pulse.at("nowhere")  # nobody reads it yet
     pulse.open(path, 1)
     pulse.at("forward blocks.3", 7)
-    pulse.wait(begins=True)
+    pulse.mark_waiting(begins=True)
     first, second, third = HostPages(path).statuses()
     assert (second.count, second.step, second.phase, second.is_waiting) == (
         2, 7, "forward blocks.3", True,
@@ -107,7 +107,7 @@ def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: in
         pulse = RankStatusPage()
         pulse.open(path, index)
         pulse.at("forward blocks.0", 1)
-        pulse.wait(begins=index == 0)
+        pulse.mark_waiting(begins=index == 0)
     return watch
 
 
@@ -221,7 +221,7 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
 
 
 @pytest.mark.parametrize(("place", "step", "seconds"), [
-    ("forward head", 3, 300), ("ready", None, 480), (LOADING, None, 1200), (READING, None, 1200),
+    ("forward head", 3, 300), ("ready", None, 480), (DRAWING, None, 1200), (READING, None, 1200),
 ])  # fmt: skip
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
     launch = LaunchConfig(nproc_per_node=1, timeout=600)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS, HostPages, make_status_file
+from fsdpctl.comm.rank_status import FINISHING, STATUS_PAGE, HostPages, make_status_file
 from fsdpctl.training import worker
 from fsdpctl.training.worker import STATUS_FILE
 from tests.commands.run import TINY, command, environment, make_text
@@ -97,9 +97,9 @@ def test_a_script_that_continues_after_training_does_not_count_as_hung(
     variables = {STATUS_FILE: path, "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(worker, "_train", lambda *args, **options: RANK_STATUS.at("data", 5))
+    monkeypatch.setattr(worker, "_train", lambda *args, **options: STATUS_PAGE.at("data", 5))
     work: Any = worker._work
     work(tmp_path, task=task)
-    RANK_STATUS.at("forward blocks.0")  # the script uses fsdpctl's engine, then code of its own
+    STATUS_PAGE.at("forward blocks.0")  # the script uses fsdpctl's engine, then code of its own
     (status,) = HostPages(path).statuses()
     assert status.phase == FINISHING

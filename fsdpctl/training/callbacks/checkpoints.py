@@ -27,7 +27,7 @@ from fsdpctl.checkpoint.run_checkpoints import (
 from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.staging import StagingMemory
 from fsdpctl.comm.mesh import ObjectExchange
-from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
+from fsdpctl.comm.rank_status import FINISHING, STATUS_PAGE
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.config.training import CheckpointConfig
@@ -328,7 +328,7 @@ class Checkpoints(Callback):
                 is_done = fraction == 1 or (reading is not None and not reading.done.done())
                 waits = is_done and time.perf_counter() - since < _SLOWEST_RANK_SECONDS
                 if waits or moved != before:
-                    RANK_STATUS.at("saving")
+                    STATUS_PAGE.at("saving")
                 advance(int(100 * fraction) - int(100 * shown))
                 shown = fraction
 
@@ -368,7 +368,7 @@ class Checkpoints(Callback):
         """Wait for uploads if all ranks end at the same step, and check them."""
         if is_joint(error):
             self._journal.check_in_place()
-            RANK_STATUS.at(FINISHING)
+            STATUS_PAGE.at(FINISHING)
             self._uploads.wait(self._journal.remark)
             if error is None:  # an earlier error is more important than a failed upload
                 self._uploads.check()
@@ -383,5 +383,5 @@ class Checkpoints(Callback):
             if wait([current.done], _POLL_SECONDS).done:
                 return
             if self._bytes_moved != moved:
-                RANK_STATUS.at("completing a checkpoint")
+                STATUS_PAGE.at("completing a checkpoint")
                 moved, since = self._bytes_moved, time.perf_counter()

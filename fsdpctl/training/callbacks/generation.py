@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.collectives import any_rank_flags
+from fsdpctl.comm.collectives import count_flags
 from fsdpctl.io.activity import doing
 from fsdpctl.models.attention_kernels import without_cudnn_attention
 from fsdpctl.models.transformers_decoder import Decoder, KeyValueCache, eval_mode
@@ -89,7 +89,7 @@ class SampleText(Callback):
         def turns() -> Iterator[None]:
             for _ in range(count):
                 # All ranks end together, even if rounding lets them draw different tokens.
-                ended = any_rank_flags(run.ranks, [has_ended], run.parts.device)
+                ended = count_flags(run.ranks, [has_ended], run.parts.device)
                 if not sync.should_continue() or ended.tolist()[0]:
                     return
                 yield

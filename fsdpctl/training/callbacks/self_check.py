@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.comm.flat_shard import as_integers
+from fsdpctl.comm.flat_shard import integer_view
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.packing import IGNORE_INDEX
@@ -146,7 +146,7 @@ def _bit_sums(model: TrainedModel) -> list[Tensor]:
     shards = [shard for shard in model.flat_shards() if shard.trainable]
     tensors = [tensor for shard in shards for tensor in (shard.master, shard.remainder)]
     sums = []
-    for bits in (as_integers(tensor) for tensor in tensors if tensor is not None):
+    for bits in (integer_view(tensor) for tensor in tensors if tensor is not None):
         end = len(bits) // _NUM_SUMS * _NUM_SUMS
         sums += [bits[:end].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64), bits[end:].clone()]
     return sums
