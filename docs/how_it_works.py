@@ -67,13 +67,13 @@ def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
     config = make_run_plan(prepare(compose_config(SETTINGS), ESTIMATE_ROLE).config).config
     plan = plan_run(config, module_units(build_model(config.model), None), 1)
-    buffers = (K.ALLOCATE, K.DEALLOCATE)
-    events = [e for e in planned_step(plan.step, plan.reduces_gradients) if e.kind not in buffers]
-    units = [*plan.step.order.forward, plan.step.order.root]
+    planned = planned_step(plan.step_plan, plan.reduces_gradients)
+    events = [event for event in planned if event.kind not in (K.ALLOCATE, K.DEALLOCATE)]
+    units = [*plan.step_plan.order.forward, plan.step_plan.order.root]
     canvas = _Canvas()
     _draw_timeline(canvas, events, units)
     top = 70 + _ROW * len(units)
-    _draw_moments(canvas, plan.step, events, units, top)
+    _draw_moments(canvas, plan.step_plan, events, units, top)
     bottom = top + 60 + 44 * NUM_RANKS
     for number, (color, meaning) in enumerate(_COLORS.items()):
         canvas.box(color, 62 + number * 172, bottom, 13, 13)

@@ -132,8 +132,8 @@ class Estimator:
         steps = planned_steps(config, traced.units, training, recorder)
         step = _replay(config, recorder, steps)
         frozen = sum(
-            param.numel * training.step.dtypes_of(layout).compute.itemsize
-            for of_unit in training.step.layouts.values()
+            param.numel * training.step_plan.dtypes_of(layout).compute.itemsize
+            for of_unit in training.step_plan.layouts.values()
             for layout in of_unit
             for param in layout.params
             if not param.trainable
@@ -142,8 +142,8 @@ class Estimator:
         params = (param for unit in traced.units for param in unit.params if param.trainable)
         itemsize = training.dtypes.master.itemsize
         saved = sum(training.states.saved(param, itemsize) for param in params)
-        on_host = training.host_states_bytes + host_inputs_bytes(model_pass.offloaded.values())
-        rank, shared = training.step.position.rank, training.step.shared_bytes
+        on_host = training.host_model_bytes + host_inputs_bytes(model_pass.offloaded.values())
+        rank, shared = training.step_plan.position.rank, training.step_plan.shared_bytes
         return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
 
     def predict(self, plan: RunPlan) -> StepPrediction:
@@ -208,7 +208,7 @@ def _simulate(
     config: Resolved, traced: TracedModel, model_pass: ModelPass, passes: int
 ) -> StepPrediction:
     plan = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(model_pass, _machine(config, plan.step.position))
+    recorder = TaskRecorder(model_pass, _machine(config, plan.step_plan.position))
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     # The first step leaves collectives in flight, which end in the second.

@@ -106,13 +106,13 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
 
     Among many ranks, it is the rank that owns most elements: its states follow from them.
     """
-    layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
+    layouts = [layout for of_unit in plan.step_plan.layouts.values() for layout in of_unit]
     is_even = all(layout.is_even for layout in layouts)
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return plan
     if is_even:
         return fullest_ranks(plan)[0]
-    if plan.step.position.size <= _MAX_REPLAYED_RANKS:
+    if plan.step_plan.position.size <= _MAX_REPLAYED_RANKS:
         return plan.at(engine_peak(plan).rank)
     owned = [
         sum(part.numel for part in parts)
@@ -140,8 +140,8 @@ def sent_per_step(
     plan = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"
     reduces = reducing_passes(num_micro_batches, every=every)
-    plan = TrainingPlan(plan.step, reduces, plan.states)
-    recorder, position = TrafficRecorder(), plan.step.position
+    plan = TrainingPlan(plan.step_plan, reduces, plan.states)
+    recorder, position = TrafficRecorder(), plan.step_plan.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(
         recorder.sent_bytes(RankGroup.SHARD, position.size),

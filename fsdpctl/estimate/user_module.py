@@ -140,7 +140,7 @@ def estimate_memory(
     steps = engine_steps(assumed.engine, strategy, units, plan, recorder, fused=fused)
     device, allocator = assumed.device, assumed.allocator
     step = estimate_steps(recorder, steps, device=device, allocator=allocator, draws=False)
-    return MemoryEstimate(num_params, plan.step.position.rank, step, plan.host_states_bytes)
+    return MemoryEstimate(num_params, plan.step_plan.position.rank, step, plan.host_model_bytes)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:

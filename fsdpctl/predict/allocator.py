@@ -27,9 +27,7 @@ class _Block:
     __slots__ = ("is_free", "next", "prev", "unmapped", "pool", "size", "start")
 
     def __init__(self, start: int, size: int, pool: "_Pool") -> None:
-        self.start = start
-        self.size = size
-        self.pool = pool
+        self.start, self.size, self.pool = start, size, pool
         self.is_free = True
         self.prev: _Block | None = None  # neighbors in the segment
         self.next: _Block | None = None
@@ -63,8 +61,7 @@ class CachingAllocator:
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.num_alloc_retries = 0  # how often the cache was emptied because memory ran out
-        self._expandable = expandable
-        self._capacity = capacity
+        self._expandable, self._capacity = expandable, capacity
         self._segments = 0
         self._live: dict[int, _Block] = {}
         self._streams = {} if streams is None else streams
@@ -73,20 +70,19 @@ class CachingAllocator:
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Allocate at least `nbytes`, which `free(key)` frees."""
+        # 0 bytes take a block, too.
         size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE or _MIN_BLOCK_SIZE
         if key in self._streams:
             pool = self._pools_of(self._streams[key])[size > _SMALL_SIZE]
-        else:
+        else:  # stream 0 without a look-up: this is the inner loop of an estimate
             pool = self._small if size <= _SMALL_SIZE else self._large
-        free = pool.free
-        index = bisect_left(free, (size, 0))
-        block = self._best_fit(pool, index) if index < len(free) else None
+        index = bisect_left(pool.free, (size, 0))
+        block = self._best_fit(pool, index) if index < len(pool.free) else None
         if block is None:
             block = self._new_block(pool, size)
         elif block.unmapped:
             self._remap(block, size)
-        rest = block.size - size
-        if rest >= pool.min_remainder:
+        if block.size - size >= pool.min_remainder:
             self._split(pool, block, size)
         block.is_free = False
         self._live[key] = block
@@ -99,8 +95,7 @@ class CachingAllocator:
         block = self._live.pop(key)
         self.allocated -= block.size
         block.is_free = True
-        pool = block.pool
-        prev, next_block = block.prev, block.next
+        pool, prev, next_block = block.pool, block.prev, block.next
         if prev is not None and prev.is_free:
             self._remove_free(prev)
             block.start, block.size = prev.start, prev.size + block.size
@@ -123,6 +118,7 @@ class CachingAllocator:
         """Allocate `nbytes` and free them at once."""
         pool = self._small if nbytes <= _SMALL_SIZE else self._large
         size = -(-nbytes // _MIN_BLOCK_SIZE) * _MIN_BLOCK_SIZE
+        # Usually a free block is large enough, and the pool is the same afterwards.
         if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].unmapped:
             self.peak_allocated = max(self.peak_allocated, self.allocated + size)
             return
@@ -159,22 +155,16 @@ class CachingAllocator:
 
     def _best_fit(self, pool: _Pool, index: int) -> _Block:
         """Take the smallest block from `index` on; the end of an expandable segment comes last."""
-        block = pool.free[index][2]
-        if block is pool.last and index + 1 < len(pool.free):
+        if pool.free[index][2] is pool.last and index + 1 < len(pool.free):
             index += 1
-            block = pool.free[index][2]
-        del pool.free[index]
-        return block
+        return pool.free.pop(index)[2]
 
     def _new_block(self, pool: _Pool, size: int) -> _Block:
         if self._expandable:
             return self._grow(pool, size)
-        if size <= _SMALL_SIZE:
-            nbytes = _SMALL_BUFFER
-        elif size < _MIN_LARGE_ALLOC:
+        nbytes = -(-size // _SMALL_BUFFER) * _SMALL_BUFFER
+        if _SMALL_SIZE < size < _MIN_LARGE_ALLOC:
             nbytes = _LARGE_BUFFER
-        else:
-            nbytes = -(-size // _SMALL_BUFFER) * _SMALL_BUFFER
         self._reserve(nbytes)
         self._segments += 1
         return _Block(self._segments * _SEGMENT_STRIDE, nbytes, pool)
@@ -205,6 +195,7 @@ class CachingAllocator:
         return block
 
     def _remap(self, block: _Block, size: int) -> None:
+        """Map pages of a free block again; if that fails, the block is free again."""
         needed = min(block.unmapped, -(-size // block.pool.page_size) * block.pool.page_size)
         try:
             self._reserve(needed)
@@ -236,5 +227,4 @@ class CachingAllocator:
         insort(pool.free, (rest.size, rest.start, rest))
 
     def _remove_free(self, block: _Block) -> None:
-        free = block.pool.free
-        del free[bisect_left(free, (block.size, block.start))]
+        del block.pool.free[bisect_left(block.pool.free, (block.size, block.start))]

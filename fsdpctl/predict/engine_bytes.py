@@ -15,7 +15,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
-CATEGORIES = (
+ENGINE_CATEGORIES = (
     Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES,
     Category.GATHERED_UNITS, Category.REDUCE_BUFFERS,
 )  # fmt: skip
@@ -25,12 +25,12 @@ class EngineBytes(StepRecorder):
     """A recorder of the bytes that the engine has allocated, by category."""
 
     def __init__(self) -> None:
-        self.nbytes = dict.fromkeys(CATEGORIES, 0)
+        self.nbytes = dict.fromkeys(ENGINE_CATEGORIES, 0)
         self.history: list[dict[Category, int]] = []  # after each change
         self._sizes: list[tuple[Category, int]] = []  # index: key
 
     def allocate(
-        self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
+        self, category: Category, unit: str, description: str, nbytes: int, *, stream: int = 0
     ) -> int:
         self._sizes.append((category, nbytes))
         self._change(category, nbytes)
@@ -41,10 +41,10 @@ class EngineBytes(StepRecorder):
             category, nbytes = self._sizes[key]
             self._change(category, -nbytes)
 
-    def recategorize(self, key: int, category: Category, what: str) -> None:
+    def recategorize(self, key: int, category: Category, description: str) -> None:
         old_category, nbytes = self._sizes[key]
         self._sizes[key] = category, nbytes
-        self.nbytes[old_category] -= nbytes
+        self.nbytes[old_category] -= nbytes  # not by `_change`: a move is one entry of the history
         self._change(category, nbytes)
 
     def _change(self, category: Category, nbytes: int) -> None:
@@ -73,9 +73,9 @@ def engine_peak(plan: TrainingPlan) -> EnginePeak:
 
 
 def _peak_of_rank(plan: TrainingPlan) -> EnginePeak:
-    history, position = timeline(plan), plan.step.position
-    peak = max(history, key=lambda held: sum(held.values()))
-    largest = {each: max(held[each] for held in history) for each in CATEGORIES}
+    history, position = timeline(plan), plan.step_plan.position
+    peak = max(history, key=lambda nbytes: sum(nbytes.values()))
+    largest = {each: max(held[each] for held in history) for each in ENGINE_CATEGORIES}
     return EnginePeak(position.rank, position.replica, peak, largest)
 
 
@@ -92,14 +92,12 @@ def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
 
 def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
     """Return the plans of the ranks that may need the most memory."""
-    layouts = [layout for of_unit in plan.step.layouts.values() for layout in of_unit]
+    layouts = [layout for of_unit in plan.step_plan.layouts.values() for layout in of_unit]
     if not all(layout.is_even for layout in layouts):
         return [plan.at(rank) for rank in range(len(layouts[0].shard_spans))]
     # Ranks differ only by optimizer states, which have more bytes for some parameters.
-    numbers = {rank for layout in layouts for rank in _unlike_ranks(layout, plan.states)}
-    candidates = [
-        plan.at(*divmod(rank, layouts[0].shares_per_shard)) for rank in sorted({0, *numbers})
-    ]
+    indices = {0}.union(*(_unlike_spans(layout, plan.states) for layout in layouts))
+    candidates = [plan.at(*divmod(i, layouts[0].shares_per_shard)) for i in sorted(indices)]
     if plan.states.dtype is None:
         return candidates  # one rank may have an additional step counter
     kinds = list(_kinds_of_layouts(plan))
@@ -109,17 +107,15 @@ def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
 def _kinds_of_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
     """Yield one layout of each kind of trained flat buffers with equal states, and their number."""
     kinds: dict[object, list[FlatLayout]] = {}
-    for layout in plan.step.all_trained():
-        states = plan.states
-        cut = [
-            (x.span, states.key(x.param), states.is_separate(x.param)) for x in layout.param_spans
-        ]
-        kinds.setdefault((layout.numel, *cut), []).append(layout)
+    key, is_separate = plan.states.key, plan.states.is_separate
+    for layout in plan.step_plan.all_trained():
+        signature = [(x.span, key(x.param), is_separate(x.param)) for x in layout.param_spans]
+        kinds.setdefault((layout.numel, *signature), []).append(layout)
     yield from ((layouts[0], len(layouts)) for layouts in kinds.values())
 
 
-def _unlike_ranks(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
-    """Yield the ranks whose shards of an even flat buffer may need more states than others.
+def _unlike_spans(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
+    """Yield the indices of an even layout's owned spans that may have more states than others.
 
     The states of some parameters are separate tensors, or not compressed.
     """

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import chain
 
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.layout import FlatLayout
@@ -31,8 +32,7 @@ _ACTIVITIES = {
 class _EngineBuffers:
     """The buffers of a step, which planned events allocate and free.
 
-    The plan defines sizes. This class adds when gradients of autograd are freed, and the temporary
-    memory of additions.
+    The plan defines sizes. This class adds the frees of autograd's gradients, and temporary sums.
     """
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
@@ -40,10 +40,10 @@ class _EngineBuffers:
         self._keys: dict[tuple[BufferKind, str, int], int] = {}
         self._offloaded: set[str] = set()  # units whose gradients are on the host
         self._gradient_bytes: dict[str, int] = {}  # bytes per unit that are to be offloaded
-        self._dropped: set[str] = set()  # parameters whose gradients were freed in this pass
+        self._freed_grads: set[str] = set()  # parameters whose gradients were freed in this pass
 
     def begin_pass(self) -> None:
-        self._dropped.clear()
+        self._freed_grads.clear()
 
     def change(self, event: Event) -> None:
         """Allocate or free the buffer of an event, or use its memory as another buffer."""
@@ -52,7 +52,7 @@ class _EngineBuffers:
         if event.kind is EventKind.ALLOCATE:
             self._allocate(event.buffer, event)
             return
-        if event.buffer is BufferKind.REPLICA_WORKSPACE:
+        if event.buffer is BufferKind.REPLICA_WORKSPACE:  # freed after the sum over replicas
             self._add_up_replicas(event.nbytes)
         key = self._keys.pop(buffer_key)
         if event.into is None:
@@ -62,10 +62,9 @@ class _EngineBuffers:
             self._keys[buffer, event.unit, index] = key
             self._recorder.recategorize(key, CATEGORY_OF[buffer], buffer.value)
 
-    def drop_gradients(self, unit: str) -> None:
+    def free_gradients(self, unit: str) -> None:
         """Free the gradients of a unit that autograd allocated in this pass."""
-        for layout in self._plan.step.trained[unit]:
-            self._drop(layout)
+        self._free_grads(*self._plan.step_plan.trained[unit])
 
     def offload_gradients(self, unit: str) -> None:
         """Offload the reduced gradients of a unit, added to the gradients that the host has."""
@@ -90,29 +89,31 @@ class _EngineBuffers:
         self._recorder.free(*map(self._keys.pop, gradients))
 
     def _allocate(self, buffer: BufferKind, event: Event) -> None:
-        unit, recorder = event.unit, self._recorder
-        index, piece = event.index, 0
-        if buffer is not BufferKind.PARAMS:
-            piece, index = divmod(event.index, len(self._plan.step.trained[unit]))
-        # The first piece of the last reduction collects all gradients of autograd.
+        unit, recorder, layouts = (
+            event.unit,
+            self._recorder,
+            self._plan.step_plan.trained[event.unit],
+        )
+        piece, index = divmod(event.index, len(layouts) or 1)
+        # A single piece collects autograd's gradients here; several free them at the last REDUCE.
         collects = event.is_last and not piece
         recorder.begin_phase(_ACTIVITIES.get(buffer, "reducing"), unit)
-        if buffer is BufferKind.GRADS and Offload.GRADIENTS in self._plan.step.offload:
+        if buffer is BufferKind.GRADS and Offload.GRADIENTS in self._plan.step_plan.offload:
             self._gradient_bytes[unit] = event.nbytes
         if buffer is BufferKind.WORKSPACE and collects:
             # The held gradients already include the gradients of this pass.
-            self._drop(self._plan.step.trained[unit][index])
-        key, category = (buffer, unit, event.index), CATEGORY_OF[buffer]
-        if key not in self._keys:  # otherwise the memory of another buffer is used
-            self._keys[key] = recorder.allocate(category, unit, buffer.value, event.nbytes)
+            self._free_grads(layouts[index])
+        buffer_key, category = (buffer, unit, event.index), CATEGORY_OF[buffer]
+        if buffer_key not in self._keys:  # otherwise `change` has moved another buffer here
+            self._keys[buffer_key] = recorder.allocate(category, unit, buffer.value, event.nbytes)
         if buffer is BufferKind.UNSHARDED_GRADS and collects:
-            self._drop(self._plan.step.trained[unit][index])
+            self._free_grads(layouts[index])
         if buffer is BufferKind.SUM:
-            self._add_up(self._plan.step.trained[unit][index])
+            self._add_up(layouts[index])
 
     def _add_up(self, layout: FlatLayout) -> None:
         """Allocate the temporary of a rank that adds gradients itself: one chunk at a time."""
-        position, dtypes = self._plan.step.position, self._plan.step.dtypes_of(layout)
+        position, dtypes = self._plan.step_plan.position, self._plan.step_plan.dtypes_of(layout)
         # NCCL adds in its kernel.
         if position.size > 1 and position.transport is not Transport.NCCL:
             numel = layout.shard_spans[position.rank].numel
@@ -121,34 +122,36 @@ class _EngineBuffers:
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the temporary of a sum over replicas, with operands in `workspace` bytes."""
-        nbytes = workspace // (self._plan.step.position.num_replicas - 1)
+        nbytes = workspace // (self._plan.step_plan.position.num_replicas - 1)
         most = SUM_CHUNK * self._plan.dtypes.gradient.itemsize
         self._recorder.allocate_temporary(min(nbytes, most))
 
-    def _drop(self, layout: FlatLayout) -> None:
-        for param in layout.params:
+    def _free_grads(self, *layouts: FlatLayout) -> None:
+        for param in (param for layout in layouts for param in layout.params):
             key = self._recorder.gradient(param.name)
-            if key is not None and param.name not in self._dropped:
-                self._dropped.add(param.name)
+            if key is not None and param.name not in self._freed_grads:
+                self._freed_grads.add(param.name)
                 self._recorder.free(key)
 
 
 class FsdpctlSteps:
-    """The steps of one rank. Gathers of the optimizer end in the next step."""
+    """The steps of one rank. Gathers of updated parameters end in the next step."""
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
-        self._plan, self._step, self._position = plan, plan.step, plan.step.position
+        self._plan, self._step, self._position = plan, plan.step_plan, plan.step_plan.position
         self._recorder = recorder
-        self._events = planned_step(plan.step, plan.reduces_gradients)
-        self._update = planned_update(plan.step)
+        self._events = planned_step(plan.step_plan, plan.reduces_gradients)
+        self._update = planned_update(plan.step_plan)
         self._buffers = _EngineBuffers(plan, recorder)
         self._gathers: dict[str, int] = {}
-        self._updated_gathers: dict[str, int] = {}
+        self._syncs: dict[str, int] = {}
         # By unit: reductions in flight with their bytes, and reductions over replicas.
         self._reductions: dict[str, deque[tuple[int | None, int]]] = defaultdict(deque)
         self._replica_reductions: dict[str, deque[int]] = defaultdict(deque)
-        self._last_reduced: dict[str, int | None] = {}
-        self._has_states = plan.step.steps_on_host  # the host allocates the states
+        uses_all_reduce = plan.step_plan.uses_all_reduce
+        self._kind = CollectiveKind.ALL_REDUCE if uses_all_reduce else CollectiveKind.REDUCE_SCATTER
+        self._last_reduction: dict[str, int | None] = {}
+        self._has_states = plan.step_plan.steps_on_host  # the host allocates the states
         self._host_gradients: dict[str, list[int]] = {}  # keys by unit, read by the host's step
         self._host = fsdpctl_update.HostSchedule(plan, recorder)
 
@@ -158,7 +161,7 @@ class FsdpctlSteps:
     def step(self) -> None:
         recorder, root = self._recorder, self._step.order.root
         recorder.compute(PassPart.BEFORE)
-        passes = len(self._plan.reduces_gradients)
+        passes_left = len(self._plan.reduces_gradients)
         for event in self._events:
             if event.buffer is BufferKind.OFFLOADING:
                 recorder.free(*self._host_gradients.pop(event.unit, ()))
@@ -167,8 +170,8 @@ class FsdpctlSteps:
             elif event.kind is EventKind.LEAVE and event.unit == root:
                 self._host.wait_for_copy()
                 recorder.compute(PassPart.END)
-                passes -= 1
-                if passes:
+                passes_left -= 1
+                if passes_left:
                     recorder.compute(PassPart.BEFORE)
             else:
                 self._do(event)
@@ -187,25 +190,25 @@ class FsdpctlSteps:
                 recorder.compute(PassPart.BACKWARD, unit)
             case EventKind.SYNC:
                 self._host.wait(unit)
-                self._gather_updated(event)
+                self._sync(event)
             case EventKind.GATHER:
                 self._gather(unit, event.nbytes)
             case EventKind.READY:
                 recorder.wait(self._gathers.pop(unit, None))
             case EventKind.HOLD:
-                self._buffers.drop_gradients(unit)
+                self._buffers.free_gradients(unit)
             case EventKind.REDUCE:
                 if event.is_last:
-                    self._buffers.drop_gradients(unit)
+                    self._buffers.free_gradients(unit)
                 self._reduce(unit, event.nbytes)
             case EventKind.REDUCED:
                 key, nbytes = self._reductions[unit].popleft()
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
-                self._last_reduced[unit] = key
+                self._last_reduction[unit] = key
                 self._offload_gradients(unit, is_last=event.is_last and not self._step.combines)
             case EventKind.COMBINE:
-                self._reduce_over_replicas(unit, event.nbytes)
+                self._combine(unit, event.nbytes)
             case EventKind.COMBINED:
                 recorder.wait(self._replica_reductions[unit].popleft())
                 self._offload_gradients(unit, is_last=event.is_last)
@@ -219,7 +222,7 @@ class FsdpctlSteps:
     def _forward(self, unit: str) -> None:
         recorder, order = self._recorder, self._step.order
         self._host.wait(unit)
-        recorder.wait(self._updated_gathers.pop(unit, None))
+        recorder.wait(self._syncs.pop(unit, None))
         if unit != order.root:
             recorder.compute(PassPart.FORWARD, unit)
             return
@@ -231,71 +234,55 @@ class FsdpctlSteps:
     def _gather(self, unit: str, nbytes: int) -> None:
         recorder, dtypes = self._recorder, self._plan.dtypes
         self._host.wait(unit)
-        recorder.wait(self._updated_gathers.pop(unit, None))
+        recorder.wait(self._syncs.pop(unit, None))
         from_host = sum(
-            rest.param_span.numel * rest.dtypes.compute.itemsize
-            for rest in map(self._step.placement, self._step.layouts[unit])
-            if rest.is_gathered_from_host
+            placement.param_span.numel * placement.dtypes.compute.itemsize
+            for placement in map(self._step.placement, self._step.layouts[unit])
+            if placement.is_gathered_from_host
         )
         if not self._step.steps_on_host:  # otherwise the host casts, too
             # Cast this rank's shard: read master weights, write in the compute dtype.
-            widened = 1 + dtypes.master.itemsize / dtypes.compute.itemsize
-            recorder.copy(widened * (nbytes / self._position.size - from_host), f"cast {unit}")
+            traffic = 1 + dtypes.master.itemsize / dtypes.compute.itemsize
+            recorder.copy(traffic * (nbytes / self._position.size - from_host), f"cast {unit}")
         copies: tuple[int, ...] = ()
         if from_host:
             copies = (recorder.start_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
+        kind, group = CollectiveKind.GATHER, RankGroup.SHARD
         self._gathers[unit] = recorder.start_collective(
-            CollectiveKind.GATHER,
-            nbytes,
-            RankGroup.SHARD,
-            f"gather {unit}",
-            queue=GATHERS,
-            after=copies,
+            kind, nbytes, group, f"gather {unit}", queue=GATHERS, after=copies
         )
 
     def _reduce(self, unit: str, nbytes: int) -> None:
-        recorder, transport = self._recorder, self._position.transport
-        key = None
+        recorder, key = self._recorder, None
         recorder.copy(2 * nbytes, f"collect gradients of {unit}")
-        if transport is Transport.SHARED:
+        if self._position.transport is Transport.SHARED:
             other_bytes = nbytes - nbytes / self._position.size
             recorder.copy(2 * other_bytes, f"copy gradients of {unit}")
         else:
             key = recorder.start_collective(
-                self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
+                self._kind, nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
             )
         self._reductions[unit].append((key, nbytes))
-        self._last_reduced[unit] = key
-
-    def _reduction(self) -> CollectiveKind:
-        if self._step.uses_all_reduce:
-            return CollectiveKind.ALL_REDUCE
-        return CollectiveKind.REDUCE_SCATTER
+        self._last_reduction[unit] = key
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Add the gradients of all ranks, or scale the sum if the collective adds."""
-        ranks, kind = self._position.size, self._reduction()
-        adds = (
-            self._position.transport is not Transport.NCCL and kind is CollectiveKind.REDUCE_SCATTER
-        )
-        passes = ranks + 1 if adds else 2
-        summed = nbytes if kind is CollectiveKind.ALL_REDUCE else nbytes / ranks
+        ranks, scatters = self._position.size, self._kind is CollectiveKind.REDUCE_SCATTER
+        adds = scatters and self._position.transport is not Transport.NCCL
+        traversals = ranks + 1 if adds else 2
+        summed = nbytes / ranks if scatters else nbytes
         if ranks > 1:
-            self._recorder.copy(passes * summed, f"sum of {unit}")
+            self._recorder.copy(traversals * summed, f"sum of {unit}")
 
-    def _reduce_over_replicas(self, unit: str, nbytes: int) -> None:
-        strategy = self._step.strategy
-        kind = (
-            CollectiveKind.REDUCE_SCATTER
-            if strategy.shards_over_replicas
-            else CollectiveKind.ALL_REDUCE
-        )
-        group, queue = RankGroup.REPLICAS, REPLICA_SUMS
-        if self._position.num_replicas == 1:  # gathers the shards of unsharded gradients
+    def _combine(self, unit: str, nbytes: int) -> None:
+        strategy, group, queue = self._step.strategy, RankGroup.REPLICAS, REPLICA_SUMS
+        scatters, label = strategy.shards_over_replicas, f"sum over replicas of {unit}"
+        kind = CollectiveKind.REDUCE_SCATTER if scatters else CollectiveKind.ALL_REDUCE
+        if self._position.num_replicas == 1:  # ranks gather the shards of the sum
             kind, group, queue = CollectiveKind.GATHER, RankGroup.SHARD, GATHERS
-        before = self._last_reduced[unit]
+            label = f"gather the sum of {unit}"
+        before = self._last_reduction[unit]
         after = (before,) if strategy.replicates and before is not None else ()
-        label = f"sum over replicas of {unit}"
         key = self._recorder.start_collective(kind, nbytes, group, label, queue=queue, after=after)
         self._replica_reductions[unit].append(key)
 
@@ -305,57 +292,57 @@ class FsdpctlSteps:
         if not self._has_states:
             self._has_states = True
             fsdpctl_update.allocate_states(plan, recorder)
-        by_muon = fsdpctl_update.step_matrices(plan, recorder)
-        fsdpctl_update.step_in_tiles(plan, recorder)
+        muon_numel = fsdpctl_update.step_matrices(plan, recorder)
+        fsdpctl_update.allocate_tiles(plan, recorder)
         if step.fetches_gradients:
             self._host_gradients = self._buffers.take_gradients()
         self._buffers.end_step()
         if step.steps_on_host:
             self._host.step()
         else:
-            held = sum(step.master_span(layout).numel for layout in step.all_trained())
-            numel, moments = held - by_muon, plan.states.moments
+            owned = sum(step.master_span(layout).numel for layout in step.all_trained())
+            numel, moments = owned - muon_numel, plan.states.moments
             stored = fsdpctl_update.tiled_traffic(plan, numel)
             recorder.optimizer_step(numel, plan.dtypes.master.itemsize, moments, stored)
         for event in self._update:
-            self._gather_updated(event)
+            self._sync(event)
         recorder.end_step()
 
-    def _gather_updated(self, event: Event) -> None:
+    def _sync(self, event: Event) -> None:
         if self._position.transport is Transport.SHARED:
             return  # the owner has written into memory that other ranks read
         over_replicas = self._step.strategy.shards_over_replicas
         group = RankGroup.REPLICAS if over_replicas else RankGroup.SHARD
-        self._updated_gathers[event.unit] = self._recorder.start_collective(
-            CollectiveKind.GATHER, event.nbytes, group, f"renew {event.unit}", queue=GATHERS
+        self._syncs[event.unit] = self._recorder.start_collective(
+            CollectiveKind.GATHER, event.nbytes, group, f"sync {event.unit}", queue=GATHERS
         )
 
 
 def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> None:
     recorder.begin_phase("building the model")
-    scratch: dict[str, int] = {}  # key: dtype
-    slots = {name: slot for slot in step.unshard_buffers for name in slot.units}
-    allocated: set[str] = set()  # the first unit of each slot
+    drawn: dict[str, int] = {}  # keys of buffers of random values, by dtype
+    buffers = {name: buffer for buffer in step.unshard_buffers for name in buffer.units}
+    allocated: set[str] = set()  # the first unit of each buffer
     for unit, layouts in step.layouts.items():
-        slot = slots[unit]
-        is_new = slot.units[0] not in allocated
+        buffer = buffers[unit]
+        is_new = buffer.units[0] not in allocated
         if is_new:
-            allocated.add(slot.units[0])
-            nbytes = step.position.local_share(slot.nbytes)
-            key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", nbytes)
+            allocated.add(buffer.units[0])
+            nbytes = step.position.local_share(buffer.nbytes)
+            key = recorder.allocate(Category.GATHERED_UNITS, unit, "unshard buffer", nbytes)
         for layout in layouts:
             placement, dtype = step.placement(layout), step.dtypes_of(layout).initial
             for description, nbytes in _on_device(placement, trainable=layout.trainable):
                 recorder.allocate(Category.PARAMETERS, unit, description, nbytes)
-            if draws and dtype not in scratch:
-                all_layouts = (each for of_unit in step.layouts.values() for each in of_unit)
+            if draws and dtype not in drawn:
+                all_layouts = chain(*step.layouts.values())
                 largest = max(x.numel for x in all_layouts if step.dtypes_of(x).initial == dtype)
-                description, nbytes = "random values", largest * dtype.itemsize
-                key_of_values = recorder.allocate(Category.PARAMETERS, "", description, nbytes)
-                scratch[dtype] = key_of_values
-        if is_new and step.strategy.shards_params and not slot.is_permanent:
+                category, nbytes = Category.PARAMETERS, largest * dtype.itemsize
+                drawn[dtype] = recorder.allocate(category, "", "random values", nbytes)
+        # Until the first gather, only initialization needs the buffer.
+        if is_new and step.strategy.shards_params and not buffer.is_permanent:
             recorder.free(key)
-    recorder.free(*scratch.values())
+    recorder.free(*drawn.values())
     if outbox := step.outbox_bytes:
         description = "gradients that other ranks read"
         recorder.allocate(Category.REDUCE_BUFFERS, step.order.root, description, outbox)
@@ -364,7 +351,8 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
 def _on_device(placement: ShardPlacement, *, trainable: bool) -> Iterator[tuple[str, int]]:
     """Yield the tensors of a flat buffer that stay on the device, with their bytes."""
     if placement.param_location is StorageLocation.DEVICE:
-        yield "parts to be gathered", placement.param_span.numel * placement.dtypes.compute.itemsize
+        nbytes = placement.param_span.numel * placement.dtypes.compute.itemsize
+        yield "shards to be gathered", nbytes
     if placement.master_location is StorageLocation.DEVICE:
         nbytes = placement.master_span.numel * placement.dtypes.master.itemsize
         yield "master weights" if trainable else "frozen weights", nbytes

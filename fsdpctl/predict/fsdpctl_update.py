@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from itertools import chain
 from math import prod
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_spans
@@ -20,11 +21,12 @@ from fsdpctl.predict.model_pass import Work, WorkKind
 from fsdpctl.predict.step_recorder import Category, StepRecorder
 from fsdpctl.predict.training_plan import TrainingPlan
 
-# Bytes per element of a step in tiles: the traffic that takes as long as the step, by
-# benchmarks/update_time.py. It is six times the traffic of a step in float32.
-_TILE_STEP_BYTES = 6 * 32
-# Muon's elementwise operators: passes over weights, gradient and mean; bytes in bfloat16.
-_MASTER_PASSES, _BYTES = 11, 10
+# Bytes per element that take as long to move as the host's step in tiles takes, by
+# benchmarks/update_time.py: six times the traffic of a step in float32.
+_HOST_TILE_BYTES = 6 * 32
+# Muon's elementwise operators, per element: passes over weights, gradient and mean in the dtype of
+# master weights, and bytes in bfloat16.
+_MASTER_PASSES, _BF16_BYTES = 11, 10
 _NO_GROUP = -1  # parameters without a gradient
 
 
@@ -37,20 +39,17 @@ class HostSchedule:
 
     def __init__(self, plan: TrainingPlan, recorder: StepRecorder) -> None:
         self._plan, self._recorder = plan, recorder
-        step = plan.step
-        owned = {
-            unit: sum(step.master_span(each).numel for each in step.trained[unit])
-            * step.steps_on_host
-            for unit in (step.order.root, *step.order.forward)
-        }
+        step = plan.step_plan
+        units = (step.order.root, *step.order.forward) if step.steps_on_host else ()
+        owned = {unit: sum(step.master_span(x).numel for x in step.trained[unit]) for unit in units}
         self._owned = {unit: numel for unit, numel in owned.items() if numel}
         self._gradient_copies: dict[str, int] = {}  # copies to the host, by unit
-        self._last_copy: int | None = None  # the copied gradient must not be freed yet
+        self._last_copy: int | None = None  # until it ends, its gradient must not be freed
         self._results: dict[str, int] = {}  # copies to the device or steps, by unit
 
     def offload_gradients(self, unit: str) -> None:
         """Copy the reduced gradients of a unit to the host, added to gradients in host memory."""
-        if Offload.GRADIENTS not in self._plan.step.offload or unit not in self._owned:
+        if Offload.GRADIENTS not in self._plan.step_plan.offload or unit not in self._owned:
             return
         self.wait_for_copy()
         recorder, nbytes = self._recorder, self._owned[unit] * self._plan.dtypes.gradient.itemsize
@@ -71,10 +70,10 @@ class HostSchedule:
     def step(self) -> None:
         """Step all units on the host; two pinned buffers per direction limit copies in flight."""
         recorder, dtypes = self._recorder, self._plan.dtypes
-        fetches = self._plan.step.fetches_gradients
-        recorder.gradient_norm(
-            sum(self._owned.values()) * dtypes.gradient.itemsize if fetches else 0
-        )
+        fetches = self._plan.step_plan.fetches_gradients
+        owned = sum(self._owned.values()) if fetches else 0
+        recorder.gradient_norm(owned * dtypes.gradient.itemsize)
+        # A transfer starts after the transfer before the last, which has used its pinned buffer.
         steps: list[int] = []
         results: list[int] = []
         for unit, numel in self._owned.items():
@@ -85,7 +84,7 @@ class HostSchedule:
                 copy = self._gradient_copies.pop(unit)
             after, nbytes = (*results[-2:-1], copy), numel * _step_traffic(self._plan)
             steps.append(recorder.start_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
-            if Offload.PARAMS not in self._plan.step.offload:
+            if Offload.PARAMS not in self._plan.step_plan.offload:
                 label, nbytes = f"parameters of {unit}", numel * dtypes.compute.itemsize
                 results.append(recorder.start_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
             self._results[unit] = (results or steps)[-1]
@@ -99,48 +98,49 @@ def _step_traffic(plan: TrainingPlan) -> int:
     """Return the bytes per element that are read and written in host memory during a step.
 
     AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes
-    the parameter in the compute dtype. A step in tiles counts traffic that takes as long. Meanwhile
-    the device reads the result unless parameters stay on the host, and writes gradients unless they
-    were offloaded during backward.
+    the parameter in the compute dtype. A step in tiles counts as the traffic that takes as long.
+    Meanwhile the device reads the result unless parameters stay on the host, and writes gradients
+    unless they were offloaded during backward.
     """
     dtypes = plan.dtypes
     stepped = 2 * (dtypes.gradient.itemsize + (1 + plan.states.moments) * dtypes.master.itemsize)
     if plan.states.dtype is not None:
-        stepped = _TILE_STEP_BYTES
+        stepped = _HOST_TILE_BYTES
     cast = dtypes.compute.itemsize if dtypes.compute.itemsize != dtypes.master.itemsize else 0
-    fetched = dtypes.gradient.itemsize if plan.step.fetches_gradients else 0
-    read = 0 if Offload.PARAMS in plan.step.offload else dtypes.compute.itemsize
+    fetched = dtypes.gradient.itemsize if plan.step_plan.fetches_gradients else 0
+    read = 0 if Offload.PARAMS in plan.step_plan.offload else dtypes.compute.itemsize
     return stepped + cast + read + fetched
 
 
 def allocate_states(plan: TrainingPlan, recorder: StepRecorder) -> None:
     """Allocate the optimizer states of parameters with gradients, group by group."""
-    step, states = plan.step, plan.states
+    step, states = plan.step_plan, plan.states
 
     def group_of(param: ParamSpec) -> int:
         return states.key(param) if recorder.has_gradient(param) else _NO_GROUP
 
-    runs = [
-        (run, unit)
+    spans = [
+        (span, unit)
         for unit, layouts in step.trained.items()
         for layout in layouts
-        for run in optimizer_spans(layout, step.master_span(layout), group_of, states.is_separate)
-        if run.group != _NO_GROUP
+        for span in optimizer_spans(layout, step.master_span(layout), group_of, states.is_separate)
+        if span.group != _NO_GROUP
     ]
-    for run, unit in sorted(runs, key=lambda each: each[0].group):
-        for size in states.of_span(run, plan.dtypes.master.itemsize):
+    for span, unit in sorted(spans, key=lambda each: each[0].group):
+        for size in states.of_span(span, plan.dtypes.master.itemsize):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
 
 
-def step_in_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
+def allocate_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
     """Allocate the temporary memory of a step in tiles, if the step is in tiles."""
-    step = plan.step
+    step = plan.step_plan
     if plan.states.dtype is None or step.steps_on_host:
         return
     key, layouts = plan.states.key, step.all_trained()
-    runs = (run.span.numel for x in layouts for run in optimizer_spans(x, step.master_span(x), key))
+    spans = chain(*(optimizer_spans(each, step.master_span(each), key) for each in layouts))
     device = "cuda" if step.position.transport is Transport.NCCL else "cpu"
-    recorder.allocate_temporary(tile_bytes(max(runs, default=0), device, plan.states.dtype))
+    largest = max((each.span.numel for each in spans), default=0)
+    recorder.allocate_temporary(tile_bytes(largest, device, plan.states.dtype))
 
 
 def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
@@ -148,7 +148,7 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
     if plan.states.dtype is None:
         return 0
     dtypes = plan.dtypes
-    weight = dtypes.master.itemsize + dtypes.has_remainder
+    weight = dtypes.master.itemsize + dtypes.has_remainder  # a remainder has 1 byte
     return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes
 
 
@@ -161,7 +161,7 @@ def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
     if muon is None:
         return 0
     recorder.begin_phase("the optimizer's step")
-    owned = list(_matrices(plan.step))
+    owned = list(_matrices(plan.step_plan))
     for shape in sorted(set(map(matrix_shape, owned))):
         keys: dict[str, int] = {}
         for name, nbytes in muon.tensors(shape, itemsize):
@@ -169,16 +169,17 @@ def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
                 keys[name] = recorder.allocate(Category.WORKSPACES, "", f"Muon: {name}", nbytes)
             else:
                 recorder.free(keys.pop(name))
-    works = [_works(muon, matrix_shape(param), itemsize) for param in _most_matrices(plan.step)]
-    recorder.optimizer_operators([work for of_shape in works for work in of_shape], "Muon")
+    matrices = _most_matrices(plan.step_plan)
+    operators = chain(*(_operators(muon, matrix_shape(param), itemsize) for param in matrices))
+    recorder.optimizer_operators(list(operators), "Muon")
     return sum(param.numel for param in owned)
 
 
 def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    for layout in (each for of_unit in step.layouts.values() for each in of_unit):
-        for piece in layout.param_slices(step.master_span(layout)):
-            if uses_muon(piece.param):
-                yield piece.param
+    for layout in chain(*step.layouts.values()):
+        for each in layout.param_slices(step.master_span(layout)):
+            if uses_muon(each.param):  # with Muon, no rank owns only a part of a matrix
+                yield each.param
 
 
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
@@ -189,12 +190,12 @@ def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
 
 
 @functools.cache
-def _works(muon: MuonSettings, shape: MatrixShape, itemsize: int) -> tuple[Work, ...]:
+def _operators(muon: MuonSettings, shape: MatrixShape, itemsize: int) -> tuple[Work, ...]:
     """Return the operators of a matrix's update: products, and passes over its elements."""
-    passes = prod(shape) * (_MASTER_PASSES * itemsize + _BYTES)
     products = []
     for dims in muon.products(shape):
-        batch, rows, columns, length = dims
-        nbytes = 2 * batch * (rows * length + length * columns + rows * columns)
+        batch, rows, columns, inner = dims
+        nbytes = 2 * batch * (rows * inner + inner * columns + rows * columns)
         products.append(Work("mm", WorkKind.MATMUL, 2 * prod(dims), nbytes, 2, dims))
-    return (*products, Work("lerp_", WorkKind.MEMORY, 0, passes, itemsize))
+    nbytes = prod(shape) * (_MASTER_PASSES * itemsize + _BF16_BYTES)
+    return (*products, Work("lerp_", WorkKind.MEMORY, 0, nbytes, itemsize))

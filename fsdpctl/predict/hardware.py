@@ -46,24 +46,25 @@ class RingNetwork:
     nvlink_efficiency: float = 0.8  # share of `intra_bandwidth` that collectives reach
     # Share of the computing speed lost during a collective: 18.9% on average in arXiv 2507.03114.
     slowdown_intra: float = 0.19
-    slowdown_inter: float = 0.10
+    slowdown_inter: float = 0.10  # assumed
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: GroupShape) -> Transfer:
-        """Return the transfer of a ring; of a tree if it has less latency in an all-reduce."""
+        """Return the transfer over rings; an all-reduce has a tree's latency if that is less."""
         ranks, nodes = group.ranks, group.nodes
         if ranks == 1:
             return Transfer(NODE_LINKS, 0.0, 0.0)
         bandwidth = self._bandwidth(group)
-        latency = _BASE_LATENCY + (ranks - nodes) * _INTRA_HOP + (nodes - 1) * _INTER_HOP
+        hops = (ranks - nodes) * _INTRA_HOP + (nodes - 1) * _INTER_HOP
         rounds = 2 if kind is CollectiveKind.ALL_REDUCE else 1
         if rounds == 2:
             tree = (group.ranks_per_node - 1) * _INTRA_HOP + math.log2(nodes) * _INTER_HOP
-            latency = _BASE_LATENCY + 2 * min(latency - _BASE_LATENCY, tree)
+            hops = 2 * min(hops, tree)
         sent = rounds * nbytes * (ranks - 1) / ranks
         link = NODE_LINKS if nodes == 1 else NETWORK_LINKS
         slowdown = self.slowdown_inter if group.ranks_per_node == 1 else self.slowdown_intra
+        # Over the network, a rank's card sends its part of the bytes that leave the node.
         sent_over_link = sent if nodes == 1 else sent * (nodes - 1) / nodes / group.ranks_per_node
-        return Transfer(link, latency, sent / bandwidth, sent_over_link, slowdown)
+        return Transfer(link, _BASE_LATENCY + hops, sent / bandwidth, sent_over_link, slowdown)
 
     def _bandwidth(self, group: GroupShape) -> float:
         """Return the bytes/s of a ring, which more nodes slow down (NVIDIA/nccl#1229)."""
@@ -71,13 +72,14 @@ class RingNetwork:
         if group.nodes == 1:
             return intra
         inter = self.inter_bandwidth * _NETWORK_CARD_EFFICIENCY * group.ranks_per_node
-        loss = max(0.0, math.log2(group.nodes / 4)) * _RING_DECLINE
-        return min(intra if group.ranks_per_node > 1 else inter, inter) * max(0.4, 1.0 - loss)
+        share = max(_MIN_RING_SHARE, 1.0 - max(0.0, math.log2(group.nodes / 4)) * _RING_DECLINE)
+        return min(intra if group.ranks_per_node > 1 else inter, inter) * share
 
 
 _PCIE_EFFICIENCY = 0.8  # share of the link's rate that is left for data
 _NETWORK_CARD_EFFICIENCY = 0.92
 _RING_DECLINE = 0.055  # share of the bandwidth lost each time the nodes double beyond four
+_MIN_RING_SHARE = 0.4  # share of the bandwidth that is left on any number of nodes
 _BASE_LATENCY, _INTRA_HOP, _INTER_HOP = 8.4e-6, 3.4e-6, 14e-6  # seconds
 
 
@@ -102,7 +104,8 @@ class HostDataSheet:
         """Return the transfer of a step that reads and writes `nbytes` in total, or of a copy."""
         seconds = nbytes * self.ranks / (self.memory_bandwidth * _HOST_MEMORY_EFFICIENCY)
         if queue is HostQueue.STEPS:
-            return Transfer(queue, 0.0, seconds, 0.0, self.slowdown, self.slowdown)
+            lost = self.slowdown
+            return Transfer(queue, 0.0, seconds, compute_slowdown=lost, comm_slowdown=lost)
         seconds = max(seconds, nbytes / (self.pcie_bandwidth * _PCIE_EFFICIENCY))
         return Transfer(queue, _COPY_LATENCY, seconds, nbytes)
 
@@ -112,9 +115,6 @@ _HOST_MEMORY_EFFICIENCY = 0.8  # share of the rate of host memory that AdamW rea
 _COPY_LATENCY = 10e-6  # seconds
 
 
-_ATTENTION_KINDS = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceDataSheet:
     """A GPU by its data sheet, with the efficiencies that kernels reach.
@@ -122,40 +122,35 @@ class DeviceDataSheet:
     Rates are for dense operations. Sources of the efficiencies are in docs/method/time-model.md.
     """
 
-    flops: Mapping[int, float]  # FLOP/s by bytes of an element
+    peak_rates: Mapping[int, float]  # FLOP/s, by bytes of an element
     bandwidth: float  # bytes/s of its memory
-    matmul_efficiency: float  # share of the FLOP/s that large products reach within a step
+    matmul_efficiency: float  # share of the peak that large products reach before `step_efficiency`
     attention_efficiency: Mapping[str, float]  # the same for long sequences, by kernel
     step_efficiency: float  # speed of an operator within a step, relative to a single operator
-    # Speed of grouped products with many rows per group, relative to single products.
-    grouped_efficiency: float = 1.0
-    # Share of the bandwidth that reads and writes by index reach; a compiler never fuses such
-    # operators. None: they have the speed of other operators.
+    grouped_efficiency: float = 1.0  # speed of grouped products with many rows, relative to others
+    # Share of bandwidth that reads and writes by index reach, even if compiled; None: as others.
     index_efficiency: float | None = None
     is_compiled: bool = False  # whether a compiler fuses elementwise operators
     fused_dequantization: bool = False  # whether one kernel dequantizes a weight
     step_overhead: float = 0.0  # seconds per step
-    # Relative gain of attention when the length grows from 65,536 to 1,048,576.
-    long_sequence_gain: float = 0.0
+    long_sequence_gain: float = 0.0  # gain of attention from 65,536 to 1,048,576 tokens, relative
     unit_seconds: float = 0.0  # host time for the engine's part of a unit's forward or backward
 
     def seconds(self, work: Work) -> float:
         """Return the time by the roofline model, plus the launch of the kernel."""
         if work.kind is WorkKind.MEMORY:
             return self._memory_seconds(work)
-        rate = self.flops[work.itemsize] * self._share(work)
-        bandwidth = self.bandwidth * _bandwidth_share(work.nbytes) * self._grouped(work)
+        rate = self.peak_rates[work.itemsize] * self._efficiency(work)
+        bandwidth = self.bandwidth * _bandwidth_efficiency(work.nbytes)
+        bandwidth *= self._group_efficiency(work)  # few rows per group waste bandwidth, too
         seconds = max(work.flops / rate, work.nbytes / bandwidth)
         return seconds / self.step_efficiency + _KERNEL_LAUNCH
 
     def _memory_seconds(self, work: Work) -> float:
         serialized = 0.0 if self.is_compiled else _ADDED_ROW * max(0, work.dims[-1] - _FREE_ROWS)
         if self.index_efficiency is not None and work.name.rstrip("_") in _INDEXING:
-            seconds = (
-                work.nbytes / (self.bandwidth * self.index_efficiency) / self.step_efficiency
-                + _KERNEL_LAUNCH
-            )
-            return seconds + serialized
+            bandwidth = self.bandwidth * self.index_efficiency
+            return work.nbytes / bandwidth / self.step_efficiency + _KERNEL_LAUNCH + serialized
         share = _FUSED_SHARE if self.is_compiled else 1.0
         if self.is_compiled or self.fused_dequantization:
             share = _FUSED_DEQUANTIZATION_SHARE.get(work.name, share)
@@ -168,60 +163,55 @@ class DeviceDataSheet:
 
     def copy_seconds(self, nbytes: float) -> float:
         """Return the time to read and write `nbytes` in total."""
-        return nbytes / (self.bandwidth * _bandwidth_share(nbytes)) / self.step_efficiency
+        return nbytes / (self.bandwidth * _bandwidth_efficiency(nbytes)) / self.step_efficiency
 
     def optimizer_seconds(self, nbytes: float, moments: int) -> float:
-        """Return the time of one kernel: it reads all tensors, and writes all but the gradient."""
+        """Return the time to read weights, gradients and moments, and write all but gradients."""
         return self.copy_seconds((3 + 2 * moments) * nbytes)
 
     def tiles_seconds(self, numel: float, stored: float) -> float:
         """Return the time of a step in tiles; a fused kernel moves the `stored` bytes."""
-        return self.copy_seconds(stored if self.is_compiled else _TILE_STEP_BYTES * numel)
+        return self.copy_seconds(stored if self.is_compiled else _DEVICE_TILE_BYTES * numel)
 
-    def _attention(self, work: Work) -> float:
-        """Return the efficiency of the kernel that torch runs; float32 has another peak."""
+    def _kernel_efficiency(self, work: Work) -> float:
+        """Return the efficiency of the kernel that torch runs; in float32, that of FLASH."""
         kernel = next((name for name in self.attention_efficiency if name in work.name), FLASH)
-        return self.attention_efficiency[kernel if work.itemsize == _TWO_BYTES else FLASH]
+        return self.attention_efficiency[kernel if work.itemsize == 2 else FLASH]
 
-    def _grouped(self, work: Work) -> float:
+    def _group_efficiency(self, work: Work) -> float:
         """Return the efficiency of grouped products: few rows per group fill tiles only in part."""
         if not work.name.startswith(GROUPED):
             return 1.0
-        share = self.grouped_efficiency * work.dims[1] / (work.dims[1] + _HALF_ROWS)
-        return share if work.name == GROUPED else _GATHERING_SHARE * share
+        efficiency = self.grouped_efficiency * work.dims[1] / (work.dims[1] + _HALF_ROWS)
+        return efficiency if work.name == GROUPED else _INDEXED_SHARE * efficiency
 
-    def _share(self, work: Work) -> float:
-        if work.kind in _ATTENTION_KINDS:
-            _, _, length, head_dim = work.dims
-            # Narrower heads keep fewer units busy, by the fourth root of their dimension.
+    def _efficiency(self, work: Work) -> float:
+        if work.kind in (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD):
+            *_, length, head_dim = work.dims
+            # Narrower heads keep fewer tensor cores busy, by the fourth root of their dimension.
             by_dim = math.sqrt(math.sqrt(min(1.0, head_dim / 128)))
-            gain = 1.0 + self.long_sequence_gain * min(
-                1.0, max(0.0, math.log2(length / _LONG_TOKENS) / _DOUBLINGS)
-            )
-            return self._attention(work) * gain * length / (length + _HALF_LENGTH) * by_dim
-        _, rows, columns, length = work.dims
-        matmul = self.matmul_efficiency * self._grouped(work)
-        return matmul * length / (length + _HALF_SUMS) * _alignment(rows, columns, length)
+            doublings = math.log2(length / _LONG_TOKENS)
+            gain = 1.0 + self.long_sequence_gain * min(1.0, max(0.0, doublings / _DOUBLINGS))
+            return self._kernel_efficiency(work) * gain * length / (length + _HALF_LENGTH) * by_dim
+        _, rows, columns, inner = work.dims
+        matmul = self.matmul_efficiency * self._group_efficiency(work)
+        return matmul * inner / (inner + _HALF_SUMS) * _alignment_efficiency(rows, columns, inner)
 
 
 GROUPED = "_grouped_mm"
-INDEXED_GROUPED_MM = (
-    f"{GROUPED}, gathering"  # a kernel that reads its rows by index, such as Liger's
-)
+INDEXED_GROUPED_MM = f"{GROUPED}, indexed"  # a kernel that reads rows by index, such as Liger's
 # Speed of such a kernel relative to torch's grouped products, by published steps of TRL.
-_GATHERING_SHARE = 0.55
+_INDEXED_SHARE = 0.55
 _INDEXING = (
     "index", "index_put", "index_add", "index_select", "scatter", "scatter_add", "gather",
 )  # fmt: skip
-_TWO_BYTES = 2
 # Seconds for each row that index_put adds to the same row, such as gradients of an expert's bias: a
-# warp adds the rows one after another. By published steps of gpt-oss, whose filler text sends
-# tokens to the same experts: 1.6e-6 each, for eight times the mean. A compiler adds with atomics.
+# warp adds the rows one after another. 8 * 1.6e-6: 1.6e-6 by published steps of gpt-oss, whose
+# filler text sends eight times the mean to an expert. A compiler adds with atomics.
 _ADDED_ROW, _FREE_ROWS = 13e-6, 64
 # Bytes per weight of AdamW in tiles with 8-bit moments, by the operators in optim/tiles.py, each of
-# which reads and writes float32. A fused kernel moves 16 bytes: gradient 4, weight 2 * 4, moments
-# 2 * 2.
-_TILE_STEP_BYTES = 310
+# which reads and writes float32. A fused kernel moves 16: gradient 4, weight 2 * 4, moments 2 * 2.
+_DEVICE_TILE_BYTES = 310
 UNPACKING = "unpack "  # the prefix of operators that dequantize weights; a packing follows
 # Bytes per bf16 weight of a fused kernel, which reads packed bits and writes the weight, relative
 # to the bytes of the operators that a trace counts.
@@ -235,14 +225,12 @@ _HALF_ROWS = 600  # rows per group at which a grouped product reaches half of it
 _HALF_SUMS = 130  # length of the sums at which a matrix product reaches half of its speed
 
 
-def _bandwidth_share(nbytes: float) -> float:
+def _bandwidth_efficiency(nbytes: float) -> float:
     """Return the share of the memory bandwidth that a kernel of `nbytes` reaches."""
-    if nbytes >= 64e6:
-        return 0.85
-    return 0.70 if nbytes >= 8e6 else 0.5
+    return 0.85 if nbytes >= 64e6 else 0.70 if nbytes >= 8e6 else 0.5
 
 
-def _alignment(*sizes: int) -> float:
+def _alignment_efficiency(*sizes: int) -> float:
     """Return the efficiency of a matrix product whose sizes may not be multiples of tiles."""
     if any(size % 8 for size in sizes if size > 1):
         return 0.65

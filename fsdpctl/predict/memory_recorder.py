@@ -40,36 +40,36 @@ _ACTIVITIES = {
 
 
 class MemoryRecorder(StepRecorder):
-    """A recorder of the allocations and frees of one rank; the loss follows the unit `last`."""
+    """A recorder of the allocations and frees of one rank; the loss follows `last_unit`."""
 
-    def __init__(self, model_pass: ModelPass, last: str, *, last_is_head: bool) -> None:
-        self.model_pass, self._last, self._last_is_head = model_pass, last, last_is_head
+    def __init__(self, model_pass: ModelPass, last_unit: str, *, last_is_head: bool) -> None:
+        self.model_pass, self._last_unit, self._last_is_head = model_pass, last_unit, last_is_head
         self.operations: list[Operation] = []
         self.phases: list[tuple[int, StepPhase]] = []  # each with the index of its first operation
         # Keys below `model_pass.num_keys` are tensors of the pass. The engine's keys follow.
-        self._purposes: list[Purpose] = []  # index: key of the engine
-        self.streams: dict[int, int] = {}  # key: tensor; absent: stream 0
+        self._purposes: list[Purpose] = []  # purposes of the engine's keys
+        self.streams: dict[int, int] = {}  # streams by key; absent: stream 0
         self._empty: set[int] = set()  # keys of allocations without bytes
-        # For tensors that are freed in the next pass, by key: the current and the previous key.
-        self._keys: dict[int, int] = {}
-        self._old_keys: dict[int, int | None] = {}
+        # The keys, by key in the pass, of tensors that are freed in the next pass: those that the
+        # last pass to allocate them and the pass before have used.
+        self._current_keys: dict[int, int] = {}
+        self._previous_keys: dict[int, int | None] = {}
         self._held_gradients: set[int] = set()  # keys of gradients that outlive their pass
-        self._new_keys: dict[int, int] = {}  # key of such a gradient: its key in this pass
+        self._gradient_keys: dict[int, int] = {}  # keys in this pass of gradients that outlive it
         self._gradients = {key: name for name, key in model_pass.gradients.items()}
 
     def begin(self) -> None:
         """Begin a new list of operations and phases."""
-        self.operations = []
-        self.phases = []
+        self.operations, self.phases = [], []
 
     def begin_phase(self, activity: str, unit: str = "") -> None:
         self.phases.append((len(self.operations), StepPhase(activity, unit)))
 
     def allocate(
-        self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
+        self, category: Category, unit: str, description: str, nbytes: int, *, stream: int = 0
     ) -> int:
         key = self.model_pass.num_keys + len(self._purposes)
-        self._purposes.append(Purpose(category, unit, what))
+        self._purposes.append(Purpose(category, unit, description))
         if stream:
             self.streams[key] = stream
         if nbytes:
@@ -84,10 +84,10 @@ class MemoryRecorder(StepRecorder):
             if key not in self._empty:
                 self.operations.append((key, 0))
 
-    def recategorize(self, key: int, category: Category, what: str) -> None:
-        if key >= self.model_pass.num_keys:
-            unit = self._purposes[key - self.model_pass.num_keys].unit
-            self._purposes[key - self.model_pass.num_keys] = Purpose(category, unit, what)
+    def recategorize(self, key: int, category: Category, description: str) -> None:
+        index = key - self.model_pass.num_keys
+        if index >= 0:  # tensors of the pass keep their purpose
+            self._purposes[index] = Purpose(category, self._purposes[index].unit, description)
 
     def allocate_temporary(self, nbytes: int) -> None:
         if nbytes:
@@ -96,10 +96,10 @@ class MemoryRecorder(StepRecorder):
     def compute(self, part: PassPart, unit: str = "") -> None:
         operations = self.model_pass.operations.get(PassPosition(part, unit))
         if part is PassPart.BEFORE:
-            self._new_keys.clear()
+            self._gradient_keys.clear()
         if operations:
             self.begin_phase(_ACTIVITIES[part], unit)
-            outliving = self.model_pass.held_over | self._held_gradients
+            outliving = self.model_pass.outliving | self._held_gradients
             if outliving and any(key in outliving for key, _ in operations):
                 self.operations += self._with_new_keys(operations)
             else:
@@ -110,31 +110,31 @@ class MemoryRecorder(StepRecorder):
 
     def gradient(self, param: str) -> int | None:
         key = self.model_pass.gradients.get(param)
-        return None if key is None else self._new_keys.get(key, key)
+        return None if key is None else self._gradient_keys.get(key, key)
 
     def keep_gradient(self, key: int) -> None:
         self._held_gradients.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
-        """Give a tensor a new key while the tensor of the previous pass with its key exists."""
+        """Give a tensor a new key while a tensor of the previous pass has its key."""
         for key, nbytes in operations:
-            outlives = key in self.model_pass.held_over
+            outlives = key in self.model_pass.outliving
             if nbytes > 0 and (outlives or key in self._held_gradients):
                 new = self.model_pass.num_keys + len(self._purposes)
                 self._purposes.append(self.purpose(key))
                 if outlives:
-                    self._old_keys[key] = self._keys.pop(key, None)
-                    self._keys[key] = new
+                    self._previous_keys[key] = self._current_keys.pop(key, None)
+                    self._current_keys[key] = new
                 else:
-                    self._new_keys[key] = new
+                    self._gradient_keys[key] = new
                 yield (new, nbytes)
             elif nbytes == 0 and outlives:
-                keys = self._old_keys if key in self._old_keys else self._keys
-                old = keys.pop(key, None)
-                if old is not None:
+                # The previous pass's tensor, if this pass has allocated its own before.
+                keys = self._previous_keys if key in self._previous_keys else self._current_keys
+                if (old := keys.pop(key, None)) is not None:
                     yield (old, 0)
             else:
-                yield (self._new_keys.get(key, key), nbytes)
+                yield (self._gradient_keys.get(key, key), nbytes)
 
     def purpose(self, key: int) -> Purpose:
         """Return the purpose of an allocation by its key."""
@@ -144,9 +144,7 @@ class MemoryRecorder(StepRecorder):
         position = tensor.position
         if key in self._gradients:
             return Purpose(Category.GRADIENTS, position.unit, f"gradient of {self._gradients[key]}")
-        is_loss = position.part is PassPart.LOSS or (
-            position.unit == self._last
-            and (self._last_is_head or position.part is PassPart.BETWEEN)
-        )
+        of_head = self._last_is_head or position.part is PassPart.BETWEEN
+        is_loss = position.part is PassPart.LOSS or (position.unit == self._last_unit and of_head)
         category = Category.LOGITS_AND_LOSS if is_loss else Category.ACTIVATIONS
         return Purpose(category, position.unit, tensor.description)

@@ -5,7 +5,7 @@ traced on a model with few blocks. Those of a model with many blocks are derived
 because equal blocks allocate equal memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import eq
@@ -110,16 +110,13 @@ class TracedPass:
     offloaded: Mapping[str, int] = field(default_factory=dict)
 
 
-# Among repeated units, the units at both edges and two periods in the middle are traced. Units at
-# the edges may differ, because they are the first or the last of their kind or next to such a unit.
-# The two periods in the middle must be equal, otherwise all units are traced.
-
-
 @dataclass(frozen=True, slots=True)
 class RepeatedUnits:
     """The consecutive units that repeat every `period` units, and the traced units for them.
 
-    `traced` are names in the traced model, `units` names in the whole model.
+    `traced` are names in the traced model, `units` names in the whole model. Both edges and two
+    periods in the middle are traced. Units at the edges may differ, because they are the first or
+    the last of a kind or next to such a unit. If the two periods differ, all units are traced.
     """
 
     traced: tuple[str, ...]
@@ -134,25 +131,23 @@ class RepeatedUnits:
     def representative(self, index: int) -> int:
         """Return the index of the traced unit that represents unit `index`."""
         count, from_end = len(self.traced), len(self.units) - index
-        last = count - self.edge - 1
+        last = count - self.edge - 1  # the last traced unit before the edge
         if len(self.units) == count or index <= last:
             return index
+        # A unit in the middle is represented by the unit at the same place of the last period.
         return count - from_end if from_end <= self.edge else last - (last - index) % self.period
 
     def is_regular(self, traced: TracedPass) -> bool:
         """Return whether the traced periods in the middle are equal."""
         if len(self.units) == len(self.traced):
             return True
-        index = {name: number for number, name in enumerate(self.traced)}
+        index = {name: i for i, name in enumerate(self.traced)}
         middle = [
             [
-                [
-                    _relative(each, index, number)
-                    for each in traced.events.get(PassPosition(part, name), ())
-                ]
+                [_relative(x, index, i) for x in traced.events.get(PassPosition(part, name), ())]
                 for part in (PassPart.FORWARD, PassPart.BETWEEN, PassPart.BACKWARD)
             ]
-            for number, name in enumerate(self.traced)
+            for i, name in enumerate(self.traced)
         ][self.edge : -self.edge]
         return all(map(eq, middle, middle[self.period :]))
 
@@ -160,10 +155,12 @@ class RepeatedUnits:
 def num_traced(length: int, period: int) -> int:
     """Return how many of `length` repeated units are traced."""
     edges = 2 * period + 2
+    # The remainder keeps the units of the last edge at their places in a period.
     return min(length, edges + 2 * period + (length - edges) % period)
 
 
 def _relative(each: MemoryEvent, index: Mapping[str, int], current: int) -> object:
+    """Return an event of the traced unit `current`, with other traced units as distances to it."""
     if isinstance(each, Alloc | Workspace):
         return each
     unit = each.position.unit
@@ -192,11 +189,10 @@ class ModelPass:
     ) -> None:
         self.units = tuple(units)
         self._traced_pass = traced
+        # By unit of the whole model, and by traced unit.
         self._repeated = {name: each for each in repetitions for name in each.units}
         self._index = {name: index for each in repetitions for index, name in enumerate(each.units)}
-        self._traced_index = {
-            name: index for each in repetitions for index, name in enumerate(each.traced)
-        }
+        self._traced_index = {name: i for each in repetitions for i, name in enumerate(each.traced)}
         self._traced_repeated = {name: each for each in repetitions for name in each.traced}
         self._first_key: dict[PassPosition, int] = {}
         self.tensors: list[TensorOrigin] = []  # index: key
@@ -211,10 +207,13 @@ class ModelPass:
             PassPosition(PassPart.END),
         ]
         for position in positions:
-            self._assign_keys(position)
-        self.held_over: set[int] = set()  # keys that are freed in the next pass
+            self._first_key[position] = len(self.tensors)
+            allocs = (each for each in self._events(position) if isinstance(each, Alloc))
+            self.tensors += [TensorOrigin(position, each.description) for each in allocs]
+        self.outliving: set[int] = set()  # keys that are freed in the next pass
+        # Fills `gradients` and `outliving`, too.
         self.operations = {position: self._operations(position) for position in positions}
-        self.work = {each: traced.work.get(self._traced(each), ()) for each in positions}
+        self.work = {each: traced.work.get(self._traced_position(each), ()) for each in positions}
         sizes = {unit: traced.offloaded.get(self._representative(unit), 0) for unit in units}
         # In the order of the forward.
         self.offloaded = {unit: nbytes for unit, nbytes in sizes.items() if nbytes}
@@ -230,20 +229,14 @@ class ModelPass:
         return len(self.tensors)
 
     def _events(self, position: PassPosition) -> Sequence[MemoryEvent]:
-        return self._traced_pass.events.get(self._traced(position), ())
+        return self._traced_pass.events.get(self._traced_position(position), ())
 
-    def _traced(self, position: PassPosition) -> PassPosition:
+    def _traced_position(self, position: PassPosition) -> PassPosition:
         return PassPosition(position.part, self._representative(position.unit))
 
     def _representative(self, unit: str) -> str:
         repeated = self._repeated.get(unit)
         return repeated.traced[repeated.representative(self._index[unit])] if repeated else unit
-
-    def _assign_keys(self, position: PassPosition) -> None:
-        self._first_key[position] = len(self.tensors)
-        for each in self._events(position):
-            if isinstance(each, Alloc):
-                self.tensors.append(TensorOrigin(position, each.description))
 
     def _all_represented(self, traced: str) -> tuple[str, ...]:
         """Return the units of the whole model that a traced unit represents."""
@@ -254,7 +247,7 @@ class ModelPass:
         return tuple(n for i, n in enumerate(repeated.units) if repeated.representative(i) == index)
 
     def _referred_units(self, traced: str, unit: str) -> tuple[str, ...]:
-        """Return the units that `traced` refers to, as seen from `unit` of the whole model."""
+        """Return the units that an event of `unit` means by the traced unit `traced`."""
         repeated = self._traced_repeated.get(traced)
         if repeated is None or self._repeated.get(unit) is not repeated:
             return self._all_represented(traced)
@@ -272,20 +265,19 @@ class ModelPass:
             elif isinstance(each, Workspace):
                 operations.append((-1, -each.nbytes))
             elif isinstance(each, BecomesGradient):
-                names = self._referred_params(each.param, position.unit)
-                self.gradients.update(
-                    zip(names, self._referred_keys(each, position.unit), strict=True)
-                )
+                params = self._referred_params(each.param, position.unit)
+                keys = self._referred_keys(each, position.unit)
+                self.gradients.update(zip(params, keys, strict=True))
             else:
-                keys = list(self._referred_keys(each, position.unit))
+                keys = self._referred_keys(each, position.unit)
                 operations += [(key, 0) for key in keys]
                 if each.is_previous:
-                    self.held_over.update(keys)
+                    self.outliving.update(keys)
         return operations
 
-    def _referred_keys(self, each: Free | BecomesGradient, here: str) -> Iterator[int]:
-        for unit in self._referred_units(each.position.unit, here):
-            yield self._first_key[PassPosition(each.position.part, unit)] + each.ordinal
+    def _referred_keys(self, each: Free | BecomesGradient, here: str) -> list[int]:
+        units, part = self._referred_units(each.position.unit, here), each.position.part
+        return [self._first_key[PassPosition(part, unit)] + each.ordinal for unit in units]
 
     def _referred_params(self, traced: str, here: str) -> list[str]:
         """Return the parameters of the whole model that a traced parameter represents."""

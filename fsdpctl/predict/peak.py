@@ -43,16 +43,14 @@ class Peak:
 
 
 class AllocationTrace:
-    """The allocations and frees of a rank: building the model, then step after step."""
+    """The allocations and frees of a rank; a step is recorded on the first access to it."""
 
-    def __init__(
-        self, recorder: MemoryRecorder, steps: Steps, *, draws: bool, on_cuda: bool = False
-    ) -> None:
+    def __init__(self, recorder: MemoryRecorder, steps: Steps, *, draws: bool, cuda: bool) -> None:
         """Record the setup, with the workspaces of cuBLAS and the cached tensors of the pass."""
         self._recorder, self._steps = recorder, steps
         recorder.begin()
         steps.setup(draws=draws)
-        for _ in range(_CUBLAS_WORKSPACES if on_cuda else 0):
+        for _ in range(_CUBLAS_WORKSPACES if cuda else 0):
             recorder.allocate(Category.WORKSPACES, "", "cuBLAS workspace", _CUBLAS_BYTES)
         for each in recorder.model_pass.cached:
             category, unit = Category.ACTIVATIONS, each.position.unit
@@ -68,7 +66,7 @@ class AllocationTrace:
         return self._recorded[number][0]
 
     def phase(self, number: int, index: int) -> StepPhase:
-        """Return the phase of the operation `index` of a step."""
+        """Return the phase of the operation `index` of a step that was recorded."""
         _, phases = self._recorded[number]
         return phases[bisect_right(phases, index, key=lambda each: each[0]) - 1][1]
 
@@ -79,26 +77,26 @@ class UnevenStepError(ValueError):
 
 def _peak_position(trace: AllocationTrace, rounding: int) -> tuple[int, int, int]:
     """Return the step and the operation with the most bytes, and the temporary bytes among them."""
-    total = most = temporary = 0
+    total = most = peak_temporary = 0
     position = (0, 0)
     live: dict[int, int] = {}
     for number in range(_STEADY_STEP + 1):
         for index, (key, nbytes) in enumerate(trace.operations(number)):
-            added = 0
+            temporary = 0
             if nbytes > 0:
                 live[key] = size = -(-nbytes // rounding) * rounding
                 total += size
             elif nbytes:
-                added = -nbytes
+                temporary = -nbytes
             elif key in live:
                 total -= live.pop(key)
                 continue
             else:
                 raise UnevenStepError(f"freed twice: {key}")
             # Among equal peaks, take the first in the latest step, which has all optimizer states.
-            if total + added >= most and (total + added > most or number > position[0]):
-                most, temporary, position = total + added, added, (number, index)
-    return *position, temporary
+            if total + temporary >= most and (total + temporary > most or number > position[0]):
+                most, peak_temporary, position = total + temporary, temporary, (number, index)
+    return *position, peak_temporary
 
 
 def find_peak(trace: AllocationTrace, purpose: Callable[[int], Purpose], rounding: int) -> Peak:
@@ -115,23 +113,22 @@ def find_peak(trace: AllocationTrace, purpose: Callable[[int], Purpose], roundin
         elif not nbytes:
             del live[key]
     breakdown = dict.fromkeys(Category, 0)
-    kinds: Counter[tuple[Category, str]] = Counter()
-    counts: Counter[tuple[Category, str]] = Counter()
-    for each, nbytes in ((purpose(key), nbytes) for key, nbytes in live.items()):
+    nbytes_of: Counter[tuple[Category, str]] = Counter()
+    count_of: Counter[tuple[Category, str]] = Counter()
+    for key, nbytes in live.items():
+        each = purpose(key)
         breakdown[each.category] += nbytes
-        kinds[each.category, each.description] += nbytes
-        counts[each.category, each.description] += 1
+        nbytes_of[each.category, each.description] += nbytes
+        count_of[each.category, each.description] += 1
     breakdown[Category.WORKSPACES] += temporary
-    largest = tuple(
-        LargestTensors(category, what, counts[category, what], nbytes)
-        for (category, what), nbytes in kinds.most_common(_MOST_LISTED)
-    )
+    most = nbytes_of.most_common(_MOST_LISTED)
+    largest = tuple(LargestTensors(*kind, count_of[kind], nbytes) for kind, nbytes in most)
     return Peak(trace.phase(number, index), breakdown, largest)
 
 
 def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
     """Replay steps until a step does not raise the peaks."""
-    old_peaks = (-1, -1)  # peaks
+    old_peaks = (-1, -1)  # allocated, reserved
     for number in range(_MAX_REPLAYED_STEPS + 1):
         for key, nbytes in trace.operations(number):
             if nbytes > 0:
@@ -141,9 +138,10 @@ def replay(trace: AllocationTrace, allocator: CachingAllocator) -> None:
             else:
                 allocator.allocate_temporary(key, -nbytes)
         peaks = (allocator.peak_allocated, allocator.peak_reserved)
-        if number and peaks == old_peaks:
+        if peaks == old_peaks:
             return
-        old_peaks = peaks if number else old_peaks
+        if number:  # step 0 only builds the model
+            old_peaks = peaks
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class StepEstimate:
     """The peak memory of a rank, in bytes, and the peak's allocations."""
 
     device: str
-    allocator: str  # launch.allocator
+    allocator_name: str  # launch.allocator
     peak: Peak
     trace: AllocationTrace
     recorder: MemoryRecorder
@@ -159,7 +157,7 @@ class StepEstimate:
     @cached_property
     def _peaks(self) -> tuple[int, int]:
         """The allocated and the reserved bytes of the run's allocator."""
-        return self._replayed(self.allocator)
+        return self._replayed(self.allocator_name)
 
     def _replayed(self, name: str) -> tuple[int, int]:
         """Return the allocated and the reserved bytes at the peak; on the CPU, both are equal."""
@@ -170,8 +168,8 @@ class StepEstimate:
         return allocator.peak_allocated, allocator.peak_reserved
 
     def _new_allocator(self, name: str, capacity: int | None = None) -> CachingAllocator:
-        grows, streams = name == "expandable", self.recorder.streams
-        return CachingAllocator(expandable=grows, capacity=capacity, streams=streams)
+        expandable, streams = name == "expandable", self.recorder.streams
+        return CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
 
     @property
     def allocated(self) -> int:
@@ -185,7 +183,7 @@ class StepEstimate:
     def reserved(self) -> dict[str, int]:
         """Reserved bytes by allocator."""
         return {
-            name: self.peak_reserved if name == self.allocator else self._replayed(name)[1]
+            name: self.peak_reserved if name == self.allocator_name else self._replayed(name)[1]
             for name in ALLOCATORS
         }
 
@@ -207,7 +205,7 @@ class StepEstimate:
         if self.device == "cpu" or self.allocated > available:
             return "too_large"
         try:
-            replay(self.trace, self._new_allocator(self.allocator, available))
+            replay(self.trace, self._new_allocator(self.allocator_name, available))
         except DeviceFullError:
             return "too_large"
         return "thrashes"
@@ -216,7 +214,7 @@ class StepEstimate:
         """Return the part of `estimate-memory --json` that does not depend on the configuration."""
         return {
             "peak_allocated_bytes": self.allocated, "peak_reserved_bytes": self.peak_reserved,
-            "allocator": self.allocator, "reserved_bytes": self.reserved,
+            "allocator": self.allocator_name, "reserved_bytes": self.reserved,
             "breakdown": self.breakdown, "peak_at": str(self.peak.phase),
             "largest": [
                 {
@@ -236,8 +234,8 @@ def estimate_steps(
 
     On `device` cpu, requests are not rounded. `draws`: weights are initialized on the device.
     """
-    on_cuda = device == "cuda"
+    cuda = device == "cuda"
     with without_gc():
-        trace = AllocationTrace(recorder, steps, draws=draws, on_cuda=on_cuda)
-        peak = find_peak(trace, recorder.purpose, _ROUNDING if on_cuda else 1)
+        trace = AllocationTrace(recorder, steps, draws=draws, cuda=cuda)
+        peak = find_peak(trace, recorder.purpose, _ROUNDING if cuda else 1)
     return StepEstimate(device, allocator, peak, trace, recorder)

@@ -2,11 +2,10 @@
 
 A discrete-event simulation, in which computation and transfers in progress have a speed. Transfers
 over one link share its bandwidth. A transfer slows down concurrent computation, and computation may
-slow down a transfer. Speeds change only when a task starts or ends, so time advances from one such
-event to the next.
+slow down a transfer. Speeds change only when a task starts or ends, so time jumps to these events.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -92,7 +91,7 @@ class StepSimulator:
                 self._compute(task)
             elif isinstance(task, Start):
                 self._start(task)
-            elif isinstance(task, Wait):
+            else:
                 self._wait(task)
         return self._step
 
@@ -112,15 +111,16 @@ class StepSimulator:
         began = self._step.seconds
         while task.key in self._pending:
             self._advance(None)
-        if task.phase is not None:
+        if task.phase is None:
+            self._step.exposed_communication += self._step.seconds - began
+        else:
             self._step.seconds_by_phase[task.phase] += self._step.seconds - began
-            return
-        self._step.exposed_communication += self._step.seconds - began
 
     def _advance(self, computing: float | None) -> float:
         """Advance until something ends, and return how much of `computing` was done."""
         heads = self._queue_heads()
         flowing = [each for each in heads if each.latency <= _EPSILON]
+        # A collective's kernel occupies the device during its latency, too.
         slowdown = sum(each.start.transfer.compute_slowdown for each in heads)
         speed = 1.0 - min(_MAX_SLOWDOWN, slowdown)
         rates = self._rates(flowing, computes=computing is not None)
@@ -128,6 +128,7 @@ class StepSimulator:
         durations += [each.seconds / rates[id(each)] for each in flowing]
         if computing is not None:
             durations.append(computing / speed)
+        assert durations, "all transfers wait for transfers that never start"
         step = min(durations)
         self._step.seconds += step
         for each in heads:
@@ -146,9 +147,7 @@ class StepSimulator:
 
     @staticmethod
     def _rates(flowing: list[_QueuedTransfer], *, computes: bool) -> dict[int, float]:
-        on_link: dict[str, int] = defaultdict(int)
-        for each in flowing:
-            on_link[each.start.transfer.link] += 1
+        on_link = Counter(each.start.transfer.link for each in flowing)
         rates = {}
         for each in flowing:
             transfer = each.start.transfer

@@ -14,6 +14,9 @@ from fsdpctl.predict.model_pass import PassPart, Work
 GATHERS, REDUCTIONS, REPLICA_SUMS = "gathers", "reductions", "sums over replicas"
 
 
+Keys = tuple[int, ...]  # keys of transfers
+
+
 class Category(StrEnum):
     """The purpose of memory."""
 
@@ -44,7 +47,7 @@ class RankGroup(StrEnum):
 
 
 class StepRecorder:
-    """The interface of recorders: its methods receive the actions of a rank, and ignore them.
+    """The interface of recorders of a rank's actions: its methods do nothing by default.
 
     Each engine describes its step once, as calls of these methods. Recorders of memory, time and
     traffic override the methods that they need. Sizes are in bytes.
@@ -71,7 +74,7 @@ class StepRecorder:
     def free(self, *keys: int | None) -> None:
         """Free memory by its keys; None is ignored."""
 
-    def recategorize(self, key: int, category: Category, what: str) -> None:
+    def recategorize(self, key: int, category: Category, description: str) -> None:
         """Change the purpose of allocated memory."""
 
     def allocate_temporary(self, nbytes: int) -> None:
@@ -97,7 +100,7 @@ class StepRecorder:
         label: str,
         *,
         queue: str,
-        after: tuple[int, ...] = (),
+        after: Keys = (),
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
@@ -106,9 +109,7 @@ class StepRecorder:
         """
         return 0
 
-    def start_host(
-        self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
-    ) -> int:
+    def start_host(self, queue: HostQueue, nbytes: float, label: str, *, after: Keys = ()) -> int:
         """Start a copy or a step of the host that moves `nbytes`; return the key to wait for.
 
         It starts after earlier work of its queue, and after the transfers with the keys `after`.
@@ -118,7 +119,7 @@ class StepRecorder:
     def wait(self, key: int | None, phase: str | None = None) -> None:
         """Let the compute stream wait for a transfer, if there is a key.
 
-        `phase` has the meaning of `simulator.Wait.phase`.
+        `phase` includes the wait; None: the wait is exposed communication.
         """
 
     def gradient_norm(self, nbytes: float) -> None:
@@ -127,8 +128,7 @@ class StepRecorder:
     def optimizer_step(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
         """Compute the gradient norm, and update `numel` elements with `moments` per element.
 
-        A step in tiles reads and writes `stored` bytes of gradients, weights and states; 0: the
-        step is not in tiles.
+        A step in tiles moves `stored` bytes of gradients, weights and states; 0: no tiles.
         """
 
     def optimizer_operators(self, works: Sequence[Work], label: str) -> None:
@@ -169,7 +169,7 @@ class TrafficRecorder(StepRecorder):
         """
         total = sum(
             nbytes * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
-            for (kind, ranks_of), nbytes in self.nbytes.items()
-            if ranks_of is group
+            for (kind, of_group), nbytes in self.nbytes.items()
+            if of_group is group
         )
         return total * (ranks - 1) / ranks

@@ -15,10 +15,10 @@ from fsdpctl.predict.hardware import (
 )
 from fsdpctl.predict.model_pass import ModelPass, PassPart, PassPosition, Work, WorkKind
 from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
-from fsdpctl.predict.step_recorder import GATHERS, RankGroup, StepRecorder
+from fsdpctl.predict.step_recorder import GATHERS, Keys, RankGroup, StepRecorder
 
-_ALL_TO_ALLS = "all-to-alls of attention"  # a queue
-RECORD_BYTES = 64  # statistics of a step that all ranks reduce after backward
+_EXCHANGES = "all-to-alls of attention"  # a queue
+STATISTICS_BYTES = 64  # statistics of a step that all ranks reduce after backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class TaskRecorder(StepRecorder):
         self._works, self._offloaded = model_pass.work, model_pass.offloaded
         self._previous = {following: unit for unit, following in pairwise(model_pass.units)}
         self._copies: dict[str, int] = {}  # keys of copies of inputs, by unit
-        # By the id of a sequence of operators; equal units share the sequence.
+        # By the id of a sequence of operators, which the pass keeps alive and equal units share.
         self._device_seconds: dict[int, float] = {}
-        self._next = 0
+        self._last_key = 0
 
     def take(self) -> list[Task]:
         """Return the tasks since the last call."""
@@ -58,18 +58,15 @@ class TaskRecorder(StepRecorder):
             self._start_copy(HostQueue.DOWN, unit)
         elif part is PassPart.BACKWARD:
             self._start_copy(HostQueue.UP, unit)  # no effect if the copy has started
-            self._end_copy(unit)
+            self.wait(self._copies.pop(unit, None))
             self._start_copy(HostQueue.UP, self._previous.get(unit, ""))
         self._run(part, unit)
         if part is PassPart.FORWARD:
-            self._end_copy(unit)
+            self.wait(self._copies.pop(unit, None))
 
     def _start_copy(self, queue: HostQueue, unit: str) -> None:
         if unit in self._offloaded and unit not in self._copies:
             self._copies[unit] = self.start_host(queue, self._offloaded[unit], f"input of {unit}")
-
-    def _end_copy(self, unit: str) -> None:
-        self.wait(self._copies.pop(unit, None))
 
     def _run(self, part: PassPart, unit: str) -> None:
         """Record the operators of a part; they run no faster than the host issues them."""
@@ -77,18 +74,15 @@ class TaskRecorder(StepRecorder):
         if id(works) not in self._device_seconds:
             computed = [each for each in works if each.kind is not WorkKind.EXCHANGE]
             self._device_seconds[id(works)] = sum(map(device.seconds, computed))
-        computing, issuing = self._device_seconds[id(works)], len(works) * device.host_seconds
+        issuing = len(works) * device.host_seconds
         if part in (PassPart.FORWARD, PassPart.BACKWARD):
             issuing += device.unit_seconds
         label = f"{part} {unit}".strip()
-        self._spend(max(computing, issuing), label)
-        for each in works:
-            if each.kind is WorkKind.EXCHANGE:
-                # In an all-to-all, a rank sends as much as in an all-gather of this size.
-                collective = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
-                self.wait(
-                    self.start_collective(*collective, f"all-to-all of {label}", queue=_ALL_TO_ALLS)
-                )
+        self._spend(max(self._device_seconds[id(works)], issuing), label)
+        for each in (work for work in works if work.kind is WorkKind.EXCHANGE):
+            # In an all-to-all, a rank sends as much as in an all-gather of this size.
+            exchange = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
+            self.wait(self.start_collective(*exchange, f"all-to-all of {label}", queue=_EXCHANGES))
 
     def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         if nbytes > 0:
@@ -102,14 +96,12 @@ class TaskRecorder(StepRecorder):
         label: str,
         *,
         queue: str,
-        after: tuple[int, ...] = (),
+        after: Keys = (),
     ) -> int:
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
         return self._start(queue, transfer, label, after)
 
-    def start_host(
-        self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
-    ) -> int:
+    def start_host(self, queue: HostQueue, nbytes: float, label: str, *, after: Keys = ()) -> int:
         return self._start(queue, self._machine.host.transfer(queue, nbytes), label, after)
 
     def wait(self, key: int | None, phase: str | None = None) -> None:
@@ -120,7 +112,8 @@ class TaskRecorder(StepRecorder):
         self.copy(nbytes, "norm of the gradients", "optimizer")
         if self._machine.groups[RankGroup.WORLD].ranks > 1:
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
-            self.wait(self.start_collective(kind, RECORD_BYTES, world, "record", queue=GATHERS))
+            label = "statistics"
+            self.wait(self.start_collective(kind, STATISTICS_BYTES, world, label, queue=GATHERS))
 
     def optimizer_step(self, numel: float, itemsize: int, moments: int, stored: float = 0) -> None:
         self.gradient_norm(numel * itemsize)
@@ -136,13 +129,12 @@ class TaskRecorder(StepRecorder):
         self._spend(max(computing, len(works) * device.host_seconds), label, "optimizer")
 
     def end_step(self) -> None:
-        """Add the time of a step that no operator accounts for."""
         self._spend(self._machine.device.step_overhead, "between steps")
 
-    def _start(self, queue: str, transfer: Transfer, label: str, after: tuple[int, ...]) -> int:
-        self._next += 1
-        self._tasks.append(Start(self._next, queue, transfer, label, after))
-        return self._next
+    def _start(self, queue: str, transfer: Transfer, label: str, after: Keys) -> int:
+        self._last_key += 1
+        self._tasks.append(Start(self._last_key, queue, transfer, label, after))
+        return self._last_key
 
     def _spend(self, seconds: float, label: str, phase: str = "compute") -> None:
         if seconds > 0:

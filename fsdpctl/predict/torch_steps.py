@@ -1,6 +1,7 @@
 """The training steps of PyTorch's engines: `fully_shard` and DistributedDataParallel."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.step_plan import Transport
@@ -11,7 +12,7 @@ from fsdpctl.predict.model_pass import PassPart
 from fsdpctl.predict.step_recorder import GATHERS, REPLICA_SUMS, Category, RankGroup, StepRecorder
 from fsdpctl.predict.training_plan import TorchOptimizer, TrainingPlan
 
-_GATHER_STREAM, _REDUCE_STREAM, _ALL_REDUCE_STREAM = 1, 2, 3  # streams
+_GATHER_STREAM, _REDUCE_STREAM, _ALL_REDUCE_STREAM = 1, 2, 3
 _QUEUE = "collectives"  # FSDP2 runs the collectives of a shard group one after another
 
 
@@ -20,14 +21,13 @@ class Fsdp2Steps:
 
     The description follows torch/distributed/fsdp: each parameter is sharded along its first
     dimension. A unit is all-gathered into one buffer on a side stream, and copied from the buffer
-    into one tensor per parameter. The buffer is freed when the next unit has been copied. In
-    backward, the previous unit is prefetched. Gradients are copied into one buffer, which is
-    freed after the next unit's backward. The collective reduces into another buffer, of
-    which sharded gradients are views.
+    into one tensor per parameter. The buffer is freed before the next unit is copied. In backward,
+    the previous unit is prefetched. Gradients are copied into one buffer, which is freed after the
+    next unit's backward. Sharded gradients are views of the buffer that a collective reduces into.
 
-    The host requests memory for the next forward gather only after it has issued the kernels of
-    the current block, but the transfer overlaps with these kernels. So `_start_gather` and
-    `_allocate_gather` are separate.
+    The host runs ahead of the device: it requests memory for the next forward gather after it has
+    issued the kernels of the current block, but the transfer overlaps with these kernels. So
+    `_start_gather` and `_allocate_gather` are separate.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class Fsdp2Steps:
         plan: TrainingPlan,
         recorder: StepRecorder,
         *,
-        fused: bool = True,
+        fused: bool,
         regathers: bool = False,
     ) -> None:
-        """Describe the steps with the requested `strategy`; the strategy of `plan` may differ.
+        """Describe the steps with the requested `strategy`; `plan` has the effective strategy.
 
         `regathers`: recomputation runs as a separate forward, after which a unit is freed, and
         backward gathers the unit again, as with reentrant checkpoints.
         """
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
-        position, prefetch = plan.step.position, plan.step.prefetch
-        self._num_shards = position.size if plan.step.strategy.shards_params else 1
+        position, prefetch = plan.step_plan.position, plan.step_plan.prefetch
+        self._num_shards = position.size if plan.step_plan.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # except for the last block and the root
         self._regathers = regathers and self._reshards and self._num_shards > 1
         # Whether gradients are all-reduced over replicas.
         self._replicates = position.num_replicas > 1
-        # Numbers of blocks. FSDP2 prefetches one block in backward by default. In forward, its
+        # Numbers of blocks. By default (1), FSDP2 prefetches one block in backward. In forward, its
         # all-gather stream starts the next transfer early, but allocates only explicit prefetches.
         self._backward_prefetch = max(1, prefetch.backward)
         self._forward_prefetch = prefetch.forward if prefetch.forward > 1 else 0
@@ -91,7 +91,7 @@ class Fsdp2Steps:
             self._recorder.compute(PassPart.END)
         self._optimize()
 
-    def _padded_numel(self, param: ParamSpec) -> int:
+    def _param_shard_numel(self, param: ParamSpec) -> int:
         """Return the elements of a parameter in a rank's shard, with padded rows."""
         if not param.shape:
             return 1
@@ -99,10 +99,11 @@ class Fsdp2Steps:
         return rows * param.numel // max(1, param.shape[0])
 
     def _shard_numel(self, params: Sequence[ParamSpec]) -> int:
-        return sum(map(self._padded_numel, params))
+        return sum(map(self._param_shard_numel, params))
 
     def _shard_nbytes(self, params: Sequence[ParamSpec]) -> list[int]:
-        return [self._padded_numel(param) * self._plan.dtypes.master.itemsize for param in params]
+        itemsize = self._plan.dtypes.master.itemsize
+        return [self._param_shard_numel(param) * itemsize for param in params]
 
     def _start_gather(self, unit: str) -> None:
         if unit not in self._gather_handles and unit not in self._unsharded:
@@ -127,15 +128,12 @@ class Fsdp2Steps:
         recorder.begin_phase("gathering", unit)
         shard_nbytes = self._shard_numel(self._params[unit]) * dtypes.compute.itemsize
         category, cast = Category.GATHERED_UNITS, None
+        allocate = partial(recorder.allocate, category, unit, "gathered parameters")
         if dtypes.compute.itemsize != dtypes.master.itemsize:
-            cast = self._buffer(category, unit, shard_nbytes, _GATHER_STREAM)
+            cast = allocate(shard_nbytes, stream=_GATHER_STREAM)
         nbytes = shard_nbytes * self._num_shards
-        self._gather_buffers[unit] = self._buffer(category, unit, nbytes, _GATHER_STREAM)
+        self._gather_buffers[unit] = allocate(nbytes, stream=_GATHER_STREAM)
         recorder.free(cast)
-
-    def _buffer(self, category: Category, unit: str, nbytes: int, stream: int = 0) -> int:
-        description = "gathered parameters" if stream == _GATHER_STREAM else "all gradients"
-        return self._recorder.allocate(category, unit, description, nbytes, stream=stream)
 
     def _copy_out(self, unit: str, *, forward: bool) -> None:
         """Gather a unit unless it is gathered, and copy its parameters out of the buffer."""
@@ -147,7 +145,7 @@ class Fsdp2Steps:
         self._free_copied()
         recorder.wait(self._gather_handles.pop(unit))
         num_shards, itemsize = self._num_shards, self._plan.dtypes.compute.itemsize
-        sizes = [self._padded_numel(param) * num_shards * itemsize for param in params]
+        sizes = [self._param_shard_numel(param) * num_shards * itemsize for param in params]
         self._unsharded[unit] = [
             recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in sizes
         ]
@@ -196,6 +194,7 @@ class Fsdp2Steps:
                 self._copy_out(name, forward=False)
                 index = self._blocks.index(name)
                 is_last = index == len(self._blocks) - 1
+                # The memory is that of the gather for the recomputation, which is freed before.
                 regather = self._all_gather(name) if self._regathers and not is_last else None
                 start = max(0, index - self._backward_prefetch)
                 for prefetched in self._blocks[start:index][::-1]:
@@ -206,8 +205,8 @@ class Fsdp2Steps:
                 recorder.wait(regather)
         for name in filter(None, (running, self._root)):
             self._post_backward(name, reduces=reduces)
-        for key in self._reduce_handles:
-            recorder.wait(key)
+        for handle in self._reduce_handles:
+            recorder.wait(handle)
         recorder.free(self._reduce_buffer, *self._all_reduce_buffers)
         self._reduce_buffer = None
         self._reduce_handles.clear()
@@ -234,17 +233,17 @@ class Fsdp2Steps:
                 return
             keys = [*self._held_grads.pop(unit)]
         recorder.free(self._reduce_buffer)
-        self._reduce_buffer = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
+        category = Category.REDUCE_BUFFERS
+        self._reduce_buffer = recorder.allocate(category, unit, "all gradients", nbytes)
         recorder.free(*keys)
         self._reduce(unit, nbytes)
         # FSDP2 keeps the input of an all-reduce until the end of backward.
         release = self._all_reduce_buffers.append if self._replicates else recorder.free
-        category, nbytes = Category.GRADIENTS, shard_numel * dtypes.reduce.itemsize
-        grads = self._buffer(category, unit, nbytes, _REDUCE_STREAM)
+        allocate = partial(recorder.allocate, Category.GRADIENTS, unit, "reduced gradients")
+        grads = allocate(shard_numel * dtypes.reduce.itemsize, stream=_REDUCE_STREAM)
         if dtypes.reduce.itemsize != dtypes.master.itemsize:
             stream = _ALL_REDUCE_STREAM if self._replicates else _REDUCE_STREAM
-            nbytes = shard_numel * dtypes.master.itemsize
-            master_grads = self._buffer(category, unit, nbytes, stream)
+            master_grads = allocate(shard_numel * dtypes.master.itemsize, stream=stream)
             release(grads)
             grads = master_grads
         if unit in self._grads:
@@ -254,21 +253,14 @@ class Fsdp2Steps:
 
     def _reduce(self, unit: str, nbytes: int) -> None:
         recorder, num_shards = self._recorder, self._num_shards
-        shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         if num_shards > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
-        key = recorder.start_collective(
-            CollectiveKind.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE
-        )
+        kind, group = CollectiveKind.REDUCE_SCATTER, RankGroup.SHARD
+        key = recorder.start_collective(kind, nbytes, group, f"reduce {unit}", queue=_QUEUE)
         if self._replicates:
-            label, shard_bytes = f"sum over replicas of {unit}", nbytes / num_shards
+            kind, group, label = CollectiveKind.ALL_REDUCE, RankGroup.REPLICAS, f"all-reduce {unit}"
             key = recorder.start_collective(
-                CollectiveKind.ALL_REDUCE,
-                shard_bytes,
-                replicas,
-                label,
-                queue=REPLICA_SUMS,
-                after=(key,),
+                kind, nbytes / num_shards, group, label, queue=REPLICA_SUMS, after=(key,)
             )
         self._reduce_handles.append(key)
 
@@ -290,8 +282,7 @@ class Fsdp2Steps:
 
     def _optimize(self) -> None:
         trained = {unit: self._shard_nbytes(self._with_gradients(unit)) for unit in self._params}
-        shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
-        self._optimizer.step(shards)
+        self._optimizer.step([(unit, n) for unit, sizes in trained.items() for n in sizes])
         self._recorder.free(*self._grads.values())
         self._grads.clear()
 
@@ -308,12 +299,7 @@ class DdpSteps:
     """
 
     def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        plan: TrainingPlan,
-        recorder: StepRecorder,
-        *,
-        fused: bool = True,
+        self, units: Sequence[UnitSpec], plan: TrainingPlan, recorder: StepRecorder, *, fused: bool
     ) -> None:
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
@@ -333,8 +319,7 @@ class DdpSteps:
             recorder.allocate(Category.GRADIENTS, unit, "buckets", sum(self._trained_nbytes(unit)))
 
     def step(self) -> None:
-        recorder = self._recorder
-        root, *units = self._params
+        recorder, (root, *units) = self._recorder, self._params
         for reduces in self._plan.reduces_gradients:
             recorder.compute(PassPart.BEFORE)
             self._cast(root)
@@ -366,11 +351,8 @@ class DdpSteps:
         compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
         if compute == master:
             return
-        category = Category.GATHERED_UNITS
-        self._cast_keys[unit] = [
-            self._recorder.allocate(category, unit, "cast parameters", numel * compute)
-            for numel in sizes
-        ]
+        allocate = partial(self._recorder.allocate, Category.GATHERED_UNITS, unit)
+        self._cast_keys[unit] = [allocate("cast parameters", numel * compute) for numel in sizes]
         self._recorder.copy(sum(sizes) * (compute + master), f"cast {unit}")
 
     def _fill_buckets(self, unit: str, *, reduces: bool) -> None:
@@ -386,9 +368,6 @@ class DdpSteps:
     def _reduce_bucket(self, nbytes: int, *, reduces: bool) -> None:
         self._bucket_nbytes -= nbytes
         if reduces and nbytes:
-            # DDP has no shards: the group SHARD has all ranks, and one queue for its collectives.
-            kind, group = CollectiveKind.ALL_REDUCE, RankGroup.SHARD
-            key = self._recorder.start_collective(
-                kind, nbytes, group, "reduce a bucket", queue=GATHERS
-            )
-            self._bucket_handles.append(key)
+            # DDP has no shards: the group SHARD has all ranks. Its collectives run one by one.
+            args = CollectiveKind.ALL_REDUCE, nbytes, RankGroup.SHARD, "reduce a bucket"
+            self._bucket_handles.append(self._recorder.start_collective(*args, queue=GATHERS))

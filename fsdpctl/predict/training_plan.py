@@ -1,7 +1,7 @@
 """The training plan that estimates replay, and the step of torch's optimizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpctl.plan.layout import FlatLayout, optimizer_spans
 from fsdpctl.plan.optimizers import ADAMW_STATES, OptimizerStates
@@ -14,33 +14,34 @@ from fsdpctl.predict.step_recorder import Category, StepRecorder
 class TrainingPlan:
     """The settings of a run that determine the memory of a rank."""
 
-    step: StepPlan
+    step_plan: StepPlan
     reduces_gradients: tuple[bool, ...]  # for each pass of a step, whether its backward reduces
     states: OptimizerStates = ADAMW_STATES
 
     @property
     def dtypes(self) -> BufferDtypes:
-        return self.step.typical_dtypes
+        return self.step_plan.typical_dtypes
 
     def at(self, rank: int, replica: int = 0) -> "TrainingPlan":
-        return TrainingPlan(self.step.at(rank, replica), self.reduces_gradients, self.states)
+        return replace(self, step_plan=self.step_plan.at(rank, replica))
 
     def states_of(self, layout: FlatLayout) -> int:
         """Return the bytes of the rank's optimizer states for a flat buffer."""
-        states, held = self.states, self.step.master_span(layout)
-        runs = optimizer_spans(layout, held, states.key, states.is_separate)
-        master = self.step.dtypes_of(layout).master.itemsize
-        return sum(sum(states.of_span(run, master)) for run in runs)
+        states, masters = self.states, self.step_plan.master_span(layout)
+        spans = optimizer_spans(layout, masters, states.key, states.is_separate)
+        itemsize = self.step_plan.dtypes_of(layout).master.itemsize
+        return sum(sum(states.of_span(span, itemsize)) for span in spans)
 
     @property
     def states_bytes(self) -> int:
         """The bytes of the rank's optimizer states."""
-        return sum(map(self.states_of, self.step.all_trained()))
+        return sum(map(self.states_of, self.step_plan.all_trained()))
 
     @property
-    def host_states_bytes(self) -> int:
-        """The bytes of a rank's states, parameters and pinned buffers in host memory."""
-        return self.step.host_memory.nbytes + (self.states_bytes if self.step.steps_on_host else 0)
+    def host_model_bytes(self) -> int:
+        """The bytes of a rank's parameters, states and pinned buffers in host memory."""
+        step_plan = self.step_plan
+        return step_plan.host_memory.nbytes + (self.states_bytes if step_plan.steps_on_host else 0)
 
 
 class TorchOptimizer:

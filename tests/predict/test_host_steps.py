@@ -53,7 +53,7 @@ def predicted(words: str) -> StepPrediction:
 def owned(words: str) -> list[int]:
     """Return the elements of each unit that a rank steps, in the order of the forward."""
     run = planned(words)
-    plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step
+    plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step_plan
     return [
         sum(plan.master_span(each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)
@@ -177,9 +177,9 @@ def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, m
     on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
     found = predicted(f"{words} strategy.offload=states,gradients")
     computing = spans(found.simulated, COMPUTE)
-    renewing = [each for each in spans(found.simulated) if each.label.startswith("renew")]
-    assert len(renewing) == 5
-    for each in renewing:
+    syncs = [each for each in spans(found.simulated) if each.label.startswith("sync")]
+    assert len(syncs) == 5
+    for each in syncs:
         assert not any(other.start < each.end and each.start < other.end for other in computing)
     assert predicted(words).exposed_communication < found.exposed_communication
 

@@ -112,10 +112,10 @@ def test_more_bandwidth_is_never_slower(strategy):
 def test_tf32_is_faster_in_products_alone(cluster, gain):
     config = planned(f"cluster={cluster}", "precision=fp32").config
     ieee, tf32 = device_of(config), device_of(config.changed({"precision": "tf32"}))
-    assert tf32.flops[4] == pytest.approx(gain * ieee.flops[4])
+    assert tf32.peak_rates[4] == pytest.approx(gain * ieee.peak_rates[4])
     for name, share in ieee.attention_efficiency.items():
-        assert tf32.attention_efficiency[name] * tf32.flops[4] == pytest.approx(
-            share * ieee.flops[4]
+        assert tf32.attention_efficiency[name] * tf32.peak_rates[4] == pytest.approx(
+            share * ieee.peak_rates[4]
         )
 
 

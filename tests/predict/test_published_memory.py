@@ -46,7 +46,7 @@ def estimated(
     )
     plan = TrainingPlan(StepPlan(division, place, dtypes), (True,))
     steps = Fsdp2Steps(units, strategy, plan, writer, fused=False)
-    script = AllocationTrace(writer, steps, draws=False, on_cuda=True)
+    script = AllocationTrace(writer, steps, draws=False, cuda=True)
     allocator = CachingAllocator(streams=writer.streams)
     replay(script, allocator)
     return allocator

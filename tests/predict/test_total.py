@@ -55,12 +55,12 @@ def predicted(
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_run(run.config, traced.units, steps)
-    copy, within = divmod(rank, plan.step.position.size)
+    copy, within = divmod(rank, plan.step_plan.position.size)
     plan = plan.at(within, copy)
     if transport is not None:
-        place = replace(plan.step.position, transport=transport)
-        plan = replace(plan, step=replace(plan.step, position=place))
-    assert plan.step == model._runtime.plan, config
+        place = replace(plan.step_plan.position, transport=transport)
+        plan = replace(plan, step_plan=replace(plan.step_plan, position=place))
+    assert plan.step_plan == model._runtime.plan, config
     last = traced.units[-1]
     chunk = run.config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
@@ -69,13 +69,13 @@ def predicted(
     on_host = inputs.buffers.nbytes if inputs else 0
     assert host_inputs_bytes(model_pass.offloaded.values()) == on_host, config
     writer = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
-    script = AllocationTrace(writer, FsdpctlSteps(plan, writer), draws=False)
+    script = AllocationTrace(writer, FsdpctlSteps(plan, writer), draws=False, cuda=False)
     peak = sum(find_peak(script, writer.purpose, 1).breakdown.values())
-    states = plan.host_states_bytes
-    if not plan.step.steps_on_host:
+    states = plan.host_model_bytes
+    if not plan.step_plan.steps_on_host:
         states += plan.states_bytes
     reduces = (*plan.reduces_gradients[:1] * (steps - 1), True)
-    return peak, planned_step(plan.step, reduces), states
+    return peak, planned_step(plan.step_plan, reduces), states
 
 
 def check(config: Resolved, rank: int, transport: Transport | None = None) -> tuple[int, int]:

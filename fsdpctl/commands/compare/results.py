@@ -208,7 +208,7 @@ def _predict(estimator: Estimator, each: Variant) -> Iterator[str]:
 
 def _utilization(speed: float, estimate: RunEstimate) -> float | None:
     config = estimate.config
-    peak = device_of(config).flops[Dtype(config.precision.param_dtype).itemsize]
+    peak = device_of(config).peak_rates[Dtype(config.precision.param_dtype).itemsize]
     if estimate.num_trained < estimate.num_params:
         return None
     per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
