@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fsdpctl.chats.formats import ChatRow
 from fsdpctl.chats.rows import parse_objects, read_objects, read_rows, read_table
 from fsdpctl.io.files import MAX_READ_BYTES, open_regular
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB
 
 ByteSpan = tuple[int, int]  # bytes of a file, half-open
 _FIRST_STEP = 1 << 13  # bytes before a span that are first searched for the start of a line

@@ -26,7 +26,8 @@ from fsdpctl.config.data import PROMPT_TEMPLATE, TEXT
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import MAX_READ_BYTES, open_regular
 from fsdpctl.io.packages import import_package
-from fsdpctl.io.untrusted import MIB, parse_json
+from fsdpctl.io.texts import MIB
+from fsdpctl.io.untrusted import parse_json
 
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 # The magic number of Zstandard, or of a skippable frame, which pzstd writes.

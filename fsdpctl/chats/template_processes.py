@@ -34,8 +34,7 @@ from fsdpctl.chats.turns import TurnError
 from fsdpctl.chats.values import from_extension
 from fsdpctl.errors import UsageError
 from fsdpctl.io.resources import num_cores
-from fsdpctl.io.texts import batched_by_size
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB, batch_by_size
 
 MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT = 10.0, 2 << 30  # most chats need less than 1%
 _BATCH_BYTES = 2 * MIB  # rendering takes much longer than starting a process
@@ -82,7 +81,7 @@ def render_chats(
             running.popleft().close()
 
     try:
-        for batch in batched_by_size(encoded, lambda chat: len(chat[0]), _BATCH_BYTES):
+        for batch in batch_by_size(encoded, lambda chat: len(chat[0]), _BATCH_BYTES):
             yield from results(min(8, num_cores()) - 1)
             with TemporaryFile() as input_file:
                 content = [msgspec.Raw(encoded_chat) for encoded_chat, *_ in batch]

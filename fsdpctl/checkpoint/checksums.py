@@ -75,7 +75,7 @@ class ExportedDirectory:
         """Read the checksum file, and check everything except the bytes of files."""
         self.folder = folder
         location = f"{folder / CHECKSUMS}: corrupted"
-        content = read_checksummed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
+        content = read_checksummed(folder, CHECKSUMS_FORMAT)
         self._content = as_type(content, _ChecksumFile, location, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):

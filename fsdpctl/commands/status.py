@@ -23,8 +23,7 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import last_line, latest_run
 from fsdpctl.io.run_files import CHECKPOINTS, LOGS, MANIFEST, METRICS, RUN_CONFIG, RUNS
-from fsdpctl.io.texts import format_bytes
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB, format_bytes
 from fsdpctl.run.environment import StartEvents, read_settings, read_start_events
 from fsdpctl.run.heartbeat import (
     FAILED,

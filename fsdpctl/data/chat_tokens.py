@@ -19,7 +19,7 @@ from fsdpctl.data.packing import Mask
 from fsdpctl.data.tokenizer import EncodedText, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import CONVERSATIONS, Advance, doing
-from fsdpctl.io.texts import batched_by_size
+from fsdpctl.io.texts import batch_by_size
 
 SPLITS = ("train", "val")
 _BEYOND_TEXT = np.iinfo(np.int64).max  # a position after all characters
@@ -172,14 +172,14 @@ class ChatTokenizer:
         self, samples: Iterable[tuple[ChatSample, Any]]
     ) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of each sample, their loss mask, and the label."""
-        for batch in batched_by_size(samples, _size, _BATCH_CHARS):
+        for batch in batch_by_size(samples, _size, _BATCH_CHARS):
             encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
             for (sample, label), each in zip(batch, encoded, strict=True):
                 yield each.tokens, self._loss_mask(sample, each), label
 
     def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
         """Yield the tokens of each text with its boundary tokens, their mask, and the label."""
-        for batch in batched_by_size(texts, _size, _BATCH_CHARS):
+        for batch in batch_by_size(texts, _size, _BATCH_CHARS):
             joint = [text.text for text, _ in batch if _needs_offsets(text)]
             pairs = ((x.text, x.num_masked_chars) for x, _ in batch if not _needs_offsets(x))
             halves = [half for text, start in pairs for half in (text[:start], text[start:])]

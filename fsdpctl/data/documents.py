@@ -23,7 +23,7 @@ from fsdpctl.data.tokenizer import CONTEXT_CHARS, TextPiece
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, os_errors_as
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # below this number, the end of each file is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}

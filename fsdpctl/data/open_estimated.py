@@ -32,7 +32,7 @@ from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import doing
 from fsdpctl.io.files import open_regular
 from fsdpctl.io.stores import is_remote
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB
 
 EXACT_BYTES = 64 * MIB  # up to this size of all files together, tokens are counted
 NUM_EXCERPTS, EXCERPT_BYTES = 64, 1 << 15

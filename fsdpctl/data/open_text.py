@@ -17,8 +17,8 @@ from fsdpctl.data.token_cache import entry_name, read_cache, write_cache
 from fsdpctl.data.tokenizer import BATCH_BYTES, ByteTokenizer, TextPiece, Tokenizer
 from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.activity import doing
-from fsdpctl.io.texts import batched_by_size
-from fsdpctl.io.untrusted import MIB, Count, as_type
+from fsdpctl.io.texts import MIB, batch_by_size
+from fsdpctl.io.untrusted import Count, as_type
 
 STDLIB = "python_stdlib"
 _ENCODING = 5  # a part of cache keys; increase it if the same text gives other tokens
@@ -158,7 +158,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenS
         digest.update(text)
     part = _Part(f"text-{digest.hexdigest()}", size)
     if (stream := _stream(part)) is None:
-        some = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
+        some = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
         with doing("tokenizing text"):
             tokens = np.concatenate([tokenizer.encode_pieces(each) for each in some])
         entry = write_cache(part.name, {"tokens": tokens}, {})

@@ -28,7 +28,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io import files
 from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.io.files import open_nofollow, os_errors_as
-from fsdpctl.io.texts import batched_by_size
+from fsdpctl.io.texts import batch_by_size
 from fsdpctl.io.untrusted import read_json
 
 _PIECES = "3"  # a part of the state's checksum; increase it if the same files give other pieces
@@ -143,7 +143,7 @@ def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     with ThreadPoolExecutor(1) as pool:
-        groups = batched_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
+        groups = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
         futures = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in groups)
         for (batch, tokens), _ in pairwise(chain(futures, [([], Future[Tokens]())])):
             yield batch, tokens.result()

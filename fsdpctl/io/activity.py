@@ -35,8 +35,8 @@ class Reporter(NamedTuple):
     """Functions that print a line for a command. `-q` hides notes and infos."""
 
     result: Callable[[str], None]
-    note: Callable[[str], None]  # about progress
-    info: Callable[[str], None]  # about what follows
+    note: Callable[[str], None]  # to standard error
+    info: Callable[[str], None]  # to standard output, as results
 
 
 @dataclass
@@ -53,16 +53,16 @@ class _Activity:
     def text(self) -> str:
         """Return a line such as `validating: 12 of 40 batches, 0:07`."""
         seconds = int(time.monotonic() - self.began)
-        how_far = remaining = ""
+        progress = left = ""
         if self.unit == BYTES and self.total:
-            how_far = f": {format_bytes(self.done)} of {format_bytes(self.total)}"
+            progress = f": {format_bytes(self.done)} of {format_bytes(self.total)}"
             if 0 < self.done < self.total and seconds:
-                more = int(seconds * (self.total - self.done) / self.done)
-                remaining = f", {more // 60}:{more % 60:02d} left"
+                seconds_left = int(seconds * (self.total - self.done) / self.done)
+                left = f", {seconds_left // 60}:{seconds_left % 60:02d} left"
         elif self.done or self.total:
-            of = f" of {self.total:,}" if self.total else ""
-            how_far = f": {self.done:,}{of} {self.unit}"
-        return f"{one_line(self.label)}{how_far}, {seconds // 60}:{seconds % 60:02d}{remaining}"
+            of_total = f" of {self.total:,}" if self.total else ""
+            progress = f": {self.done:,}{of_total} {self.unit}"
+        return f"{one_line(self.label)}{progress}, {seconds // 60}:{seconds % 60:02d}{left}"
 
 
 def is_first_process() -> bool:
@@ -87,7 +87,8 @@ class Display:
         self._bar: Callable[[str], None] | None = None
         self._is_drawn = self._is_midline = False
         self._last_output, self._delay = time.monotonic(), _LOG_DELAY
-        os.register_at_fork(after_in_child=self._reset)  # a forked child has no display thread
+        # A forked child has no display thread, and must not inherit a lock that this one holds.
+        os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
@@ -95,7 +96,7 @@ class Display:
         self._stream: IO[str] | None = None  # None: nothing is shown
 
     def start(self, stream: IO[str] | None, label: str) -> None:
-        """Show activities on `stream` unless quiet, and by default `label` until `end_startup`."""
+        """Show activities on `stream` unless quiet; until `end_startup`, `label` between them."""
         if stream is None or os.environ.get(QUIET):
             return
         with self._lock:
@@ -104,7 +105,7 @@ class Display:
         threading.Thread(target=self._show, args=(stream,), name="activity", daemon=True).start()
 
     def end_startup(self) -> None:
-        """Show nothing if no activity is running."""
+        """From now on, show nothing between activities."""
         with self._lock:
             self._erase()
             self._startup = None
@@ -174,22 +175,20 @@ class Display:
                 bar(text)
 
     def _show_line(self, text: str, frame: str) -> None:
-        silent = time.monotonic() - self._last_output
-        if frame and silent >= _TERMINAL_DELAY:
+        silence = time.monotonic() - self._last_output
+        if frame and silence >= _TERMINAL_DELAY:
             width = shutil.get_terminal_size().columns - 1
             self._is_drawn = True
             self._write(f"{_ERASE}{f'{frame} {text}'[:width]}")
-        elif not frame and silent >= self._delay:
+        elif not frame and silence >= self._delay:
             self._write(f"{text}\n")
             self._last_output = time.monotonic()
             self._delay = min(2 * self._delay, _MAX_LOG_INTERVAL)
 
     def _write(self, text: str) -> None:
-        stream = self._stream
-        with suppress(OSError, ValueError, UnicodeError):  # the reader may have exited
-            if stream is not None:
-                stream.write(text)
-                stream.flush()
+        if self._stream is not None:
+            with suppress(OSError, ValueError):  # the reader may have exited
+                print(text, end="", file=self._stream, flush=True)
 
 
 DISPLAY = Display()  # the only instance in a process

@@ -15,9 +15,10 @@ from fsdpctl.io.run_files import LATEST, RUN_CONFIG
 _MAX_NAMED_RUNS = 5
 ErrorType = type[FsdpctlError]
 MAX_READ_BYTES = 1 << 30  # size of a file or a line that is read into memory
-_LAST_BYTES, _MAX_LINE = 4096, 300  # bytes searched for the last line of a log; its characters
+# Bytes of a log's end that are searched for its last line, and characters of that line.
+_LAST_BYTES, _MAX_LINE = 4096, 300
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-_CACHE_VARIABLE = "FSDPCTL_CACHE"  # the environment variable for ranks that this process starts
+_CACHE_VARIABLE = "FSDPCTL_CACHE"  # tells child processes the fallback of `ensure_cache`
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -67,11 +68,11 @@ def open_regular(
 ) -> int:
     """Open a regular file and return its descriptor, or raise `error_type`.
 
-    A named pipe is rejected without blocking. A symbolic link must lead to the file's directory, or
-    from a snapshot in the cache of huggingface_hub to its repository. With `follow_links`, for a
-    path that the user typed, it may lead anywhere.
+    A named pipe is rejected without blocking. A symbolic link must stay in the file's directory, or
+    lead from a snapshot in the cache of huggingface_hub to its repository. With `follow_links`, for
+    a path that the user typed, it may lead anywhere.
     """
-    try:
+    with os_errors_as(path, error_type):
         real, flags = path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         if not follow_links:
             real, flags = Path(os.path.realpath(path)), flags | os.O_NOFOLLOW
@@ -82,8 +83,6 @@ def open_regular(
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    except OSError as error:
-        raise error_type(f"{path}: {error.strerror}") from None
     raise error_type(f"{path}: not a regular file")
 
 
@@ -92,15 +91,14 @@ def check_inside(files: Iterable[Path], folder: Path, location: str) -> None:
     root = Path(os.path.realpath(folder))
     for file in files:
         if not _stays_inside(root, real := Path(os.path.realpath(file))):
-            way = f"to read such files, name them, as {folder}/*"
-            raise UsageError(f"{location}: {file} links to {real}, outside the directory; {way}")
+            problem = f"{file} links to {real}, outside the directory"
+            raise UsageError(f"{location}: {problem}; pass {folder}/* to read linked files")
 
 
 def _stays_inside(folder: Path, real: Path) -> bool:
     """Return whether a file is below a directory, or in the same repository of the Hub's cache.
 
-    A repository's files are in `blobs` of the repository, or, by their hash, in `blobs` of the
-    cache.
+    A repository's files are in its `blobs`, or, by their hash, in `blobs` of the cache.
     """
     if folder in real.parents:
         return True
@@ -118,10 +116,9 @@ def read_regular(
     with open(open_regular(path, error_type, follow_links=follow_links), "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_READ_BYTES:
             raise error_type(f"{path}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
-        try:
-            return file.read()
-        except OSError as error:
-            raise error_type(f"{path}: {error.strerror}") from None
+        with os_errors_as(path, error_type):
+            content = file.read()
+    return content
 
 
 def read_text_file(
@@ -134,24 +131,25 @@ def read_text_file(
         raise error_type(f"{path}: not UTF-8: {error}") from None
 
 
-def open_nofollow(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
+def open_nofollow(path: Path, mode: str, *, num_folders: int = 0) -> BinaryIO:
     """Open or create a file without following links; `mode` is "ab", "ab+" or "wb".
 
-    OSError if the file is a symbolic link or has another hard link, or if one of the last `folders`
-    directories of its path is a link.
+    OSError if the file is a symbolic link or has another hard link, or if one of its `num_folders`
+    nearest parents is a link.
     """
     access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
-    *above, name = path.parts[-1 - folders :]
-    descriptor = os.open(path.parents[folders], os.O_DIRECTORY)
+    *above, name = path.parts[-1 - num_folders :]
+    descriptor = os.open(path.parents[num_folders], os.O_DIRECTORY)
     try:
         steps = [(each, os.O_DIRECTORY) for each in above]
+        # Opened one by one, because O_NOFOLLOW checks only the last component of a path.
         for each, flags in (*steps, (name, access | os.O_CREAT | os.O_NONBLOCK)):
             parent = descriptor
             descriptor = os.open(each, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent)
             os.close(parent)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise OSError(errno.ELOOP, "not a regular file without other links", str(path))
+            raise OSError(errno.ELOOP, "not a regular file, or has another hard link", str(path))
         if "w" in mode:
             os.truncate(descriptor, 0)
         return cast(BinaryIO, open(descriptor, mode))
@@ -170,10 +168,7 @@ def cache_folder(name: str) -> Path:
 
 
 def ensure_cache(fallback: Path) -> str | None:
-    """Let this process and its children use `fallback` if the user's cache can't be written.
-
-    Returns the reason, or None if the user's cache is used.
-    """
+    """Use `fallback`, also in children, if the user's cache can't be written; return the reason."""
     os.environ.pop(_CACHE_VARIABLE, None)
     user_cache = cache_folder("")
     try:
@@ -188,6 +183,7 @@ def ensure_cache(fallback: Path) -> str | None:
 
 
 def is_same_file(path: Path, file: IO[Any]) -> bool:
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -248,7 +244,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Discard what this process and its libraries write to standard error in the block."""
+    """Discard what all threads of this process write to standard error during the block."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:

@@ -5,7 +5,6 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ GGUF_TOKENIZER = "tokenizer.huggingface.json"  # the key of a tokenizer.json
 GGUF_EMBEDDING, GGUF_TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 SPECIAL_TOKENS = ("bos", "eos", "unknown", "padding")
 _MAX_DIMENSIONS = 4  # ggml's limit
+# A list of numbers has only integers, or only floats.
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "a whole number above 0": lambda value: type(value) is int and value > 0,
     "a whole number": lambda value: type(value) is int and value >= 0,
@@ -46,7 +46,7 @@ _KEYS = {
     "a list of texts": f"{GGUF_TOKENS} tokenizer.ggml.merges",
     "a list of numbers": "tokenizer.ggml.scores tokenizer.ggml.token_type",
 }
-_EXPECTED = {name: kind for kind, names in _KEYS.items() for name in names.split()}
+_EXPECTED = {name: expected for expected, names in _KEYS.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ def is_gguf(path: Path) -> bool:
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file.
 
-    UsageError if the file is damaged, if a value has an invalid type, or if the model is split into
-    several files.
+    UsageError if it is damaged, has a value of an invalid type, or only a part of a model.
     """
     os.close(open_regular(path, follow_links=True))
     import_package("gguf", str(path))
@@ -100,9 +99,10 @@ def read_header(path: Path) -> GgufHeader:
     library: Any = reader
     try:
         content = library._mapped(str(path))
-        metadata, count, position = _metadata(content, library)
-        table, position = library._read_tensor_table(content, count, position)
-        tensors = _tensors(table, position, metadata, len(content))
+        metadata, num_tensors, position = _metadata(content, library)
+        table, position = library._read_tensor_table(content, num_tensors, position)
+        alignment = metadata.get("general.alignment", 32)
+        tensors = _tensors(table, position, alignment, len(content))
     except Exception as error:  # the reader of transformers expects valid files
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{path}: not a complete GGUF file: {problem:.120}") from None
@@ -118,60 +118,59 @@ def read_header(path: Path) -> GgufHeader:
 def _metadata(content: Any, library: Any) -> tuple[dict[str, Any], int, int]:
     if bytes(content[:4]) != b"GGUF" or struct.unpack_from("<I", content, 4)[0] not in (2, 3):
         raise ValueError("expected version 2 or 3 of GGUF")
-    tensors, count = struct.unpack_from("<QQ", content, 8)
+    num_tensors, num_keys = struct.unpack_from("<QQ", content, 8)
     metadata, position = dict[str, Any](), 24
-    for _ in range(count):
+    for _ in range(num_keys):
         name, position = library._read_string(content, position)
-        (kind,) = struct.unpack_from("<I", content, position)
-        value, end = library._read_value(content, position + 4, kind)
-        is_list = kind == 9 and isinstance(value, int)
+        (value_type,) = struct.unpack_from("<I", content, position)
+        value, end = library._read_value(content, position + 4, value_type)
+        # The reader returns the length of an array (type 9) of texts.
+        is_text_list = value_type == 9 and isinstance(value, int)
         if name in metadata:
-            raise ValueError(f"{name} is in it twice")
-        metadata[name], position = TextList(value) if is_list else value, end
+            raise ValueError(f"{name} appears twice")
+        metadata[name], position = TextList(value) if is_text_list else value, end
     if "general.architecture" not in metadata:
         raise ValueError("general.architecture not found")
-    return metadata, tensors, position
+    return metadata, num_tensors, position
 
 
-def _tensors(
-    table: list[Any], position: int, metadata: dict[str, Any], size: int
-) -> dict[str, GgufTensor]:
+def _tensors(table: Any, position: int, alignment: Any, size: int) -> dict[str, GgufTensor]:
     import gguf
 
-    alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment={alignment}: expected a multiple of 8")
-    sizes = {int(kind): each for kind, each in gguf.GGML_QUANT_SIZES.items()}
+    sizes = {int(dtype): each for dtype, each in gguf.GGML_QUANT_SIZES.items()}
     begin, end, tensors = -(-position // alignment) * alignment, 0, dict[str, GgufTensor]()
-    for name, shape, kind, offset in sorted(table, key=lambda each: each[3]):
+    for name, shape, dtype, offset in sorted(table, key=lambda each: each[3]):
         if not 1 <= len(shape) <= _MAX_DIMENSIONS or 0 in shape:
             raise ValueError(f"{name} is empty, or has {len(shape)} dimensions")
-        elements, in_bytes = sizes[kind]
-        row_bytes, remainder = divmod(shape[-1] * in_bytes, elements)
+        block_numel, block_bytes = sizes[dtype]
+        row_bytes, remainder = divmod(shape[-1] * block_bytes, block_numel)
         if remainder or name in tensors or offset < end or offset % alignment:
             raise ValueError(f"{name} overlaps another tensor, or appears twice")
-        end = offset + row_bytes * prod(shape[:-1])
+        end = offset + row_bytes * math.prod(shape[:-1])
         if begin + end > size:
             raise ValueError(f"{name} exceeds the file")
-        tensors[name] = GgufTensor(name, shape, kind, begin + offset, row_bytes)
+        tensors[name] = GgufTensor(name, shape, dtype, begin + offset, row_bytes)
     return tensors
 
 
 def _problem(header: GgufHeader) -> str:
     metadata, tensors = header.metadata, header.tensors
     for name, value in metadata.items():
-        kind = _EXPECTED.get(name.removeprefix(f"{header.architecture}."))
-        if kind is not None and not _CHECKS[kind](value):
-            shown = f"a list of {len(value)}" if isinstance(value, list) else str(value)
-            return f"{name}={shown:.40}: expected {kind}"
+        expected = _EXPECTED.get(name.removeprefix(f"{header.architecture}."))
+        if expected is not None and not _CHECKS[expected](value):
+            text = f"a list of {len(value)}" if isinstance(value, list) else str(value)
+            return f"{name}={text:.40}: expected {expected}"
     rows = tensors[GGUF_EMBEDDING].shape[0] if GGUF_EMBEDDING in tensors else None
-    count = metadata[GGUF_TOKENS].count if GGUF_TOKENS in metadata else rows
-    size = header.get("vocab_size", rows)
-    if rows is not None and ((count or 0) > rows or size != rows):
-        return f"{GGUF_EMBEDDING} has {rows} rows, for {count} tokens and vocab_size={size}"
+    num_tokens = metadata[GGUF_TOKENS].count if GGUF_TOKENS in metadata else rows
+    vocab_size = header.get("vocab_size", rows)
+    if rows is not None and ((num_tokens or 0) > rows or vocab_size != rows):
+        sizes = f"{num_tokens} tokens and vocab_size={vocab_size}"
+        return f"{GGUF_EMBEDDING} has {rows} rows, for {sizes}"
     for name, value in metadata.items():
-        if isinstance(value, list) and name in _EXPECTED and len(value) != count:
-            return f"{name}: expected {count} numbers, got {len(value)}"
-        if name.endswith("_token_id") and name in _EXPECTED and count and value >= count:
-            return f"{name}={value}: expected a number below {count}"
+        if isinstance(value, list) and name in _EXPECTED and len(value) != num_tokens:
+            return f"{name}: expected {num_tokens} numbers, got {len(value)}"
+        if name.endswith("_token_id") and name in _EXPECTED and value >= (num_tokens or math.inf):
+            return f"{name}={value}: expected a number below {num_tokens}"
     return ""

@@ -25,13 +25,13 @@ from fsdpctl.io.hub_responses import (
     checked_responses,
     is_relative_path,
 )
-from fsdpctl.io.texts import format_bytes, printable
-from fsdpctl.io.untrusted import MIB
+from fsdpctl.io.texts import MIB, format_bytes, printable
 
 Choose = Callable[[Collection[str]], Collection[str]]
 T = TypeVar("T")
 _SLACK = 64 * MIB  # reserve for files of unknown size and restarted downloads
 _CHUNK = MIB // 4  # bytes between two checks for a stop; an interrupted download loses one chunk
+_MORE_SPACE = "set HF_HOME to a directory with more space"
 # Base classes of the errors that libraries raise without a network.
 _NO_NETWORK = {"NetworkError", "TimeoutException", "ProxyError", "OfflineModeIsEnabled"}
 
@@ -80,7 +80,7 @@ class Repository:
         return folder
 
     def names(self) -> list[str]:
-        """Return the names of all files of the repository on the Hub; empty if unknown."""
+        """Return the names of all files on the Hub, as listed in the cache; empty if unknown."""
         snapshot = self.snapshot()
         return self._listed(snapshot.name) if snapshot else []
 
@@ -88,18 +88,18 @@ class Repository:
         return cached_names(self.folder / "trees" / f"{commit}.json")
 
     @property
-    def _absent(self) -> str:
+    def _not_local(self) -> str:  # a model's name may also be a path
         return "no such directory, and " if self.kind == "model" and not self.is_upload else ""
 
     def missing_error(self, file: str) -> UsageError:
         problem = f"{file} is missing in the Hugging Face cache"
         if self.snapshot() is None:
-            problem = f"{self._absent}not in the Hugging Face cache ({hub_cache()})"
+            problem = f"{self._not_local}not in the Hugging Face cache ({hub_cache()})"
         variable = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
-        kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
-        command = f"{kind}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
-        way = f"On a machine with network access, run `hf download {command}`"
-        return UsageError(f"{self.location}: {problem}; {variable} is set. {way}")
+        options = "" if self.kind == "model" else f"--repo-type {self.kind} "
+        arguments = f"{options}{self.name}{f' --revision {self.revision}' if self.revision else ''}"
+        next_step = f"On a machine with network access, run `hf download {arguments}`"
+        return UsageError(f"{self.location}: {problem}; {variable} is set. {next_step}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -127,46 +127,47 @@ class Repository:
         revision = snapshot.name if snapshot else self.revision
         request: dict[str, Any] = {"repo_type": self.kind, "revision": revision}
 
-        def request_files() -> tuple[list[str], list[Any]]:
+        def request_files() -> tuple[list[str], dict[str, Any], list[Any]]:
             # Without a network, this first request fails at once.
-            self._listed(str(HfApi().repo_info(self.name, **request).sha))
+            commit = str(HfApi().repo_info(self.name, **request).sha)
+            self._listed(commit)  # raises if the cached listing is invalid
             names = HfApi().list_repo_files(self.name, **request)
             chosen = [*map(glob.escape, choose(names))]
-            request.update(cache_dir=hub_cache(), allow_patterns=chosen)
+            download = {**request, "cache_dir": hub_cache(), "allow_patterns": chosen}
             bar = _progress_bar_class()
-            downloads = snapshot_download(self.name, dry_run=True, tqdm_class=bar, **request)
-            return names, [each for each in downloads if each.will_download]
+            entries = snapshot_download(self.name, dry_run=True, tqdm_class=bar, **download)
+            return names, download, [each for each in entries if each.will_download]
 
-        with self.hub_errors(), checked_responses(constants.ENDPOINT) as answered:
+        with self.hub_errors(), checked_responses(constants.ENDPOINT) as num_answers:
             with doing(f"asking {hub_host()} for {self.name}"):
-                names, files = _call_in_thread(request_files, answered)
+                names, download, files = _call_in_thread(request_files, num_answers)
             size = sum(each.file_size or 0 for each in files)
             if size:
                 self._announce("to fetch" if dry_run else "fetching", len(files), size)
             if not dry_run:
                 with doing(f"fetching {self.name}", BYTES, size) as advance:
-                    bar = _progress_bar_class(advance, stopped := threading.Event(), answered, size)
-                    fetch = partial(snapshot_download, self.name, tqdm_class=bar, **request)
+                    stopped = threading.Event()
+                    bar = _progress_bar_class(advance, stopped, num_answers, size)
+                    fetch = partial(snapshot_download, self.name, tqdm_class=bar, **download)
                     try:
-                        folder = _call_in_thread(fetch, answered)
+                        folder = _call_in_thread(fetch, num_answers)
                     finally:
                         stopped.set()
                     Path(folder).mkdir(parents=True, exist_ok=True)  # missing without files
         return names
 
-    def _announce(self, noun: str, count: int, size: int) -> None:
+    def _announce(self, verb: str, count: int, size: int) -> None:
         above = next(each for each in (hub_cache(), *hub_cache().parents) if each.is_dir())
         free = shutil.disk_usage(above).free
         figures = f"{format_bytes(size)}, {format_bytes(free)} free in {hub_cache()}"
         if size > free:
-            way = "set HF_HOME to a directory with more space"
-            raise UsageError(f"{self.location}: {figures}; {way}")
+            raise UsageError(f"{self.location}: {figures}; {_MORE_SPACE}")
         files = "1 file" if count == 1 else f"{count} files"
-        DISPLAY.print_line(f"{noun} {self.name}: {files}, {figures}")
+        DISPLAY.print_line(f"{verb} {self.name}: {files}, {figures}")
 
     @contextmanager
     def hub_errors(self) -> Iterator[None]:
-        """Raise what the library raises as a UsageError, without the URLs in its messages."""
+        """Convert errors of huggingface_hub to UsageErrors without URLs."""
         logger = logging.getLogger("huggingface_hub")
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # warnings of the library quote signed URLs
@@ -185,7 +186,7 @@ class Repository:
         from huggingface_hub import errors
 
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            return f"no space left in {hub_cache()}; set HF_HOME to a directory with more"
+            return f"no space left in {hub_cache()}; {_MORE_SPACE}"
         chain = [error]
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
@@ -196,20 +197,21 @@ class Repository:
         if isinstance(http, errors.RevisionNotFoundError):
             return f"{self.name} has no such revision on {host}"
         if isinstance(http, errors.RepositoryNotFoundError):
-            return f"{self._absent}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
+            return f"{self._not_local}no such {self.kind} on {host}; if it is private, set HF_TOKEN"
         if isinstance(http, errors.HfHubHTTPError):
             status = http.response.status_code
             return f"{host} answers {status}{'; check HF_TOKEN' if status in (401, 403) else ''}"
         if isinstance(error, OSError) and error.filename:
             return f"{error.filename}: {error.strerror}; set HF_HOME to a directory you can write"
-        kind = type(chain[-1]).__name__
+        error_name = type(chain[-1]).__name__
         if self.is_upload:
-            return f"the connection to {host} broke ({kind}); run it again"
+            return f"the connection to {host} broke ({error_name}); run it again"
         if _NO_NETWORK.isdisjoint(base.__name__ for x in chain for base in type(x).__mro__):
-            return f"{host} does not answer like a Hub ({kind})"
+            return f"{host} does not answer like a Hub ({error_name})"
         if self.snapshot() is None:
-            return f"{self._absent}{host} cannot be reached ({kind})"
-        return f"cannot be fetched from {host} ({kind}); complete files are kept, run it again"
+            return f"{self._not_local}{host} cannot be reached ({error_name})"
+        problem = f"cannot be fetched from {host} ({error_name})"
+        return f"{problem}; complete files are kept, run it again"
 
 
 def is_offline() -> bool:
@@ -224,11 +226,11 @@ def hub_host() -> str:
     return printable(urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2])
 
 
-def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
+def _call_in_thread(work: Callable[[], T], num_answers: list[int]) -> T:
     """Call `work` in a thread; raise HubError if nothing arrives for MAX_SILENCE_S.
 
-    `answered` counts answers. After a signal, the caller lets the progress bar raise an error: it
-    ends the threads of huggingface_hub without waiting for complete files.
+    `num_answers` has one number, which the thread increases. A signal interrupts only the caller,
+    which then sets `stopped`: progress bars raise in the threads of huggingface_hub, which end.
     """
     results, errors = list[T](), list[BaseException]()
 
@@ -241,17 +243,17 @@ def _call_in_thread(work: Callable[[], T], answered: list[int]) -> T:
     thread = threading.Thread(target=call, name="fetch", daemon=True)
     thread.start()
     while thread.is_alive():
-        before = answered[0]
+        before = num_answers[0]
         thread.join(MAX_SILENCE_S)
-        if thread.is_alive() and answered[0] == before:
+        if thread.is_alive() and num_answers[0] == before:
             raise HubError(f"has sent nothing for {MAX_SILENCE_S:.0f} s")
-    for error in errors:
-        raise error
+    if errors:
+        raise errors[0]
     return results[0]
 
 
 def _progress_bar_class(
-    advance: Advance | None = None, stopped: Any = None, answered: Any = None, size: int = 0
+    advance: Advance | None = None, stopped: Any = None, num_answers: Any = None, size: int = 0
 ) -> Any:
     """Return a class of invisible progress bars that pass received bytes to `advance`.
 
@@ -271,7 +273,7 @@ def _progress_bar_class(
             if stopped is not None and stopped.is_set():
                 raise InterruptedError
             if advance is not None and self._counts:
-                answered[0] += 1
+                num_answers[0] += 1
                 total[0] += int(n or 0)
                 advance(int(n or 0))
                 if total[0] > 2 * size + _SLACK:

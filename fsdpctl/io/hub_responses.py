@@ -18,13 +18,15 @@ from typing import Annotated, Any
 import msgspec
 
 from fsdpctl.errors import UsageError
-from fsdpctl.io.untrusted import MIB, Count, read_json
+from fsdpctl.io.texts import MIB
+from fsdpctl.io.untrusted import Count, read_json
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _ETAG = re.compile(r"[\w+=:~-][\w.+=:~-]{0,127}", re.ASCII)
-_ABOUT = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
-_ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")
+# The path of a request about a repository. Group 1: a listing.
+_API_PATH = re.compile(r"/api/(?:model|dataset)s/[^/]+/[^/]+(/tree/)?")
+_XET_ROUTE, _ORIGIN = "x-xet-refresh-route", attrgetter("scheme", "host", "port")
 # Limits that the real server never reaches: a page has 1,000 names in 0.3 MiB, a rate limit 300 s.
 _MAX_BYTES = 256 * MIB  # decompressed, per response or listing
 _MAX_PAGES = 2000  # per listing
@@ -35,7 +37,7 @@ _MAX_NAME = 1000  # characters of a name with its directories
 
 
 class HubError(UsageError):
-    """A response that is not of the Hub's protocol. The message continues the host's name."""
+    """A response against the Hub's protocol. The message follows the host's name."""
 
 
 class _LfsObject(msgspec.Struct):
@@ -43,7 +45,7 @@ class _LfsObject(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    path: str
+    path: str  # the only field that is read; the types of the others are checked
     size: Count = 0
     lfs: _LfsObject | None = None
 
@@ -81,16 +83,16 @@ def cached_names(listing: Path) -> list[str]:
 
 
 @contextmanager
-def checked_responses(home: str, silence: float = _TIMEOUT) -> Iterator[list[int]]:
-    """Check the requests and responses of huggingface_hub in the block; `home` is the Hub's URL.
+def checked_responses(hub_url: str, timeout: float = _TIMEOUT) -> Iterator[list[int]]:
+    """Check the requests and responses of huggingface_hub in the block.
 
-    Yields a list with one number, which counts responses. Requests of the library raise
-    HubError if a response is not of the protocol, or exceeds a limit.
+    Yields a list with one number, which counts responses. Requests of the library raise HubError if
+    a response violates the protocol or exceeds a limit. `timeout`: seconds without a byte.
     """
     import huggingface_hub
     from huggingface_hub.utils import _http
 
-    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _ResponseChecks(home, silence)
+    factory, checks = _http._GLOBAL_CLIENT_FACTORY, _ResponseChecks(hub_url, timeout)
 
     def client() -> Any:
         http_client = factory()
@@ -100,7 +102,7 @@ def checked_responses(home: str, silence: float = _TIMEOUT) -> Iterator[list[int
 
     huggingface_hub.set_client_factory(client)
     try:
-        yield checks.answered
+        yield checks.num_answers
     finally:
         huggingface_hub.set_client_factory(factory)
 
@@ -108,10 +110,10 @@ def checked_responses(home: str, silence: float = _TIMEOUT) -> Iterator[list[int
 class _ResponseChecks:
     """The checks of the requests and responses of a download."""
 
-    def __init__(self, home: str, silence: float = _TIMEOUT) -> None:
-        self.answered, self._silence = [0], silence
-        self._homes = (home, "https://huggingface.co", "https://hf.co")
-        self._pages = dict[str, int]()  # bytes of the previous pages, by the URL of a page
+    def __init__(self, hub_url: str, timeout: float = _TIMEOUT) -> None:
+        self.num_answers, self._timeout = [0], timeout
+        self._trusted_urls = (hub_url, "https://huggingface.co", "https://hf.co")
+        self._pages = dict[str, int]()  # bytes before each page of a listing, by the page's URL
 
     def before(self, request: Any) -> None:
         if "authorization" in request.headers:
@@ -119,20 +121,20 @@ class _ResponseChecks:
         if request.headers.get("accept-encoding") != "identity":
             request.headers["accept-encoding"] = "gzip"
         limits = request.extensions.get("timeout", {})
-        limits.update({each: limits[each] or self._silence for each in limits})
+        limits.update({each: limits[each] or self._timeout for each in limits})
 
     def after(self, response: Any) -> None:
-        self.answered[0] += 1
+        self.num_answers[0] += 1
         request = response.request
         links = {name: each.get("url") for name, each in response.links.items()}
-        for link in (links.get("next"), links.get("xet-auth"), response.headers.get(_ROUTE)):
+        for link in (links.get("next"), links.get("xet-auth"), response.headers.get(_XET_ROUTE)):
             if link is not None:
                 self._check_host(request.url.join(link))
         _check_headers(response)
-        api_path = _ABOUT.search(request.url.path)
+        api_path = _API_PATH.search(request.url.path)
         if response.status_code >= 400:
             response.close()
-            response._content = b""  # the reason is in the headers
+            response._content = b""  # the headers have the reason; do not read the body
         elif api_path and request.method == "GET" and not response.has_redirect_location:
             size = self._pages.get(str(request.url), 0)
             if not size:
@@ -145,7 +147,7 @@ class _ResponseChecks:
                 self._pages[following] = size + len(response._content)
 
     def _check_host(self, url: Any) -> None:
-        if _ORIGIN(url) not in {_ORIGIN(url.join(home)) for home in self._homes}:
+        if _ORIGIN(url) not in {_ORIGIN(url.join(each)) for each in self._trusted_urls}:
             raise HubError(f"refers to another host, {url.host}")
 
 
@@ -156,7 +158,7 @@ def _check_headers(response: Any) -> None:
     if commit is not None and not COMMIT.fullmatch(commit):
         raise HubError(f"names a commit {commit[:80]!r}; expected 40 hexadecimal digits")
     is_named = response.request.method == "HEAD" and etag is not None
-    if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):
+    if is_named and not _ETAG.fullmatch(etag.lstrip("W/").strip('"')):  # as huggingface_hub strips
         raise HubError(f"has the ETag {etag[:80]!r}; expected digits and letters")
     if (coding := headers.get("content-encoding", "identity")) not in ("identity", "gzip"):
         raise HubError(f"compresses by {coding[:80]}; expected gzip")

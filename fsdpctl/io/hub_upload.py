@@ -39,7 +39,7 @@ class UploadTarget:
             yield HfApi()
 
     def check(self) -> None:
-        """Check the token, and that the upload neither overwrites files nor publishes them."""
+        """Check the token and its owner, and that the upload neither overwrites nor publishes."""
         from huggingface_hub import get_token
 
         owner = self.name.partition("/")[0]
@@ -51,10 +51,8 @@ class UploadTarget:
             user = api.whoami()
             owners = [str(x["name"]) for x in (user, *user.get("orgs", ())) if x.get("name")]
             if owner not in owners:
-                hint = did_you_mean(owner, owners)
-                raise UsageError(
-                    f"{self.url}: the token is of {shorten_list(owners)}, not of {owner}{hint}"
-                )
+                problem = f"the token is of {shorten_list(owners)}, not of {owner}"
+                raise UsageError(f"{self.url}: {problem}{did_you_mean(owner, owners)}")
             if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
                 raise UsageError(f"{self.url}: the token may only read; create one that may write")
             self._commit_and_files(api)
@@ -87,7 +85,7 @@ class UploadTarget:
         with self._hub_api(f"uploading {self.name}") as api:
             if self._commit_and_files(api)[0] is None:
                 api.create_repo(self.name, private=True, exist_ok=True)
-            parent, names = self._commit_and_files(api)
+            parent, names = self._commit_and_files(api)  # a new repository has a first commit
             changes = [CommitOperationAdd(name, path) for name, path in new.items()]
             removed = [CommitOperationDelete(name) for name in sorted(names - new.keys())]
             commit = {"commit_message": "Upload by fsdpctl", "parent_commit": parent}

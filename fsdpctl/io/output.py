@@ -19,8 +19,8 @@ def open_stdout(stream: TextIO) -> "LenientStream":
     It is buffered even if PYTHONUNBUFFERED is set: an unbuffered stream may write only a part.
     """
     if isinstance(getattr(stream, "buffer", None), RawIOBase):
-        how = stream.encoding, stream.errors
-        stream = open(_STDOUT, "w", -1, *how, closefd=False)  # noqa: SIM115  # to the end
+        encoding = stream.encoding, stream.errors
+        stream = open(_STDOUT, "w", -1, *encoding, closefd=False)  # noqa: SIM115  # never closed
     return LenientStream(stream)
 
 
@@ -62,7 +62,7 @@ class LenientStream:
         if error.errno != errno.EIO:
             return error.errno in _READER_EXITED
         try:
-            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)  # a closed terminal
+            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)  # EIO of a closed terminal
         except (OSError, ValueError):
             return True
 

@@ -25,12 +25,12 @@ def package_folder(name: str) -> Path:
     return inside if inside.is_dir() else package.parent / name
 
 
-def import_package(package: str, location: str) -> Any:
+def import_package(module: str, location: str) -> Any:
     """Import a package that only some commands need; UsageError at `location` if that fails."""
     try:
-        return import_module(package)
+        return import_module(module)
     except ImportError as error:
-        raise UsageError(f"{location}: {install_hint(package, error)}") from None
+        raise UsageError(f"{location}: {install_hint(module, error)}") from None
 
 
 def install_hint(module: str, error: ImportError | None = None) -> str:
@@ -39,12 +39,12 @@ def install_hint(module: str, error: ImportError | None = None) -> str:
     requirement, package = _requirement(name)
     if error is None or not (version := _version(name)):
         return f"{requirement} not installed; run `pip install '{package}'`"
-    reason = " ".join(str(error).split())
-    problem = f"{name} {version} cannot be imported ({reason:.200})"
+    problem = f"{name} {version} cannot be imported ({' '.join(str(error).split()):.200})"
     return f"{problem}; run `pip install -U '{requirement}'`"
 
 
 def _requirement(name: str) -> tuple[str, str]:
+    """Return the requirement of a package, and what pip installs: the requirement, or an extra."""
     try:
         lines = metadata.requires("fsdpctl") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed

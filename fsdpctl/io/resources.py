@@ -32,11 +32,12 @@ def core_of(cpu: int) -> int:
 
 
 def num_cores() -> int:
-    """Return the cores that the affinity mask and the control group's CPU time allow, or 1."""
+    """Return how many cores the affinity mask and the control group's CPU time allow, or 1."""
     limits = [len({core_of(cpu) for cpu in allowed_cpus()})]
     for file in cgroup_files("cpu.max", "cpu.cfs_quota_us", CGROUP_ROOT, PROC_CGROUP):
         with suppress(OSError, ValueError):
             quota, *period = file.read_text().split()
+            # In version 1, the period has its own file.
             period = period or [file.with_name("cpu.cfs_period_us").read_text()]
             limits += [int(quota) // max(1, int(period[0]))] if quota.isdecimal() else []
     return max(1, min(limits))
@@ -44,8 +45,8 @@ def num_cores() -> int:
 
 def is_pinned() -> bool:
     """Return whether another launcher has pinned this rank to a part of the cores."""
-    of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    total = int(of_job) if of_job.isdecimal() else os.cpu_count() or 1
+    job_cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    total = int(job_cpus) if job_cpus.isdecimal() else os.cpu_count() or 1
     return "FSDPCTL_LAUNCHER" not in os.environ and len(allowed_cpus()) < total
 
 
@@ -58,9 +59,7 @@ def threads_per_rank(ranks: int) -> int:
     return int(match[1])
 
 
-def cgroup_files(
-    v2: str, v1: str, root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP
-) -> Iterator[Path]:
+def cgroup_files(v2: str, v1: str, root: Path, cgroup: Path) -> Iterator[Path]:
     """Yield the paths of a controller's file in this process's control groups, innermost first.
 
     `v2` and `v1` are its names in the two versions of control groups. Within a container, only the
@@ -96,9 +95,9 @@ def host_memory(root: Path = CGROUP_ROOT, cgroup: Path = PROC_CGROUP) -> int:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable the garbage collector, which takes a tenth of a second for all of torch's objects.
+    """Disable the garbage collector in the block. One collection of torch's objects takes 0.1 s.
 
-    Tensors that are observed inside are freed with their last reference, and not at another time.
+    Tensors that are observed in the block are freed with their last reference, at no other time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The names of a run's files, and the check that no file is a link to another directory."""
+"""The names of a run's files, and the check that they are regular files without other links."""
 
 import os
 import re
@@ -24,14 +24,14 @@ RUN_ASSETS = "assets"  # files that belong to the model's weights, such as the t
 LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
 BEST = "best"  # a link to the checkpoint with the lowest validation loss
 STEP = re.compile(r"step-(\d{8,18})")
-_LINK = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")
-_WHOLE = (
+_LINKS = re.compile(rf"({LATEST}|{BEST})(\.tmp-\d+)?")  # allowed names
+_CHECKED_NAMES = (
     OVERRIDES_FILE, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD,
     TRACKER_ID, HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS, DATA,
     CACHE,
 )  # fmt: skip
 _SNAPSHOT = "memory-snapshot-"
-_NEXT = "remove it, or replace the link by its target"
+_NEXT_STEP = "remove it, or replace the link by its target"
 
 
 def check_run_files(run_dir: Path) -> None:
@@ -41,10 +41,10 @@ def check_run_files(run_dir: Path) -> None:
     of a checkpoint is checked when it is read.
     """
     for each in _entries(run_dir):
-        if each.name in _WHOLE or each.name.startswith(_SNAPSHOT):
-            _check(each)
+        if each.name in _CHECKED_NAMES or each.name.startswith(_SNAPSHOT):
+            _check_regular(each)
         elif each.name in (CHECKPOINTS, "wandb") and (each.is_symlink() or not each.is_dir()):
-            raise UsageError(f"{each.path}: expected a directory, not a link; {_NEXT}")
+            raise UsageError(f"{each.path}: expected a directory, not a link; {_NEXT_STEP}")
     check_checkpoint_dirs(run_dir / CHECKPOINTS)
 
 
@@ -56,10 +56,10 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def check_checkpoint_dirs(checkpoints: Path) -> None:
-    """Check that checkpoints are directories, and the only links `latest` and `best` to them."""
+    """Check that checkpoints are directories, and that only `latest` and `best` link to one."""
     for each in _entries(checkpoints):
-        if each.is_symlink() and not (_LINK.fullmatch(each.name) and STEP.fullmatch(_read(each))):
-            raise UsageError(f"{each.path}: is a link to {_read(each)}; {_NEXT}")
+        if each.is_symlink() and not (_LINKS.fullmatch(each.name) and STEP.fullmatch(_read(each))):
+            raise UsageError(f"{each.path}: is a link to {_read(each)}; {_NEXT_STEP}")
         if each.name.startswith("step-") and not each.is_dir():
             raise UsageError(f"{each.path}: expected a directory; remove it")
 
@@ -81,17 +81,17 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
         raise UsageError(f"{folder}: {error.strerror}") from None
 
 
-def _check(entry: "os.DirEntry[str]") -> None:
+def _check_regular(entry: "os.DirEntry[str]") -> None:
     problem = ""
     with suppress(FileNotFoundError):  # deleted meanwhile
         if entry.is_symlink():
             problem = f"is a link to {_read(entry)}"
         elif entry.is_dir():
             for each in _entries(Path(entry.path)):
-                _check(each)
+                _check_regular(each)
         elif not entry.is_file():
             problem = "not a regular file"
         elif entry.stat().st_nlink > 1:
             problem = "has another hard link, whose content would change too"
     if problem:
-        raise UsageError(f"{entry.path}: {problem}; {_NEXT}")
+        raise UsageError(f"{entry.path}: {problem}; {_NEXT_STEP}")

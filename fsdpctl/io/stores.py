@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fsdpctl.errors import FsdpctlError, UsageError
@@ -26,8 +26,10 @@ _DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
 _HUB = "hf://"  # names of data sets, which are read from the Hub's cache on this machine
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _THREADS = 64  # concurrent requests
-_ATTEMPTS, _FIRST_PAUSE = 7, 0.25  # per request; in seconds, doubled after each attempt
-_FINAL = (FileNotFoundError, PermissionError)  # errors that are not retried
+_ATTEMPTS = 7  # per request
+_FIRST_PAUSE = 0.25  # seconds, doubled after each attempt
+_NOT_RETRIED = (FileNotFoundError, PermissionError)
+T = TypeVar("T")
 POOL = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
 
 
@@ -36,6 +38,7 @@ def is_remote(path: str, location: str = "") -> bool:
     url = _URL.match(path)
     if url is None or path.startswith(_HUB):
         return False
+    # The location may be `key=path`: its message must not print credentials of the path.
     refuse_credentials(path, location.removesuffix(path).rstrip(" =") or url[1])
     if url[1] in STORES and "::" not in path:
         return True
@@ -67,22 +70,20 @@ class StoredFile:
                 raise EOFError(f"truncated at byte {start + len(content)}, or replaced")
             return content
 
-        content: bytes = with_retries(self.url, request, self.error_type)
-        return content
+        return with_retries(self.url, request, self.error_type)
 
-    def copy_prefix(self, file: Path, count: int, size: int) -> None:
-        """Write the first `count` bytes to a sparse local file of `size` bytes."""
-        content = self.read(0, count)
+    def copy_prefix(self, file: Path, prefix_bytes: int, file_bytes: int) -> None:
+        """Write the first `prefix_bytes` to a sparse local file of size `file_bytes`."""
+        content = self.read(0, prefix_bytes)
         file.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(file) as out:
             out.write(content)
-            out.truncate(size)
+            out.truncate(file_bytes)
 
     def info(self) -> dict[str, Any]:
         self.store.invalidate_cache(self.path)
-        request = partial(self.store.info, self.path)
-        info: dict[str, Any] = with_retries(self.url, request, self.error_type)
-        return info
+        request: Callable[[], dict[str, Any]] = partial(self.store.info, self.path)
+        return with_retries(self.url, request, self.error_type)
 
     def size(self) -> int:
         return int(self.info()["size"] or 0)
@@ -125,16 +126,19 @@ def open_store(url: str, location: str, error_type: ErrorType = FsdpctlError) ->
     return StoredFile(store, url, str(path), error_type)
 
 
-def with_retries(url: str, request: Callable[[], Any], error_type: ErrorType = FsdpctlError) -> Any:
-    """Return the result of `request`. After several failed attempts, raise an `error_type`."""
+def with_retries(url: str, request: Callable[[], T], error_type: ErrorType = FsdpctlError) -> T:
+    """Return the result of `request`, or raise an `error_type`, whose cause is the driver's error.
+
+    A missing or forbidden file fails at once, other requests after several attempts.
+    """
     for attempt in range(_ATTEMPTS):
         try:
             return request()
         except Exception as error:  # drivers raise arbitrary exceptions of their libraries
             kind = "" if isinstance(error, EOFError) else f"{type(error).__name__}: "
             reason = printable(" ".join(f"{kind}{error}".split())[:200])
-            if isinstance(error, _FINAL) or attempt == _ATTEMPTS - 1:
+            if isinstance(error, _NOT_RETRIED) or attempt == _ATTEMPTS - 1:
                 raise error_type(f"{url}: {reason}") from error
         with doing(f"waiting for {urlsplit(url).netloc or 'the store'} ({reason:.80})"):
             time.sleep(_FIRST_PAUSE * 2**attempt)
-    raise AssertionError
+    raise AssertionError  # unreachable, for mypy

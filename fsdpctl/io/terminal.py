@@ -14,7 +14,8 @@ from fsdpctl.io.output import LenientStream
 from fsdpctl.io.texts import printable
 
 _HEAD = 8  # columns of the subject of a line
-# The beginning of a line: a subject or blanks, and optionally an item number such as "1. ".
+# The beginning of a line: a subject ("to fit" or one word) or blanks, padded to _HEAD columns, and
+# optionally an item number such as "1. ".
 _SUBJECT = re.compile(rf"(?=.{{{_HEAD - 1}}} \S)(?:to fit|\S*) +(?<=^.{{{_HEAD}}})(?:\d\. )?")
 
 
@@ -52,5 +53,5 @@ def journal(log: Path, text: str) -> None:
     """Append lines with the time to a log. If the disk is full, the lines are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
-    with suppress(OSError), open_nofollow(log, "ab", folders=1) as file:
+    with suppress(OSError), open_nofollow(log, "ab", num_folders=1) as file:
         file.write(lines.encode())

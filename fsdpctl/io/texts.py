@@ -1,4 +1,4 @@
-"""Text for terminals: numbers with units, and untrusted names and values; batches of texts."""
+"""Text for terminals: numbers with units, and untrusted names and values; batches of items."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,18 +11,19 @@ _CONTROL_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 # Secrets in URLs. Repeats are bounded: otherwise a search takes quadratic time.
-_NAME = r"[?&#;][^=\s&]{0,99}(?:token|sig|secret|passw|cred|key|auth)[^=\s&]{0,99}="
-_PARAMETER = re.compile(rf"({_NAME})[^\s&]+", re.IGNORECASE)
-_USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")  # paths have one slash
-_SECRET = re.compile(
-    rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|[^/\s]{{0,999}}@|\S{{0,999}}(?:{_NAME}|[?&#;][\w.%-]{{1,99}}=))",
+_SECRET_PARAMETER = r"[?&#;][^=\s&]{0,99}(?:token|sig|secret|passw|cred|key|auth)[^=\s&]{0,99}="
+_PARAMETER = re.compile(rf"({_SECRET_PARAMETER})[^\s&]+", re.IGNORECASE)
+# Also after one slash, because pathlib reduces :// to :/.
+_USER = re.compile(r":(//?)(?:[^/\s:]{0,999}:[^\s,]{0,999}|[^/\s]{0,999})@")
+_URL_WITH_SECRET = re.compile(
+    rf"://(?:[^/\s:]{{0,999}}:[^\s,]{{0,999}}@|[^/\s]{{0,999}}@|\S{{0,999}}(?:{_SECRET_PARAMETER}|[?&#;][\w.%-]{{1,99}}=))",
     re.IGNORECASE,
 )
 # A directory in the cache of the Hugging Face Hub.
 _SNAPSHOT = re.compile(
     r"(?:[^\s:,()=]*/)?(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7})([0-9a-f]{33})"
 )
-_GIB, _MIB = 1 << 30, 1 << 20
+_GIB, MIB = 1 << 30, 1 << 20
 T = TypeVar("T")
 
 
@@ -57,7 +58,7 @@ def escaped(text: str) -> str:
 
 def refuse_credentials(text: str, location: str) -> None:
     """Raise a UsageError if a text has a URL with a user, a token or a signature."""
-    if _SECRET.search(text):
+    if _URL_WITH_SECRET.search(text):
         raise UsageError(
             f"{location}: a URL with a user, password, token or signature, which would be "
             "recorded; give credentials to the store's driver, in the environment or its own files"
@@ -66,7 +67,7 @@ def refuse_credentials(text: str, location: str) -> None:
 
 def format_bytes(count: float) -> str:
     sign, size = "-" * (count < 0), abs(count)
-    return f"{sign}{size / _GIB:.2f} GiB" if size >= _GIB else f"{sign}{size / _MIB:.1f} MiB"
+    return f"{sign}{size / _GIB:.2f} GiB" if size >= _GIB else f"{sign}{size / MIB:.1f} MiB"
 
 
 def three_digits(amount: float) -> str:
@@ -74,9 +75,7 @@ def three_digits(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:#.3g}"
 
 
-def batched_by_size(
-    items: Iterable[T], size: Callable[[T], int], min_size: int
-) -> Iterator[list[T]]:
+def batch_by_size(items: Iterable[T], size: Callable[[T], int], min_size: int) -> Iterator[list[T]]:
     """Yield lists of successive items. All but the last have a total size of `min_size` or more."""
     batch, total = list[T](), 0
     for item in items:

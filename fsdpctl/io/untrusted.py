@@ -13,7 +13,6 @@ import yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import ErrorType, read_text_file
 
-MIB = 1 << 20
 MAX_DEPTH = 64  # nested levels; a tokenizer.json has 10
 T = TypeVar("T")
 MAX_COUNT = 1 << 60  # bytes, elements, steps
@@ -40,12 +39,12 @@ def parse_json(
 
     msgspec would decode faster, but it accepts duplicate keys.
     """
-    numbers: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     if finite:
-        numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
+        hooks = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        content = json.loads(text, object_pairs_hook=_reject_duplicates, **numbers)
+        content = json.loads(text, object_pairs_hook=_reject_duplicates, **hooks)
     except RecursionError:
         raise error_type(f"{location}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -55,14 +54,12 @@ def parse_json(
     return as_type(content, schema, location, error_type)
 
 
-def as_type(
-    content: object, schema: type[T], location: str, error_type: ErrorType = UsageError
-) -> T:
+def as_type(value: object, schema: type[T], location: str, error_type: ErrorType = UsageError) -> T:
     """Convert `content`, made of built-in types, to the type `schema`, or raise `error_type`."""
     try:
-        return msgspec.convert(content, schema)
+        return msgspec.convert(value, schema)
     except ValueError as error:  # wrong type, or invalid Unicode
-        raise error_type(f"{location}: not as expected: {error}") from None
+        raise error_type(f"{location}: {error}") from None
 
 
 def check_version(
@@ -77,9 +74,8 @@ def check_version(
     if content.get("format") != format_name:
         raise error_type(f"{location}: not {noun}")
     if content.get("version") != version:
-        way = f"expected version {version}"
         problem = f"version {content.get('version')!s:.20} is not supported"
-        raise error_type(f"{location}: {problem}; {way}")
+        raise error_type(f"{location}: {problem}; expected version {version}")
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -125,7 +121,7 @@ class _Loader(yaml.BaseLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         content: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(content) < len(node.value):
+        if len(content) < len(node.value):  # a duplicate key
             name = _most_frequent(self.construct_object(key) for key, _ in node.value)
             raise yaml.YAMLError(f"{name} appears twice")
         return content

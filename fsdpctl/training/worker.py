@@ -95,7 +95,7 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
 def _redirect_stderr(logs: Path, rank: int) -> Path:
     """Redirect standard error to a log file, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
-    with contextlib.suppress(OSError), open_nofollow(path, "wb", folders=1) as file:
+    with contextlib.suppress(OSError), open_nofollow(path, "wb", num_folders=1) as file:
         os.dup2(file.fileno(), 2)
     return path
 

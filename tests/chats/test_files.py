@@ -60,7 +60,7 @@ DAMAGED = {
     b'[{"text": "a"}': ", array: not JSON: Input data was truncated",
     b'[{"text": "a"} {"text": "b"}]': ", array: not JSON: JSON is malformed: expected ',' or ']'",
     b'[{"text": "a"},]': ", array: not JSON: JSON is malformed: trailing comma",
-    b'[{"text": "a"}, 5]': ", element 2: not as expected: Expected `object`, got `int`",
+    b'[{"text": "a"}, 5]': ", element 2: Expected `object`, got `int`",
     b'[{"text": "a"}]\n[]': ", array: not JSON: JSON is malformed: trailing characters",
     b'[{"text": "a"}, {"text": "\xff"}]': ", array: not JSON: 'utf-8' codec can't decode",
     b'[{"text": "a"}, {"text": 1, "text": 2}]': ", element 2: not JSON: text appears twice",

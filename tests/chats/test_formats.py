@@ -61,7 +61,7 @@ EXPECTED = r"expected one JSON object per line \(.jsonl\), a JSON array of objec
 BAD = {
     b'{"messages": [': "not JSON: .*column",
     b'{"text": "x"}': "messages: required, as in the file's first row",
-    b"[1, 2]": f"not as expected: .*; {EXPECTED}", b"a,b": f"not JSON: .*; {EXPECTED}",
+    b"[1, 2]": f"Expected .*; {EXPECTED}", b"a,b": f"not JSON: .*; {EXPECTED}",
     b"{": f"not JSON: .*; {EXPECTED}",
     b'{"messages": [{"role": "user", "content": "\xff"}]}': "not UTF-8: .* at byte 44",
 }  # fmt: skip

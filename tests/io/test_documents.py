@@ -27,7 +27,7 @@ def nested(levels: int) -> str:
     ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"), ('{"a": 1, "a": 1}', "a appears twice"),
     ('{"b": {"a": 1, "a": 2}}', "a appears twice"), ("NaN", "not a number"),
     ("[-Infinity]", "not a number"), ("1e999", "number too large"), ("9" * 5000, "not JSON"),
-    ("{", "not JSON"), (b"\xff", "not JSON"), ("\ud800", "not as expected|not JSON"),
+    ("{", "not JSON"), (b"\xff", "not JSON"), ("\ud800", "Invalid|not JSON"),
 ])  # fmt: skip
 def test_malformed_json_is_rejected(text, said):
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -40,7 +40,7 @@ def test_malformed_json_is_rejected(text, said):
     {"width": 1, "name": 2}, {"width": 1, "name": None},
 ])  # fmt: skip
 def test_types_are_not_converted(content):
-    with pytest.raises(UsageError, match="not as expected"):
+    with pytest.raises(UsageError, match="Expected|missing required"):
         parse_json(json.dumps(content), Shape, "x")
 
 

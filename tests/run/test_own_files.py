@@ -11,7 +11,7 @@ from fsdpctl.commands.status import read_status
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.files import open_nofollow, write_atomic
-from fsdpctl.io.run_files import _WHOLE, CHECKPOINTS, LATEST, LOGS, check_run_files
+from fsdpctl.io.run_files import _CHECKED_NAMES, CHECKPOINTS, LATEST, LOGS, check_run_files
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.run.directory import inspect_run_dir
 from tests.commands.run import TINY, fsdpctl, invoke, make_text
@@ -44,7 +44,9 @@ def outside(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("name", [*_WHOLE, CHECKPOINTS, "wandb", f"{LOGS}/restart-1/rank-0.log"])
+@pytest.mark.parametrize(
+    "name", [*_CHECKED_NAMES, CHECKPOINTS, "wandb", f"{LOGS}/restart-1/rank-0.log"]
+)
 def test_whatever_leads_elsewhere_is_named(tmp_path, outside, name):
     for way in WAYS:
         run = make_run(tmp_path / way, done=1)
@@ -86,7 +88,7 @@ def test_a_file_is_not_opened_or_replaced_through_a_link(tmp_path, outside, way)
     (tmp_path / "run" / LOGS).unlink()
     (tmp_path / "run" / LOGS).symlink_to(outside / "folder")
     with pytest.raises(OSError, match="Not a directory"):
-        open_nofollow(tmp_path / "run" / LOGS / "rank-00000.log", "wb", folders=1)
+        open_nofollow(tmp_path / "run" / LOGS / "rank-00000.log", "wb", num_folders=1)
     (tmp_path / "run" / f"x.tmp-{os.getpid()}").symlink_to(outside / "file")
     write_atomic(tmp_path / "run" / "x", b"new")
     assert ((tmp_path / "run" / "x").read_bytes(), everything_in(outside)) == (b"new", before)
@@ -97,7 +99,7 @@ def test_files_are_appended_to_and_emptied_where_the_run_directory_is_a_link(tmp
     (tmp_path / "way").symlink_to("run")
     path = tmp_path / "way" / LOGS / LOGS  # a file with the name of its directory
     for mode, expected in (("ab", b"1"), ("ab+", b"11"), ("wb", b"1")):
-        with open_nofollow(path, mode, folders=1) as file:
+        with open_nofollow(path, mode, num_folders=1) as file:
             file.write(b"1")
         assert path.read_bytes() == expected
 
@@ -109,7 +111,7 @@ def test_no_file_of_a_finished_run_is_used_through_a_link(tmp_path, outside):
         f"train.run_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert fsdpctl("train", *words, "train.profile=true", cwd=tmp_path).returncode == 0
-    known = (*_WHOLE, CHECKPOINTS)
+    known = (*_CHECKED_NAMES, CHECKPOINTS)
     assert {each.name for each in (tmp_path / "run").iterdir()} <= set(known)
     names = [
         str(each.relative_to(tmp_path / "run"))

@@ -371,7 +371,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"target_modules": ["q_proj"]}, "unexpected model.* that model.lora.targets includes"),
     ({"target_modules": ["nothing"]}, "matches no linear layer"),
     ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: expected"),
-    ({"r": "4"}, "adapter_config.json: not as expected"),
+    ({"r": "4"}, "adapter_config.json: Expected"),
     ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
     ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
     ({"tensor": "model.embed_tokens.lora_embedding_A"}, "embeddings"),
