@@ -121,7 +121,7 @@ class TextGenerator:
         self.tokenizer: Tokenizer = (
             ByteTokenizer() if uses_bytes else FileTokenizer(str(source), files)
         )
-        self._sampling, self.end_tokens = sampling, end_tokens(files, None, str(source))
+        self._sampling, self.end_tokens = sampling, end_tokens(files, str(source))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with doing(f"loading {source}"), self._out_of_memory_as_error():
             strategy = single_rank_strategy(self.config)

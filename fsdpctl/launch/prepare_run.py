@@ -28,8 +28,8 @@ from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.data_record import check_same_data, write_data_record
-from fsdpctl.run.directory import ResumeState, RunDirState, inspect_run_dir, prepare_run_dir
-from fsdpctl.run.heartbeat import RunLock, check_not_running, locked_run_dir
+from fsdpctl.run.directory import RunDirState, StartKind, inspect_run_dir, prepare_run_dir
+from fsdpctl.run.heartbeat import RunLock, check_not_running, locked_unless_error
 
 _MOST_VERIFIED = 16 << 30  # bytes of a checkpoint that a dry run verifies
 
@@ -73,10 +73,10 @@ def prepare_run(
     if not may_upload and is_finished(state, reporter.result):
         return None
     waiting = f"waiting for the workers of the last start of {state.run_dir}"
-    with locked_run_dir(state.run_dir, lambda: reporter.result(waiting)) as lock:
+    with locked_unless_error(state.run_dir, lambda: reporter.result(waiting)) as lock:
         # Another process may have advanced or finished the run before the lock was acquired.
         state = inspect_run_dir(opened.config, resume, state.run_dir)
-        if state.resume_state is ResumeState.FINISHED:
+        if state.start_kind is StartKind.FINISHED:
             _upload_remaining(state)
         if is_finished(state, reporter.result):
             lock.release()
@@ -128,7 +128,7 @@ def check_dry_run(opened: Prepared, state: RunDirState) -> str:
 
 def is_finished(state: RunDirState, say: Callable[[str], None]) -> bool:
     """Return whether the run is finished, and print how to continue it."""
-    if state.resume_state is not ResumeState.FINISHED:
+    if state.start_kind is not StartKind.FINISHED:
         return False
     say(f"{state.source or state.run_dir}: finished at step {state.step}; nothing to do")
     train = state.config.train

@@ -24,7 +24,7 @@ from fsdpctl.plan.strategy import FSDPCTL, Offload, get_strategy
 from fsdpctl.resolve.machine import executed_strategy, note_on_tf32, shares_memory
 from fsdpctl.resolve.prepare import Prepared
 from fsdpctl.resolve.run_plan import RunPlan
-from fsdpctl.run.directory import ResumeState, RunDirState, changed_settings
+from fsdpctl.run.directory import RunDirState, StartKind, changed_settings
 from fsdpctl.run.environment import newest_versions
 from fsdpctl.training.learning_rate import warmup_steps
 
@@ -241,7 +241,7 @@ def _blocks(config: Config) -> str:
 
 
 def _changed_versions(state: RunDirState) -> str:
-    if state.resume_state is not ResumeState.RESUMES:
+    if state.start_kind is not StartKind.RESUME:
         return ""
     source = state.source
     previous = source.manifest.versions if source else newest_versions(state.run_dir)
@@ -257,7 +257,7 @@ def _run_directory(state: RunDirState) -> str:
     remote = remote_checkpoints_of(state.config)
     uploads = "" if remote is None else f"; checkpoints are uploaded to {remote.url}"
     source = f" of {state.source}" if state.source else ""
-    resumed = {ResumeState.NEW: "new", ResumeState.FINISHED: f"finished at step {state.step}"}.get(
-        state.resume_state, f"resumes at step {state.step}{source}"
+    resumed = {StartKind.NEW: "new", StartKind.FINISHED: f"finished at step {state.step}"}.get(
+        state.start_kind, f"resumes at step {state.step}{source}"
     )
     return f"{state.run_dir} ({resumed}){uploads}"

@@ -1,4 +1,4 @@
-"""The files next to the weights of a run's model: tokenizer files, and the model's config.json."""
+"""Assets: files that an export needs next to the weights (tokenizer files, config.json …)."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,13 +27,15 @@ _COPIED_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     """Return the files of the model and of the data's tokenizer, by name."""
     path, tokenizer = config.model.path, data.tokenizer
-    beside = {} if path is None else read_model_assets(Path(path))
-    assets = {name: content for name, content in beside.items() if name in MODEL_CONFIG_FILES}
+    model_files = {} if path is None else read_model_assets(Path(path))
+    assets = {name: content for name, content in model_files.items() if name in MODEL_CONFIG_FILES}
     # With another vocabulary size, another tokenizer may have written the tokens of the data.
     fits_tokens = tokenizer.vocab_size == data.vocab_size
     if fits_tokens:
         assets |= _tokenizer_files(tokenizer, config.model, assets)
-    ends = (*data.end_tokens, *end_tokens(assets, tokenizer if fits_tokens else None, str(path)))
+    ends = [*data.end_tokens, *end_tokens(assets, str(path))]
+    if fits_tokens and isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
+        ends.append(tokenizer.eos_id)
     if data.template is not None:
         replaced = [name for name in assets if name == TEMPLATE_JSON or name.startswith(TEMPLATES)]
         assets = {name: content for name, content in assets.items() if name not in replaced}
@@ -48,27 +50,27 @@ def _tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer's files, so that transformers reads the same tokenizer from the export.
 
-    If the files do not name the tokenizer's class, transformers selects it by the config.json next
-    to them. If the export's config.json would select another class, return the files that
-    transformers saves for this tokenizer, which name its class.
+    If config.json next to the files would make transformers select another class, return the files
+    as transformers saves them, which name the class.
     """
     files = tokenizer.files()
     if not isinstance(tokenizer, FileTokenizer):
         return files
-    kind = model_type_of(model)
-    exported = {**_parsed(assets, CONFIG_JSON, "the model"), "model_type": kind}
+    model_type = model_type_of(model)
+    exported = {**_parsed(assets, CONFIG_JSON, "the model"), "model_type": model_type}
     keys = class_keys(tokenizer.model_config)
     configs = [json.dumps(exported).encode(), assets.get(CONFIG_JSON)]
     others = (config for config in configs if class_keys(config) != keys)
+    # What may be next to the tokenizer: config.json of the export, or of the model.
     neighbors = [{} if config is None else {CONFIG_JSON: config} for config in others]
     for read_files in (tokenizer.files, tokenizer.files_as_saved):
         files = read_files()
-        opened = (FileTokenizer(tokenizer.name, {**files, **each}) for each in neighbors)
-        if all(each.checksum == tokenizer.checksum for each in opened):
+        exports = (FileTokenizer(tokenizer.name, {**files, **each}) for each in neighbors)
+        if all(each.checksum == tokenizer.checksum for each in exports):
             return files
     raise UsageError(
-        f"data.tokenizer={tokenizer.name}: gives other tokens in the directory of a {kind} model; "
-        "expected the tokenizer of such a model"
+        f"data.tokenizer={tokenizer.name}: gives other tokens in the directory of a {model_type} "
+        "model; expected the tokenizer of such a model"
     )
 
 
@@ -82,20 +84,16 @@ def _generation_config(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> b
         model = _parsed(files, CONFIG_JSON, "the model")
         config = {key: model[key] for key in _COPIED_IDS if model.get(key) is not None}
     if set(_token_ids(config.get("eos_token_id"))) == set(tokens):
-        return files[GENERATION_CONFIG]
+        return files[GENERATION_CONFIG]  # exists: else `config` has no eos_token_id
     config["eos_token_id"] = list(tokens)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def end_tokens(
-    files: Mapping[str, bytes], tokenizer: Tokenizer | None, location: str
-) -> tuple[int, ...]:
-    """Return the tokens that end generation, from the model's files and from its tokenizer."""
-    tokens = [*_token_ids(_parsed(files, GENERATION_CONFIG, location).get("eos_token_id"))]
+def end_tokens(files: Mapping[str, bytes], location: str) -> tuple[int, ...]:
+    """Return the tokens that end generation, from the files of a model."""
+    tokens = _token_ids(_parsed(files, GENERATION_CONFIG, location).get("eos_token_id"))
     for section in _sections(_parsed(files, CONFIG_JSON, location)):
         tokens += _token_ids(section.get("eos_token_id"))
-    if isinstance(tokenizer, FileTokenizer) and tokenizer.eos_id is not None:
-        tokens.append(tokenizer.eos_id)
     return tuple(dict.fromkeys(tokens))
 
 

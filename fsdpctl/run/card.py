@@ -24,6 +24,7 @@ from fsdpctl.run.metrics import read_metrics
 _LOCAL_SETTINGS = ("checkpoint", "cluster", "launch", "log", "train.run_dir", "train.profile")
 _HUB_DATA = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)")
 _HUB_MODEL = re.compile(r"([\w.-]+/[\w.-]+)@[0-9a-f]{7}")
+# Directories in free text: absolute, in the home directory, or relative with a dot.
 _FOLDERS = re.compile(r"(?<![\w/:.~-])(?:~|\.{1,2})?/(?:[^\s/,'\"=]+/)*")
 _TOKEN = re.compile(r"\bhf_\w{8,}")
 
@@ -34,20 +35,19 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
 
     settings, info = reader.manifest.config, reader.manifest.base
     path = "" if settings.get("model.init") == "random" else settings.get("model.path", "")
-    base = _public("model.path", path if info is None else info.path)
-    on_hub, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in settings
+    base = _redacted("model.path", path if info is None else info.path)
+    hub_match, is_lora = _HUB_MODEL.fullmatch(base), "model.lora.rank" in settings
     front = ModelCardData(
         library_name="peft" if is_peft else "transformers",
-        base_model=on_hub[1] if on_hub else None,
+        base_model=hub_match[1] if hub_match else None,
         datasets=sorted({*_HUB_DATA.findall(settings.get("data.path", ""))}) or None,
         tags=["fsdpctl", *(["lora"] if is_lora else [])],
     )
+    trainable = settings.get("model.trainable", "all parameters")
     facts = {
         "base model": base,
-        "data": _public("data.path", settings.get("data.path", settings.get("data", ""))),
-        "trained": "LoRA adapters"
-        if is_lora
-        else settings.get("model.trainable", "all parameters"),
+        "data": _redacted("data.path", settings.get("data.path", settings.get("data", ""))),
+        "trained": "LoRA adapters" if is_lora else trainable,
         **dict(_progress(reader)),
         "versions": ", ".join(f"{a} {b}" for a, b in reader.manifest.versions.items() if b),
     }
@@ -56,7 +56,7 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     text += "\n".join(rows) + "\n"
     defaults = to_settings(compose_config([]).config)
     changed = [
-        f"{name}={_public(name, value)}"
+        f"{name}={_redacted(name, value)}"
         for name, value in settings.items()
         if defaults.get(name) != value and not _is_left_out(name)
     ]
@@ -67,17 +67,20 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
 
 
 def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
-    progress, path = reader.manifest.progress, reader.folder.parent.parent / METRICS
+    progress, metrics_file = reader.manifest.progress, reader.folder.parent.parent / METRICS
     yield "steps, samples", f"{progress.step:,}, {progress.samples:,}"
-    is_run = reader.folder.parent.name == CHECKPOINTS and path.is_file()
+    is_run = reader.folder.parent.name == CHECKPOINTS and metrics_file.is_file()
     lines = []
     with suppress(UsageError):  # metrics.jsonl is corrupted
-        lines = [x for x in read_metrics(path) if x.step <= progress.step] if is_run else []
+        lines = [x for x in read_metrics(metrics_file) if x.step <= progress.step] if is_run else []
     losses = [f"{x.loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.loss, float)]
-    valid = [f"{x.val_loss:.4f} at step {x.step:,}" for x in lines if isinstance(x.val_loss, float)]
+    validated = [x for x in lines if isinstance(x.val_loss, float)]
     yield "tokens", f"{sum(x.tokens or 0 for x in lines):,}" if losses else ""
-    yield "training loss", ", ".join(losses[:1] + losses[1:][-1:])
-    yield "validation loss", ", ".join(valid[-1:])
+    yield "training loss", ", ".join(losses[:1] + losses[1:][-1:])  # the first and the last
+    yield (
+        "validation loss",
+        ", ".join(f"{x.val_loss:.4f} at step {x.step:,}" for x in validated[-1:]),
+    )
     best = progress.best
     yield "lowest validation loss", f"{best.loss:.4f} at step {best.step:,}" if best else ""
 
@@ -85,16 +88,16 @@ def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
 def _command(reader: CheckpointReader) -> list[str]:
     with suppress(UsageError):
         recorded = read_text_file(reader.folder.parent.parent / OVERRIDES_FILE).splitlines()
-        args = [_public_argument(reader, x) for x in recorded if not _is_left_out(x)]
+        args = [_redacted_argument(reader, x) for x in recorded if not _is_left_out(x)]
         parts = (x.split(" ", 1) if x.startswith("--") else [x] for x in args)  # --recipe NAME
         return [f"fsdpctl train {shlex.join(chain(*parts))}"]
     return []
 
 
-def _public_argument(reader: CheckpointReader, argument: str) -> str:
-    name, is_setting, text = argument.partition("=")
+def _redacted_argument(reader: CheckpointReader, argument: str) -> str:
+    name, separator, text = argument.partition("=")
     text = reader.manifest.config.get(name, text) if _is_path(name) else text
-    return f"{name}={_public(name, text)}" if is_setting else _public("", argument)
+    return f"{name}={_redacted(name, text)}" if separator else _redacted("", argument)
 
 
 def _is_left_out(name: str) -> bool:
@@ -105,16 +108,14 @@ def _is_path(name: str) -> bool:
     return name in KEYS and KEYS[name].is_path
 
 
-def _public(name: str, text: str) -> str:
+def _redacted(name: str, text: str) -> str:
     """Return a value without directories and without access tokens of the Hub."""
     text = _TOKEN.sub("hf_***", text)
     if not _is_path(name):
         return _FOLDERS.sub("", shorten_snapshots(text))
-    return ",".join(
-        x
-        if x.startswith("hf://")
-        else shorten_snapshots(x)
-        if shorten_snapshots(x) != x
-        else Path(x).name
-        for x in text.split(",")
-    )
+    paths = []
+    for path in text.split(","):
+        shortened = shorten_snapshots(path)
+        is_on_hub = path.startswith("hf://") or shortened != path
+        paths.append(shortened if is_on_hub else Path(path).name)
+    return ",".join(paths)

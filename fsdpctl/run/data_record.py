@@ -18,6 +18,7 @@ from fsdpctl.io.untrusted import Count, read_json
 _MOST_FILES = 2000  # only the number of more files is recorded
 _FIRST_BYTES = 1 << 16  # start of a file, hashed to detect changes that keep its size
 _MOST_NAMED = 3
+_SAME_FILES = "the same files in another order or with other settings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class DataRecord:
 def _current_record(data: DataSet) -> DataRecord:
     states, count = dict[str, str](), len(data.files) + len(data.token_files)
     if count <= _MOST_FILES:
-        states = {os.path.abspath(path): _state(path) for path in data.files}
+        states = {os.path.abspath(path): _size_and_checksum(path) for path in data.files}
         for each in data.token_files:
             path = each.shard.path
             name = os.path.abspath(path) if each.is_local else str(path)
@@ -41,7 +42,7 @@ def _current_record(data: DataSet) -> DataRecord:
     return DataRecord(data.fingerprint, data.tokenizer.checksum, count, states)
 
 
-def _state(file: Path) -> str:
+def _size_and_checksum(file: Path) -> str:
     with files.os_errors_as(str(file)), file.open("rb") as content:
         start = content.read(_FIRST_BYTES)
         return f"{os.fstat(content.fileno()).st_size} {xxhash.xxh3_64_hexdigest(start)}"
@@ -49,18 +50,17 @@ def _state(file: Path) -> str:
 
 def write_data_record(run_dir: Path, data: DataSet) -> None:
     with files.os_errors_as(f"train.run_dir={run_dir}"):
-        files.write_atomic(
-            run_dir / DATA, json.dumps(asdict(_current_record(data)), indent=1) + "\n"
-        )
+        text = json.dumps(asdict(_current_record(data)), indent=1)
+        files.write_atomic(run_dir / DATA, text + "\n")
 
 
-def recorded_fingerprint(run_dir: Path, of_checkpoint: str = "") -> str:
-    """Return the fingerprint of a run's data, by default `of_checkpoint`.
+def recorded_fingerprint(run_dir: Path, checkpoint_fingerprint: str = "") -> str:
+    """Return the fingerprint of a run's data, or `checkpoint_fingerprint` without a record.
 
     The record comes first, because the checkpoint may come from another run.
     """
     record = _read(run_dir)
-    return of_checkpoint if record is None else record.fingerprint
+    return checkpoint_fingerprint if record is None else record.fingerprint
 
 
 def _read(run_dir: Path) -> DataRecord | None:
@@ -68,20 +68,19 @@ def _read(run_dir: Path) -> DataRecord | None:
     return read_json(file, DataRecord) if file.exists() else None
 
 
-def check_same_data(
-    run_dir: Path, data: DataSet, fingerprint: str, location: str | None = None
-) -> None:
-    """Raise UsageError if the data does not have the `fingerprint` of the run, unless it is empty.
+def check_same_data(run_dir: Path, data: DataSet, fingerprint: str, location: str = "") -> None:
+    """Raise UsageError if the data does not have the run's `fingerprint`, unless that is empty.
 
     The message begins with `location`, by default with `train.run_dir`.
     """
     if fingerprint in ("", data.fingerprint):
         return
-    hint = "; restore it"
-    if location is None:
-        state = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW to train on it from "
+    hint = "; restore the old data"
+    if not location:
+        resume = f"pass --resume {shlex.quote(str(run_dir))} train.run_dir=NEW"
+        resume += " to train on the new data from the run's state"
         is_script = isinstance(data.train, ScriptData)
-        hint += ", or " + ("set another train.run_dir" if is_script else f"{state}the run's state")
+        hint += ", or " + ("set another train.run_dir" if is_script else resume)
     problem = f"the data has changed since the run's earlier steps{_difference(run_dir, data)}"
     raise UsageError(f"{location or f'train.run_dir={run_dir}'}: {problem}{hint}")
 
@@ -92,8 +91,7 @@ def _difference(run_dir: Path, data: DataSet) -> str:
     if old is None:
         return ""
     if not (old.files and new.files):
-        counts = f" ({old.count:,} files before, {new.count:,} now)"
-        return counts if new.count != old.count else ""
+        return f" ({old.count:,} files before, {new.count:,} now)" * (new.count != old.count)
     common = old.files.keys() & new.files.keys()
     groups = [
         ("added", sorted(new.files.keys() - common)),
@@ -102,5 +100,5 @@ def _difference(run_dir: Path, data: DataSet) -> str:
     ]
     changes = [f"{verb} {shorten_list(names, _MOST_NAMED)}" for verb, names in groups if names]
     if not changes:
-        changes = ["another tokenizer" * (old.tokenizer != new.tokenizer) or "the same files"]
+        changes = ["another tokenizer" * (old.tokenizer != new.tokenizer) or _SAME_FILES]
     return f" ({'; '.join(changes)})"

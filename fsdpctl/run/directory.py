@@ -72,17 +72,17 @@ _PROCESS_SETTINGS = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint"
 _NOT_ARCHITECTURE = (
     "model.path", "model.init", "model.lora.path", "model.attention", "model.overrides",
 )  # fmt: skip
-# A resumed run may change these settings: checkpoints are read into any dtype.
-_MAY_CHANGE = ("optimizer.state_dtype",)
+# Settings that affect the losses, but may change in a resumed run: states are read into any dtype.
+_CHANGEABLE = ("optimizer.state_dtype",)
 _NOT_SET = "not set"
 _RESTART = "restart-"  # and a number: a directory in LOGS
 
 
-class ResumeState(Enum):
+class StartKind(Enum):
     """The effect of a start on a run directory: a new run, a resumed one, or nothing."""
 
     NEW = auto()
-    RESUMES = auto()
+    RESUME = auto()
     FINISHED = auto()
 
 
@@ -91,12 +91,12 @@ class RunDirState:
     """The state of a run directory, and how a start would continue it."""
 
     config: Filled  # includes the run directory
-    resume_state: ResumeState
+    start_kind: StartKind
     step: int  # step of the checkpoint to start from
     previous_settings: Mapping[str, str] = field(default_factory=dict)  # at the last manual start
-    # The configuration of the last manual start, if it was in this directory.
+    # The configuration of this run's last manual start. Another run has only `previous_settings`.
     stored_config: Config | None = None
-    source: CheckpointReader | None = None  # checkpoint outside this directory to start from
+    source: CheckpointReader | None = None  # checkpoint of another run, or of this run's store
     notes: tuple[str, ...] = ()  # warnings, one line each
     data_fingerprint: str = ""  # data of the resumed run; empty: any data is accepted
 
@@ -126,41 +126,38 @@ def inspect_run_dir(
 ) -> RunDirState:
     """Return what `--resume RESUME` means for `config` and its run directory; writes nothing.
 
-    `config` may contain `auto`. `new_run_dir` is the new directory, if an earlier call has named
-    it. With `ignores_remote`, checkpoints in the run's object store do not count. UsageError if the
+    `config` may contain `auto`. `new_run_dir`: the name that an earlier call chose. With
+    `ignores_remote`, checkpoints in the run's object store do not count. UsageError if the
     directory belongs to another run, or the checkpoint to another model. CheckpointError if the
     checkpoint is corrupted.
     """
+    remote = None if ignores_remote else remote_checkpoints_of(config)
     if resume == "auto":
-        return _inspect_for_resume(
-            config, None if ignores_remote else remote_checkpoints_of(config)
-        )
-    new_run_dir = new_run_dir or _new_run_dir(
-        Path(str(config.train.run_dir)), remote_checkpoints_of(config)
-    )
+        return _inspect_for_resume(config, remote)
+    new_run_dir = new_run_dir or _new_run_dir(Path(str(config.train.run_dir)), remote)
     config = config.changed({"train.run_dir": str(new_run_dir)})
     if resume == "never":
-        return RunDirState(config, ResumeState.NEW, 0)
+        return RunDirState(config, StartKind.NEW, 0)
     source = open_checkpoint(resume)
-    manifest = source.manifest
-    previous, current = manifest.config, to_settings(config)
+    previous, current = source.manifest.config, to_settings(config)
     if changes := _changed_architecture(previous, current):
         raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(changes)})")
-    first, name = previous.get("optimizer"), config.optimizer.name
+    saved_optimizer, name = previous.get("optimizer"), config.optimizer.name
+    # Without momentum, no states are loaded: those of any optimizer fit.
     has_moments = config.optimizer.momentum > 0 or not get_optimizer(name).needs_momentum
-    if first not in (None, name) and has_moments and state_kinds(source):
+    if saved_optimizer not in (None, name) and has_moments and state_kinds(source):
         raise UsageError(
-            f"--resume {resume}: expected optimizer={first}, whose state it has, got {name}; to "
-            f"start from its weights only, set model=hf model.path={shlex.quote(resume)}"
+            f"--resume {resume}: has states of optimizer={saved_optimizer}, got {name}; to use "
+            f"only the weights, set model=hf model.path={shlex.quote(resume)}"
         )
-    step = manifest.progress.step
-    return RunDirState(config, ResumeState.RESUMES, step, previous, source=source)
+    step = source.manifest.progress.step
+    return RunDirState(config, StartKind.RESUME, step, previous, source=source)
 
 
 def changed_settings(state: RunDirState, config: Filled) -> list[str]:
     """Describe the settings of a settled configuration that differ from the last manual start.
 
-    They do not decide the losses, unless the run starts from the state of another run.
+    These settings change the losses only if the run starts from the state of another run.
     """
     previous, current = state.previous_settings, to_settings(config)
     names = _differing_names(previous, current) if previous else []
@@ -185,26 +182,25 @@ def _new_run_dir(run_dir: Path, remote: RemoteCheckpoints | None) -> Path:
 
 def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> RunDirState:
     run_dir = Path(str(config.train.run_dir))
-    is_run = _is_run(run_dir)
+    is_run = _check_run_dir(run_dir)
     newest = newest_checkpoint(run_dir / CHECKPOINTS) if is_run else None
-    stored = None if remote is None else remote.newest()
+    uploaded = None if remote is None else remote.newest()
     if is_run:
-        # Restarts may have had fewer ranks: the configuration before the first one counts.
+        # Restarts may have had fewer ranks. `prepare_restart` saved the configuration before them.
         first = run_dir / LOGS / f"{_RESTART}1"
         stored_config = read_config(first if (first / RUN_CONFIG).is_file() else run_dir)
-    elif stored is not None:
-        settings = stored.manifest.config
-        stored_config = config_of_checkpoint(settings, stored.url, is_decoder=False)
+    elif uploaded is not None:
+        settings = uploaded.manifest.config
+        stored_config = config_of_checkpoint(settings, uploaded.url, is_decoder=False)
     else:
-        notes = _note_on_latest(run_dir, config)
-        return RunDirState(config, ResumeState.NEW, 0, notes=notes)
+        return RunDirState(config, StartKind.NEW, 0, notes=_note_on_latest(run_dir, config))
     previous, current = to_settings(stored_config), to_settings(config)
     if is_run:
         _check_same_run(f"train.run_dir={run_dir}", run_dir, previous, current)
-    if stored is not None:  # a different run must not overwrite the store's checkpoints
-        _check_same_run(stored.url, stored.url, stored.manifest.config, current)
+    if uploaded is not None:  # a different run must not overwrite the store's checkpoints
+        _check_same_run(uploaded.url, uploaded.url, uploaded.manifest.config, current)
     local_step = -1 if newest is None else step_of(newest)
-    source = stored.open() if stored is not None and stored.step > local_step else None
+    source = uploaded.open() if uploaded is not None and uploaded.step > local_step else None
     incomplete = incomplete_checkpoints(run_dir / CHECKPOINTS)
     if newest is None and incomplete and source is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
@@ -212,20 +208,20 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
     if progress is None:
         unused = f"{METRICS} is renamed to {METRICS}.old: no checkpoint belongs to it"
         notes = (unused,) if (run_dir / METRICS).is_file() else ()
-        return RunDirState(config, ResumeState.NEW, 0, previous, stored_config, notes=notes)
+        return RunDirState(config, StartKind.NEW, 0, previous, stored_config, notes=notes)
     assert config.train.steps is not None
-    progress = _with_late_validation(progress, run_dir)
+    progress = _add_pending_validation(progress, run_dir)
     is_over = progress.is_finished(config.train.steps, config.train.patience)
     is_finished = is_over and not progress.owes_validation
-    resume_state = ResumeState.FINISHED if is_finished else ResumeState.RESUMES
+    start_kind = StartKind.FINISHED if is_finished else StartKind.RESUME
     fingerprint = recorded_fingerprint(run_dir, progress.data_fingerprint)
     return RunDirState(
-        config, resume_state, progress.step, previous, stored_config, source,
+        config, start_kind, progress.step, previous, stored_config, source,
         notes=tuple(incomplete), data_fingerprint=fingerprint,
     )  # fmt: skip
 
 
-def _is_run(run_dir: Path) -> bool:
+def _check_run_dir(run_dir: Path) -> bool:
     """Return whether a run has started in a directory; UsageError if no run may start there."""
     check_run_dir(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
@@ -234,7 +230,7 @@ def _is_run(run_dir: Path) -> bool:
     if not os.access(nearest_folder, os.W_OK):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
     is_run = (run_dir / RUN_CONFIG).is_file()
-    if not is_run and run_dir.is_dir() and not all(map(_may_be_from_start, run_dir.iterdir())):
+    if not is_run and run_dir.is_dir() and not all(map(_may_be_left_by_start, run_dir.iterdir())):
         problem = "not empty, and not a run of fsdpctl; choose another"
         raise UsageError(f"train.run_dir={run_dir}: {problem}")
     return is_run
@@ -248,16 +244,16 @@ def _progress_at(newest: Path | None) -> Progress | None:
         raise CheckpointError(f"{error}{resume_hint(newest)}") from None
 
 
-def _with_late_validation(progress: Progress, run_dir: Path) -> Progress:
-    """Add the validation loss to `progress` if the validation ended after the checkpoint."""
-    file, is_pending = run_dir / METRICS, progress.owes_validation
-    loss = validation_loss_at(file, progress.step) if is_pending else None
+def _add_pending_validation(progress: Progress, run_dir: Path) -> Progress:
+    """Add the loss of a validation that was pending at the checkpoint, if it has ended since."""
+    file = run_dir / METRICS
+    loss = validation_loss_at(file, progress.step) if progress.owes_validation else None
     return progress if loss is None else progress.after_validation(loss)
 
 
 def best_checkpoint(newest: Path) -> Path | None:
     """Return the checkpoint with the lowest validation loss of the run of the `newest` one."""
-    best = _with_late_validation(read_manifest(newest).progress, newest.parent.parent).best
+    best = _add_pending_validation(read_manifest(newest).progress, newest.parent.parent).best
     folder = None if best is None else step_folder(newest.parent, best.step)
     return folder if folder in complete_checkpoints(newest.parent) else None
 
@@ -280,30 +276,29 @@ def open_best(source: str) -> CheckpointReader:
 def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
     """Name the newest run if it has the same name and a different configuration.
 
-    A changed setting may be a mistake, so the note points out the run that could be continued.
+    The setting may be changed by mistake: that run could be continued.
     """
-    last = files.latest_run(run_dir.parent)
+    latest = files.latest_run(run_dir.parent)
     name = run_dir.name.rpartition("-")[0]
-    if config.model.is_script_module or run_dir.parent.name != RUNS or last is None:
+    if config.model.is_script_module or run_dir.parent.name != RUNS or latest is None:
         return ()
-    if not name or last.name.rpartition("-")[0] != name:
-        return ()
-    if newest_checkpoint(last / CHECKPOINTS) is None:
+    has_other_name = not name or latest.name.rpartition("-")[0] != name
+    if has_other_name or newest_checkpoint(latest / CHECKPOINTS) is None:
         return ()
     try:
-        previous, current = to_settings(read_config(last)), to_settings(config)
+        previous, current = to_settings(read_config(latest)), to_settings(config)
     except UsageError:  # another version has written it
         return ()
     changed = [key for key in _differing_names(previous, current) if decides_losses(key)]
-    # A start with other data or another model is hardly meant to continue that run.
+    # Other data or another model are probably no mistake.
     if any(key.startswith("data") for key in changed) or _changed_architecture(previous, current):
         return ()
     shown = ", ".join(f"{key} {previous.get(key, _NOT_SET)}" for key in changed[:3])
     shown = shown or "the same settings, but its name is from another version"
-    return (f"new run: {last} has {shown}; to continue from its state, pass --resume {last}",)
+    return (f"new run: {latest} has {shown}; to continue from its state, pass --resume {latest}",)
 
 
-def _may_be_from_start(file: Path) -> bool:
+def _may_be_left_by_start(file: Path) -> bool:
     """Return whether an interrupted start may have left the file."""
     if file.name == CHECKPOINTS:  # a complete checkpoint belongs to a run
         return not complete_checkpoints(file)
@@ -317,11 +312,11 @@ def _check_same_run(
     deciding = [
         f"{name} {previous.get(name, _NOT_SET)} -> {current.get(name, _NOT_SET)}"
         for name in _differing_names(previous, current)
-        if decides_losses(name) and name not in _MAY_CHANGE
+        if decides_losses(name) and name not in _CHANGEABLE
     ]
     if deciding:
-        hint = f", pass --resume never, or pass --resume {shlex.quote(str(source))} to start a new "
-        hint += "run from its state"
+        resume = f"--resume {shlex.quote(str(source))}"
+        hint = f", pass --resume never, or pass {resume} to start a new run from its state"
         if _changed_architecture(previous, current):
             hint = ", or pass --resume never"
         if current["model"].startswith(SCRIPT_PREFIX):
@@ -343,7 +338,7 @@ def _changed_architecture(previous: Mapping[str, str], current: Mapping[str, str
 def _differing_names(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """Return the names of settings that differ, except for the run directory and the rendezvous.
 
-    `model.config_json` counts only if no other setting of the model differs.
+    `model.config_json` counts only if no other setting of the model differs: it has them all.
     """
     names = sorted({*previous, *current} - {*_PROCESS_SETTINGS})
     differing = [name for name in names if previous.get(name) != current.get(name)]
@@ -366,7 +361,7 @@ def prepare_run_dir(
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
-        if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
+        if state.start_kind is StartKind.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_interrupted_saves(checkpoints)
         write_assets(run_dir, assets)
@@ -391,7 +386,7 @@ def prepare_restart(state: RunDirState, number: int) -> None:
             log.replace(folder / log.name)
         files.write_atomic(folder / RUN_CONFIG, (run_dir / RUN_CONFIG).read_bytes())
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # it describes the failed ranks
-        if state.resume_state is ResumeState.NEW and (run_dir / METRICS).is_file():
+        if state.start_kind is StartKind.NEW and (run_dir / METRICS).is_file():
             with files.open_nofollow(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 MAX_STARTS = 20  # older starts are dropped
-EVENTS_KEY = "record"  # key of the StartEvents in a start
+StartRecord = Mapping[str, Any]  # software, hardware and events of one start
+EVENTS_KEY = "record"  # key of the StartEvents in a StartRecord
 # Only the variables that affect how ranks compute and communicate: others may hold secrets.
-_VARIABLES = re.compile(
-    r"(NCCL|TORCH|PYTORCH)_|(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|OMP_WAIT_POLICY)$"
-)
+_VARIABLES = re.compile(r"(NCCL|(PY)?TORCH)_|(CUDA_VISIBLE_DEVICES|OMP_(NUM_THREADS|WAIT_POLICY))$")
 _GIT_SECONDS = 5.0
 
 
@@ -62,12 +61,12 @@ def newest_versions(run_dir: Path) -> dict[str, str]:
     return {}
 
 
-def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
+def add_start(run_dir: Path, record: StartRecord) -> None:
     """Append a start and drop the oldest starts. Failures are ignored."""
-    starts: list[Mapping[str, Any]] = []
+    starts: list[StartRecord] = []
     with contextlib.suppress(UsageError):  # an unreadable file is replaced
         starts += read_starts(run_dir)
-    _write(run_dir, [*starts, start][-MAX_STARTS:])
+    _write(run_dir, [*starts, record][-MAX_STARTS:])
 
 
 def write_start_events(run_dir: Path, events: Mapping[str, Any]) -> None:
@@ -77,7 +76,7 @@ def write_start_events(run_dir: Path, events: Mapping[str, Any]) -> None:
         _write(run_dir, [*older, {**newest, EVENTS_KEY: events}])
 
 
-def _write(run_dir: Path, starts: Sequence[Mapping[str, Any]]) -> None:
+def _write(run_dir: Path, starts: Sequence[StartRecord]) -> None:
     with contextlib.suppress(OSError):
         files.write_atomic(run_dir / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
 
@@ -98,7 +97,9 @@ class Restart:
 class StartEvents:
     """The events of one start."""
 
-    step: Count | None = None  # step of the loaded checkpoint; None if loading was not reached
+    step: Count | None = (
+        None  # step of the loaded checkpoint; None: the start failed before loading
+    )
     restart: Restart | None = None  # None until restarted ranks have completed a step
     warnings: list[str] = field(default_factory=list)
     longest_save_seconds: NonNegative = 0.0
@@ -119,10 +120,12 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
     import torch
     from torch.cuda import nccl
 
-    has_cuda = torch.cuda.is_available()
+    overrides, has_cuda = list[str](), torch.cuda.is_available()
+    with contextlib.suppress(UsageError):
+        overrides = read_text_file(run_dir / OVERRIDES_FILE).splitlines()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": _read_overrides(run_dir),
+        "command": overrides,
         **versions(),
         "cuda": torch.version.cuda if has_cuda else None,
         "nccl": ".".join(map(str, nccl.version())) if has_cuda else None,
@@ -134,13 +137,6 @@ def describe_start(run_dir: Path, devices: Sequence[str]) -> dict[str, Any]:
 
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in sorted(variables.items()) if _VARIABLES.match(name)}
-
-
-def _read_overrides(run_dir: Path) -> list[str]:
-    try:
-        return read_text_file(run_dir / OVERRIDES_FILE).splitlines()
-    except UsageError:
-        return []
 
 
 def git_commit(folder: Path) -> str | None:
@@ -171,7 +167,7 @@ class SavedEstimate:
 
 
 def read_estimate(run_dir: Path) -> SavedEstimate | None:
-    """Return the estimate that a run saved before it started, or None if there is no valid one."""
+    """Return the run's saved estimate, or None if the file is missing or invalid."""
     try:
         return read_json(run_dir / ESTIMATE, SavedEstimate)
     except UsageError:

@@ -24,14 +24,14 @@ from fsdpctl.io.files import is_same_file, open_nofollow, os_errors_as, read_tex
 from fsdpctl.io.run_files import HEARTBEAT, LOCK
 from fsdpctl.io.untrusted import Count, read_json
 
-INTERVAL = 5.0  # seconds
-RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
+INTERVAL_S = 5.0
+RUNNING, DONE, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_DIGITS = 9  # digits of a process id
 _MOST_SECONDS = 1e11  # three thousand years
 Seconds = Annotated[float, Meta(ge=0, le=_MOST_SECONDS)]
 Pid = Annotated[int, Meta(ge=1, lt=10**_MOST_DIGITS)]
 _LONGEST_CAUSE = 2000  # characters
-_EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
+_EXPIRES = 18 * INTERVAL_S  # seconds; a network file system may show a file that is a minute old
 _WIND_DOWN_SECONDS = 10.0  # time in which the ranks of a killed launcher exit
 
 
@@ -62,9 +62,7 @@ class HeartbeatRecord:
 def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
     """Read the newest heartbeat; None if the run has none, UsageError if it is corrupted."""
     path = run_dir / HEARTBEAT
-    if not os.path.lexists(path):
-        return None
-    return read_json(path, HeartbeatRecord)
+    return read_json(path, HeartbeatRecord) if os.path.lexists(path) else None
 
 
 def pid_namespace() -> str:
@@ -76,7 +74,7 @@ def pid_namespace() -> str:
 
 
 def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
-    """Return whether rank 0 and its launcher have exited without a last heartbeat.
+    """Return whether rank 0 and its launcher have exited without writing the final state.
 
     Returns False on other hosts and in other containers, where this is unknown.
     """
@@ -87,7 +85,7 @@ def was_killed(run_dir: Path, record: HeartbeatRecord) -> bool:
     with contextlib.suppress(UsageError):
         launcher = read_text_file(run_dir / LOCK)[:_MOST_DIGITS]
     pids = [record.pid, *([int(launcher)] if launcher.isdecimal() else [])]
-    return not any(_ran_at(record.time, pid) for pid in pids)
+    return not any(_is_same_process(pid, record.time) for pid in pids)
 
 
 def check_not_running(run_dir: Path) -> None:
@@ -98,12 +96,12 @@ def check_not_running(run_dir: Path) -> None:
         raise UsageError(f"train.run_dir={run_dir}: in use by a run on {process}")
 
 
-def _ran_at(seconds: float, pid: int) -> bool:
-    """Return whether the process `pid` is running, and may have been started before `seconds`."""
+def _is_same_process(pid: int, wrote_at: float) -> bool:
+    """Return whether a process runs that may have written at a time: its id may be reused."""
     try:
         process = psutil.Process(pid)
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not is_zombie and process.create_time() < seconds + INTERVAL
+        return not is_zombie and process.create_time() < wrote_at + INTERVAL_S
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
@@ -151,6 +149,7 @@ class RunLock:
         self._file.truncate(0)
         self._file.write(str(os.getpid()).encode())
         self._file.flush()
+        # Shared, so that workers join. The conversion is not atomic: another launcher may win.
         if not self._try(fcntl.LOCK_SH):
             raise UsageError(f"train.run_dir={self._path.parent}: in use by a running launcher")
 
@@ -164,7 +163,7 @@ class RunLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file is still in the directory: a launcher that fails to start deletes it."""
+        """Whether the directory still has this file: a launcher that fails to start deletes it."""
         return is_same_file(self._path, self._file)
 
     def _try(self, kind: int) -> bool:
@@ -178,11 +177,8 @@ class RunLock:
         location = f"train.run_dir={self._path.parent}"
         if is_alive or not holders:
             return f"{location}: in use by a running launcher (process {launcher})"
-        ids = " ".join(map(str, holders))
-        return (
-            f"{location}: in use by processes of an earlier launcher; to end them, run "
-            f"`kill -9 {ids}`"
-        )
+        kill = f"kill -9 {' '.join(map(str, holders))}"
+        return f"{location}: in use by processes of an earlier launcher; to end them, run `{kill}`"
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
@@ -194,14 +190,14 @@ def _has_open(pid: int, file: os.stat_result) -> bool:
     return False
 
 
-def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
+def lock_run_dir(run_dir: Path, on_wait: Callable[[], None] = lambda: None) -> RunLock:
     """Create the directory if it does not exist, and lock it.
 
     Calls `on_wait` before waiting for the ranks of a killed launcher. UsageError if the directory
     is not writable, full or in use.
     """
     with os_errors_as(f"train.run_dir={run_dir}"):
-        while True:
+        while True:  # until no failed launcher deletes the file before it is locked
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir)
             try:
@@ -215,11 +211,11 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
 
 
 @contextlib.contextmanager
-def locked_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
+def locked_unless_error(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
     """Lock a run directory, and keep it locked after the block.
 
-    An exception in the block unlocks it. Then, the directory is removed if this call created it and
-    it is still empty.
+    An exception in the block unlocks it, and removes a directory that this call created if it is
+    empty.
     """
     created = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
     lock = lock_run_dir(run_dir, on_wait)

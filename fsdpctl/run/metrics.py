@@ -1,7 +1,6 @@
 """metrics.jsonl of a run: rank 0 writes one JSON object per line, and all commands read it.
 
-Readers need no torch and treat the file as untrusted: only a regular file is opened, and the length
-of a line is limited.
+Readers need no torch and treat the file as untrusted: it must be regular, with limited lines.
 """
 
 import contextlib
@@ -22,10 +21,10 @@ from fsdpctl.io.files import is_same_file, open_nofollow, open_regular, os_error
 from fsdpctl.io.untrusted import Count
 
 _MAX_LINE = 1 << 20  # bytes
-_UNSENT_LINES = 1000  # the most lines that a killed run may not have sent to all trackers
-_TAIL_BYTES = 1 << 16  # contain the last lines
+_UNSENT_LINES = 1000  # lines that trackers of a killed run may lack, at most
+_TAIL_BYTES = 1 << 16  # end of the file that `last_step` reads
 Metric = float | None | UnsetType  # None: not finite; UNSET: not in the line
-# Sums and quotients of these numbers are finite.
+# At most 1e30, so that sums and quotients are finite.
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 
 
@@ -82,8 +81,7 @@ def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[Metri
 
 def _read(path: Path, last_bytes: int | None = None) -> Iterator[tuple[bytes, MetricsLine]]:
     with open(open_regular(path), "rb") as file, os_errors_as(path):
-        size = file.seek(0, os.SEEK_END)
-        start = 0 if last_bytes is None else max(0, size - last_bytes)
+        start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
         file.seek(start)
         if start:
             file.readline(_MAX_LINE)  # skipped: the beginning of this line is missing
@@ -120,7 +118,7 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         """Open `path` and remove lines after `step`, the step of the checkpoint."""
         self._path = path
-        self.earlier: list[dict[str, Any]] = []  # the removed lines and some lines before them
+        self.unsent: list[dict[str, Any]] = []  # for trackers: removed lines and some before
         self._writing = threading.Lock()
         # A full disk is not a mistake in the settings.
         with os_errors_as(path, full_disk=FsdpctlError):
@@ -130,7 +128,8 @@ class MetricsFile:
                     # Lines of rejected steps remain: no other file records them.
                     remains = line.step <= step or line.rejected_step is not None
                     (stored if remains else removed).append(text)
-                self.earlier = [json.loads(text) for text in (*stored[-_UNSENT_LINES:], *removed)]
+                self.unsent = [json.loads(text) for text in (*stored[-_UNSENT_LINES:], *removed)]
+                # Also completes a last line without a line feed.
                 files.write_atomic(path, b"".join(text.rstrip(b"\n") + b"\n" for text in stored))
             self._file = open_nofollow(path, "ab")
 

@@ -22,13 +22,12 @@ _GIB = 1 << 30
 
 def format_seconds(seconds: float) -> str:
     """Format seconds as h:mm:ss or m:ss."""
-    total = math.ceil(seconds)
-    hours, remainder = divmod(total, 3600)
-    minutes, secs = divmod(remainder, 60)
+    minutes, secs = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
-class RunProgress:
+class ProgressDisplay:
     """The progress of a run on standard output; silent unless `shows`."""
 
     def __init__(
@@ -37,15 +36,15 @@ class RunProgress:
         """Also write permanent lines to `log`, even if standard output is closed."""
         self._log = log if shows else None
         self._total, self._log_every = total_steps, log_every
-        self._live: Progress | None = None
-        self._done_here = 0
-        self._numbers = ""  # loss and speed of the newest step, in the bar
+        self._bar: Progress | None = None
+        self._steps_here = 0
+        self._bar_text = ""  # loss and speed of the newest step, in the bar
         self._began = time.monotonic()
-        self._first = ExitStack()  # shows an activity until a step is complete
+        self._first_step = ExitStack()  # shows an activity until a step is complete
         self._console = LenientConsole(highlight=False, soft_wrap=True, quiet=not shows)
-        self._is_quiet = bool(os.environ.get(QUIET))  # neither the bar nor remarks are shown
-        if shows and not self._is_quiet and self._console.is_terminal:
-            self._live = Progress(
+        self._hides_remarks = bool(os.environ.get(QUIET))  # neither the bar nor remarks are shown
+        if shows and not self._hides_remarks and self._console.is_terminal:
+            self._bar = Progress(
                 TextColumn("[bold]step"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=24),
@@ -55,46 +54,46 @@ class RunProgress:
                 console=self._console,
                 refresh_per_second=4,
             )
-            self._live.add_task("", total=total_steps, completed=first_step, note="")
+            self._bar.add_task("", total=total_steps, completed=first_step, note="")
 
     def start(self, *, compiles: bool = False) -> None:
         """Show the bar, and an activity until the first step is complete."""
         compiling = "compiling, and " if compiles else ""
-        self._first.enter_context(doing(f"{compiling}computing the first step"))
-        if self._live is not None:
+        self._first_step.enter_context(doing(f"{compiling}computing the first step"))
+        if self._bar is not None:
             DISPLAY.attach_bar(self._note)
-            self._live.start()
+            self._bar.start()
 
     def stop(self, *, is_complete: bool = True) -> None:
         """Leave the bar of a complete run on the terminal; after an error, erase it."""
-        self._first.close()
-        if self._live is not None:
+        self._first_step.close()
+        if self._bar is not None:
             DISPLAY.attach_bar(None)
-            self._live.live.transient = not is_complete
-            self._live.stop()
+            self._bar.live.transient = not is_complete
+            self._bar.stop()
 
     def _note(self, text: str) -> None:
-        if self._live is not None:
-            self._live.update(self._live.task_ids[0], note=text or self._numbers)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], note=text or self._bar_text)
 
-    def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
+    def step(self, metrics: "StepMetrics", fraction_written: float | None) -> None:
         """Show a completed step, and the written fraction of a checkpoint in progress, if any."""
-        self._done_here += 1
+        self._steps_here += 1
         DISPLAY.end_startup()
-        self._first.close()
-        saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
+        self._first_step.close()
+        saving = "" if fraction_written is None else f"  saving {fraction_written:.0%}"
         is_due = metrics.step % self._log_every == 0 or metrics.step == self._total
-        if self._live is not None:
-            self._numbers = (
-                f"loss {metrics.figures.loss:.3f}  {_named(metrics)}{_speed(metrics)}  "
+        if self._bar is not None:
+            self._bar_text = (
+                f"loss {metrics.stats.loss:.3f}  {_means_text(metrics)}{_speed(metrics)}  "
                 f"{_mfu(metrics)}{_memory(metrics.memory)}{saving}"
             )
-            self._live.update(self._live.task_ids[0], completed=metrics.step, note=self._numbers)
-        elif is_due or self._done_here == 1:
-            seconds = (time.monotonic() - self._began) / self._done_here
+            self._bar.update(self._bar.task_ids[0], completed=metrics.step, note=self._bar_text)
+        elif is_due or self._steps_here == 1:
+            seconds = (time.monotonic() - self._began) / self._steps_here
             eta = format_seconds(seconds * (self._total - metrics.step))
             self.say(
-                f"step {metrics.step}/{self._total}  {_figures(metrics)}  "
+                f"step {metrics.step}/{self._total}  {_step_text(metrics)}  "
                 f"{_memory(metrics.memory)}{saving}  {eta} left"
             )
 
@@ -116,7 +115,7 @@ class RunProgress:
 
     def say(self, line: str, *, is_remark: bool = False) -> None:
         """Print a permanent line. A remark is neither a result nor a warning; `-q` hides it."""
-        if not (is_remark and self._is_quiet):
+        if not (is_remark and self._hides_remarks):
             text, console = printable(line), self._console
             text = wrapped(text, console.width) if console.is_terminal else text
             console.print(text, markup=False)
@@ -124,18 +123,17 @@ class RunProgress:
             journal(self._log, line)
 
 
-def _figures(metrics: "StepMetrics") -> str:
-    figures = metrics.figures
-    per_rank = ""
+def _step_text(metrics: "StepMetrics") -> str:
+    stats, per_rank = metrics.stats, ""
     if metrics.memory.total:
         per_rank = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)"
     return (
-        f"loss {figures.loss:.3f}  {_named(metrics)}grad_norm {figures.grad_norm:.2f}  "
+        f"loss {stats.loss:.3f}  {_means_text(metrics)}grad_norm {stats.grad_norm:.2f}  "
         f"lr {metrics.lr:.2g}  {_speed(metrics)}{per_rank}  {_mfu(metrics)}".rstrip()
     )
 
 
-def _named(metrics: "StepMetrics") -> str:
+def _means_text(metrics: "StepMetrics") -> str:
     return "".join(f"{name} {x:.4g}  " for name, x in metrics.named_means.items() if x is not None)
 
 

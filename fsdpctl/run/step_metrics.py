@@ -47,11 +47,15 @@ class StepClock:
     """A stopwatch for phases: the host's clock, or CUDA events, which do not block the host."""
 
     def __init__(self, device: torch.device, take_waits: TakeWaits | None) -> None:
-        """Start a step. `take_waits()` returns the time spent waiting since its last call."""
+        """Start a step.
+
+        `take_waits()` returns a function of the seconds waited since its last call. Only that
+        function synchronizes.
+        """
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
-        self._take_waits = take_waits or (lambda: lambda: 0.0)
-        self._take_waits()
+        self._take_waits = take_waits or (lambda: lambda: 0.0)  # no waits
+        self._take_waits()  # discards waits before the step
         self._began = time_stamp(on_cuda=self._on_cuda)
         self._last = self._began
         self._laps: list[tuple[Phase, TimeStamp, TimeStamp, GetWaitSeconds]] = []
@@ -117,17 +121,17 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     """Return 6 (N - N_embedding) + 12 L h s, as torchtitan does.
 
     N is `num_params`, the number of parameters that a token uses, L the number of layers, h the
-    total width of a layer's heads, and s the `seq_len`. An embedding is a lookup and does not
-    count, unless it is also the output head. Attention counts as if every token saw all `seq_len`
-    tokens; causal masking does not halve it.
+    total width of a layer's heads, and s the `seq_len`. An embedding, also of positions (gpt2), is
+    a lookup and does not count, unless it is also the output head. Attention counts as if every
+    token saw all `seq_len` tokens; causal masking does not halve it.
     """
     assert model.vocab_size is not None
     if not config_value(model, "tie_word_embeddings"):
         num_params -= model.vocab_size * model.hidden_size
     if model_type_of(model) == "gpt2":
         num_params -= model.max_seq_len * model.hidden_size
-    heads = model.num_heads * model.used_head_dim
-    return 6 * num_params + 12 * model.num_layers * heads * seq_len
+    width = model.num_heads * model.used_head_dim
+    return 6 * num_params + 12 * model.num_layers * width * seq_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +141,15 @@ class StepMetrics:
     step: int  # steps completed, including this one
     samples: int  # samples consumed, including this step
     tokens: int  # tokens in the samples of all ranks, without padding
-    figures: StepStats
+    stats: StepStats
     lr: float
     times: StepTimes
     memory: "PeakMemory"
     flops: ModelFlops
     num_ranks: int
-    named_means: Mapping[str, float | None] = field(default_factory=dict)  # means of sums
+    named_means: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # means of the script's sums
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,20 +175,23 @@ class StepMetrics:
         speed = round(self.tokens_per_second, 1), round(self.tokens_per_second_per_rank, 1)
         amounts: dict[str, Any] = {
             "tokens": self.tokens,
-            "trained_tokens": self.figures.tokens,
+            "trained_tokens": self.stats.tokens,
             "tokens_per_second": speed[0],
             "tokens_per_second_per_rank": speed[1],
             "model_flops_per_token": self.flops.per_token,
             "mfu": self.mfu,
         }
         if not self.has_tokens:
-            names = "loss_count", "samples_per_second", "samples_per_second_per_rank"
-            amounts = dict(zip(names, (self.figures.tokens, *speed), strict=True))
+            amounts = {
+                "loss_count": self.stats.tokens,
+                "samples_per_second": speed[0],
+                "samples_per_second_per_rank": speed[1],
+            }
         return {
             "step": self.step,
             "samples": self.samples,
-            "loss": finite(self.figures.loss),
-            "grad_norm": finite(self.figures.grad_norm),
+            "loss": finite(self.stats.loss),
+            "grad_norm": finite(self.stats.grad_norm),
             "lr": self.lr,
             **{name: None if x is None else finite(x) for name, x in self.named_means.items()},
             **amounts,
@@ -207,7 +216,7 @@ class PeakMemory:
     """The peak memory of this rank since it started."""
 
     allocated: int | None  # memory of tensors; None on the CPU
-    reserved: int  # memory of the caching allocator; on the CPU of the process
+    reserved: int  # memory of the caching allocator; on the CPU: resident memory
     total: int | None = None  # memory of the device
     retries: int | None = None  # how often the allocator had to empty its cache
 
@@ -219,5 +228,5 @@ def peak_memory(device: torch.device) -> PeakMemory:
         allocated, reserved = (stats.get(f"{name}_bytes.all.peak", 0) for name in names)
         total = torch.cuda.get_device_properties(device).total_memory
         return PeakMemory(allocated, reserved, total, stats.get("num_alloc_retries", 0))
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
     return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

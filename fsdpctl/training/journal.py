@@ -10,7 +10,7 @@ from fsdpctl.errors import REMOVED_DURING_RUN, FsdpctlError, UsageError
 from fsdpctl.io.run_files import LOG, METRICS, RUN_CONFIG
 from fsdpctl.run.environment import read_start_events, write_start_events
 from fsdpctl.run.metrics import MetricsFile
-from fsdpctl.run.progress import RunProgress
+from fsdpctl.run.progress import ProgressDisplay
 from fsdpctl.training.trackers import Trackers
 
 _MOST_WARNINGS = 100  # warnings in the events of a start
@@ -29,14 +29,14 @@ class Journal:
         steps, log_every = config.train.steps, config.train.log_every
         assert steps is not None
         self.run_dir, self._step, self._recording = run_dir, step, Lock()
-        self._record: dict[str, Any] = {"warnings": []}
+        self._events: dict[str, Any] = {"warnings": []}
         self.seconds_to_save = 0.0  # the longest time that a checkpoint of this run has taken
         self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
         is_shown, log = is_main and shows, run_dir / LOG
-        self.progress = RunProgress(steps, step, log_every=log_every, shows=is_shown, log=log)
+        self.display = ProgressDisplay(steps, step, log_every=log_every, shows=is_shown, log=log)
         self.trackers = None
         if is_shown and self._metrics is not None:
-            self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.earlier)
+            self.trackers = Trackers(config, run_dir, step, self.warn, self._metrics.unsent)
         if is_main:
             with suppress(UsageError):  # environment.json is corrupted
                 save_seconds = [each.longest_save_seconds for each in read_start_events(run_dir)]
@@ -44,11 +44,11 @@ class Journal:
             self.record({"step": step})
 
     def say(self, line: str) -> None:
-        self.progress.say(line)
+        self.display.say(line)
 
     def remark(self, line: str) -> None:
         """Print a line that `-q` hides."""
-        self.progress.say(line, is_remark=True)
+        self.display.say(line, is_remark=True)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append an object to metrics.jsonl, and send its numbers to the trackers."""
@@ -67,9 +67,9 @@ class Journal:
         """Set values in the record of this start; failures to write it are ignored."""
         if self._metrics is not None:
             with self._recording:
-                warnings = [*self._record["warnings"], *values.get("warnings", ())]
-                self._record |= values | {"warnings": warnings[-_MOST_WARNINGS:]}
-                write_start_events(self.run_dir, self._record)
+                warnings = [*self._events["warnings"], *values.get("warnings", ())]
+                self._events |= values | {"warnings": warnings[-_MOST_WARNINGS:]}
+                write_start_events(self.run_dir, self._events)
 
     def record_save(self, line: dict[str, Any], seconds: float) -> None:
         """Send the times of a checkpoint to the trackers, and record the longest."""

@@ -248,11 +248,11 @@ class Trainer:
             STATUS_PAGE.at("step results")
             launched = self._queue.popleft()
             metrics = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
-            requested |= RequestFlags(*metrics.figures.flags)
+            requested |= RequestFlags(*metrics.stats.flags)
             for each in self._callbacks:
                 each.step(self, metrics)
             self.requests.limit.add_step(metrics.times.total)
-            rejected = self._rule.evaluate(metrics.step, metrics.figures, launched.limits)
+            rejected = self._rule.evaluate(metrics.step, metrics.stats, launched.limits)
             if rejected is not None:
                 batches = self.parts.train_batches
                 position = launched.samples - batches.plan.global_batch_size

@@ -35,7 +35,7 @@ from fsdpctl.io.run_files import CHECKPOINTS, MANIFEST, RUN_CONFIG
 from fsdpctl.launch import prepare_run as module
 from fsdpctl.launch.prepare_run import prepare_run
 from fsdpctl.resolve.run_plan import stored_config
-from fsdpctl.run.directory import ResumeState, inspect_run_dir, prepare_run_dir
+from fsdpctl.run.directory import StartKind, inspect_run_dir, prepare_run_dir
 from fsdpctl.training.callbacks import checkpoints as checkpoints_module
 from fsdpctl.training.callbacks.checkpoints import UploadOutcome, Uploads
 from tests.commands.test_interruptions import wait_for
@@ -307,15 +307,15 @@ def test_a_run_resumes_from_its_store(run, tmp_path):
     settings = [*TINY_MODEL, "train.steps=40", "checkpoint.remote=memory://bucket/runs"]
     here = tmp_path / "new" / "run"
     config = stored_config(compose_config([*settings, f"train.run_dir={here}"]).config)
-    assert inspect_run_dir(config, "auto").resume_state is ResumeState.NEW
+    assert inspect_run_dir(config, "auto").start_kind is StartKind.NEW
     for folder in folders(run):
         reseal(folder, lambda content: content.update(config=to_settings(config)))
     RemoteCheckpoints(URL).upload(folders(run)[1])
     seen = inspect_run_dir(config, "auto")
-    assert (seen.resume_state, seen.step, str(seen.source)) == (
-        ResumeState.RESUMES, 20, f"{URL}/{folders(run)[1].name}",
+    assert (seen.start_kind, seen.step, str(seen.source)) == (
+        StartKind.RESUME, 20, f"{URL}/{folders(run)[1].name}",
     )  # fmt: skip
-    assert inspect_run_dir(config, "auto", ignores_remote=True).resume_state is ResumeState.NEW
+    assert inspect_run_dir(config, "auto", ignores_remote=True).start_kind is StartKind.NEW
     assert inspect_run_dir(config, "never").run_dir.name == "run-2"
     here.mkdir(parents=True)
     prepare_run_dir(seen, config, [], {})

@@ -16,7 +16,7 @@ from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import BYTE_TOKENIZER, FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.run.directory import ResumeState, inspect_run_dir
+from fsdpctl.run.directory import StartKind, inspect_run_dir
 from tests.chats.families import write_lines
 from tests.commands.run import TINY, make_text
 from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
@@ -240,7 +240,7 @@ def test_without_a_writable_home_the_cache_is_in_the_directory_of_the_run(
     found = prepare(compose_config(typed))
     (said,) = (note for note in found.notes if note.startswith("cache: "))
     assert re.fullmatch(rf"cache: {home}/.cache/fsdpctl: [A-Z][\w ]+; using {cache}", said)
-    assert inspect_run_dir(found.config, "auto").resume_state is ResumeState.NEW
+    assert inspect_run_dir(found.config, "auto").start_kind is StartKind.NEW
     monkeypatch.delattr(FileTokenizer, "encode_pieces")  # its tokens are there
     prepare(compose_config(typed))
     assert {each.name[:5] for each in (tmp_path / cache).iterdir()} == {"text-", "texts"}

@@ -74,7 +74,7 @@ def test_end_tokens_are_found_in_every_place(tmp_path):
         "generation_config.json": {"eos_token_id": [9]},
     }
     content = {name: json.dumps(each).encode() for name, each in files.items()}
-    assert end_tokens(content, None, "here") == (9, 7, 8)
+    assert end_tokens(content, "here") == (9, 7, 8)
     folder = write_layout(tmp_path / "mine", Layout("mine", config={"eos_token": "</s>"}))
     kept = json.loads(_collected(folder, end_tokens=(3,))["generation_config.json"])
     assert kept == {"eos_token_id": [3, SPECIALS.index("</s>")]}

@@ -64,7 +64,10 @@ def test_a_dry_run_and_a_start_name_the_file_that_has_changed_and_the_way_on_wor
         file.write(more)
     code, said = invoke("train", *words, "--dry-run")
     assert code == 2
-    assert f"(changed {tmp_path / name}); restore it, or pass --resume R train.run_dir=NEW" in said
+    assert (
+        f"(changed {tmp_path / name}); restore the old data, or pass --resume R train.run_dir=NEW"
+        in said
+    )
     with pytest.raises(UsageError, match=rf"changed {tmp_path / name}\)"):
         started(words)
     new = [*words[:-1], "train.run_dir=NEW"]
@@ -121,5 +124,5 @@ def test_the_state_of_another_optimizer_is_refused_before_the_start(run, tmp_pat
     states = {"exp_avg/x": {"shape": [0], "dtype": "F32"}}
     reseal(folder, lambda content: content["tensors"].update(states))
     config = prepare(compose_config([*words[:-1], "train.run_dir=NEW", "optimizer=muon"])).config
-    with pytest.raises(UsageError, match=r"expected optimizer=adamw.*model.path=R$"):
+    with pytest.raises(UsageError, match=r"has states of optimizer=adamw.*model.path=R$"):
         inspect_run_dir(config, "R")

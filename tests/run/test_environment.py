@@ -16,7 +16,7 @@ import torch
 from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES_FILE
 from fsdpctl.launch.restarts import made_progress
 from fsdpctl.launch.run_summary import _changed_versions
-from fsdpctl.run.directory import ResumeState
+from fsdpctl.run.directory import StartKind
 from fsdpctl.run.environment import (
     MAX_STARTS,
     Restart,
@@ -67,7 +67,7 @@ def test_a_run_that_resumes_with_other_versions_reports_them(tmp_path, name, is_
     before, now = {**start, name: "0.0.7"}, start[name]
     add_start(tmp_path, start if is_forked else before)
     source = SimpleNamespace(manifest=SimpleNamespace(versions=before)) if is_forked else None
-    seen: Any = SimpleNamespace(resume_state=ResumeState.RESUMES, run_dir=tmp_path, source=source)
+    seen: Any = SimpleNamespace(start_kind=StartKind.RESUME, run_dir=tmp_path, source=source)
     assert _changed_versions(seen) == f"{name} was 0.0.7, is {now}, which may change the losses"
     add_start(tmp_path, start)
     seen.source = None

@@ -11,7 +11,7 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.run import heartbeat as run_lock
-from fsdpctl.run.heartbeat import RunLock, lock_run_dir, locked_run_dir
+from fsdpctl.run.heartbeat import RunLock, lock_run_dir, locked_unless_error
 
 HOLD = (
     "import fcntl, os, sys, time\n"
@@ -44,7 +44,7 @@ def test_a_running_launcher_is_named(tmp_path, hold):
     process = hold("launcher")
     began = time.monotonic()
     with pytest.raises(UsageError, match=rf"by a running launcher \(process {process.pid}\)"):
-        lock_run_dir(tmp_path, lambda: None)
+        lock_run_dir(tmp_path)
     assert time.monotonic() - began < 5
 
 
@@ -77,10 +77,10 @@ def test_a_lock_file_that_its_holder_has_removed_locks_nothing(tmp_path, monkeyp
         (path / "lock").unlink()
 
     monkeypatch.setattr(RunLock, "__init__", open_and_lose)
-    lock = lock_run_dir(run_dir, lambda: None)
+    lock = lock_run_dir(run_dir)
     assert lock.is_current
     with pytest.raises(UsageError, match="in use"):
-        lock_run_dir(run_dir, lambda: None)
+        lock_run_dir(run_dir)
     lock.release()
 
 
@@ -91,15 +91,15 @@ def test_a_claim_removes_only_what_it_has_made(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             _interrupted(run_dir, file)
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["c", "kept", "lock", "log"]
-    with locked_run_dir(kept, lambda: None) as lock:
+    with locked_unless_error(kept, lambda: None) as lock:
         pass
     with pytest.raises(UsageError, match="in use"):
-        lock_run_dir(kept, lambda: None)
+        lock_run_dir(kept)
     lock.release()
 
 
 def _interrupted(run_dir, file):
-    with locked_run_dir(run_dir, lambda: None):
+    with locked_unless_error(run_dir, lambda: None):
         if file:
             (run_dir / file).touch()
         raise KeyboardInterrupt
@@ -111,4 +111,4 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunLock, "acquire", full)
     with pytest.raises(UsageError, match=f"train.run_dir={tmp_path}: No space left"):
-        lock_run_dir(tmp_path, lambda: None)
+        lock_run_dir(tmp_path)

@@ -16,7 +16,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import StoppedError, UsageError
 from fsdpctl.io.run_files import BEST, CHECKPOINTS, LATEST, MANIFEST
 from fsdpctl.resolve.prepare import prepare
-from fsdpctl.run.directory import ResumeState, inspect_run_dir, open_best
+from fsdpctl.run.directory import StartKind, inspect_run_dir, open_best
 from fsdpctl.run.environment import read_start_events
 from tests.commands.test_interruptions import wait_for
 from tests.distributed import distributed
@@ -68,13 +68,13 @@ def test_an_interrupted_run_ends_and_keeps_as_one_that_was_not(tmp_path, stops):
         why = "no lower validation loss since step 8 (train.patience=3)"
         assert (found.state, found.message) == ("finished", why)
         assert (
-            inspect_run_dir(prepare(compose_config(typed)).config, "auto").resume_state
-            is ResumeState.FINISHED
+            inspect_run_dir(prepare(compose_config(typed)).config, "auto").start_kind
+            is StartKind.FINISHED
         )
         longer = [each.replace("patience=3", "patience=9") for each in typed]
         assert (
-            inspect_run_dir(prepare(compose_config(longer)).config, "auto").resume_state
-            is ResumeState.RESUMES
+            inspect_run_dir(prepare(compose_config(longer)).config, "auto").start_kind
+            is StartKind.RESUME
         )
         ends[name] = torch.load(folder / "end")
     for key, values in ends["whole"].items():

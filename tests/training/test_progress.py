@@ -7,7 +7,7 @@ from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.optim.record import StepStats
 from fsdpctl.resolve.run_plan import stored_config
-from fsdpctl.run.progress import RunProgress
+from fsdpctl.run.progress import ProgressDisplay
 from fsdpctl.run.step_metrics import (
     ModelFlops,
     PeakMemory,
@@ -22,7 +22,7 @@ from fsdpctl.training.assemble import make_model
 def test_a_quiet_run_prints_results_and_logs_everything(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FSDPCTL_QUIET", "1")
     log = tmp_path / "run.log"
-    progress = RunProgress(10, 0, log_every=1, shows=True, log=log)
+    progress = ProgressDisplay(10, 0, log_every=1, shows=True, log=log)
     progress.say("self-check: passed", is_remark=True)
     progress.say("step 1: validation loss 2")
     with progress.stream() as write:
@@ -45,7 +45,7 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     (PeakMemory(1, 459 << 30, 791 << 30, 0), "(10,000 per rank)  459.0/791.0 GiB (58%)"),
 ])  # fmt: skip
 def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
-    RunProgress(1000, 0, log_every=10, shows=True, log=None).step(step_metrics(memory), None)
+    ProgressDisplay(1000, 0, log_every=10, shows=True, log=None).step(step_metrics(memory), None)
     line = capsys.readouterr().out
     start = "step 120/1000  loss 3.215  grad_norm 0.84  lr 0.00029  20,000 tok/s"
     assert line.startswith(f"{start}  {said}  " if memory.total is None else f"{start} {said}  ")
@@ -54,7 +54,7 @@ def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
 
 def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
     metrics = step_metrics(PeakMemory(1, 459 << 30, 791 << 30, 0), peak=2 * 989e12)
-    RunProgress(1000, 0, log_every=10, shows=True, log=None).step(metrics, None)
+    ProgressDisplay(1000, 0, log_every=10, shows=True, log=None).step(metrics, None)
     assert "(10,000 per rank)  48.5% MFU  459.0/791.0 GiB" in capsys.readouterr().out
     line = metrics.to_line()
     assert line["mfu"] == pytest.approx(0.485, abs=1e-3)

@@ -82,7 +82,7 @@ def test_values_that_a_tracker_has_stored_before_a_resume_are_not_sent_again(tmp
     file = MetricsFile(tmp_path / METRICS, 2)
     file.close()
     tools[0].stored, tools[1].stored = range(3), (1, 3, 4)
-    both = Trackers(BOTH, tmp_path, 2, pytest.fail, file.earlier)
+    both = Trackers(BOTH, tmp_path, 2, pytest.fail, file.unsent)
     for line in (*lines[2:4], {"step": 4, "val_loss": 1.0}, lines[4], {"step": 6, "loss": 6.0}):
         both.log_line(line)
     after = [(4, {"val_loss": 1.0}), (5, {"loss": 5.0}), (6, {"loss": 6.0})]
@@ -199,7 +199,7 @@ def run_twice(folder: Path, name: str) -> None:
     """
     for begins, ends in ((0, 21), (20, 25)):
         metrics = MetricsFile(folder / METRICS, begins)
-        found = Trackers(configured(name), folder, begins, pytest.fail, metrics.earlier)
+        found = Trackers(configured(name), folder, begins, pytest.fail, metrics.unsent)
         for step in range(begins + 1, ends + 1):
             for line in ({"step": step, "loss": float(step)}, {"step": step, "loss/a+b": 0.5}):
                 metrics.write(line)

@@ -137,7 +137,7 @@ def run_briefly(
     written into the run directory. Returns the reason of a failure. StoppedError if a signal
     stopped it.
     """
-    lock = lock_run_dir(seen.run_dir, lambda: None)
+    lock = lock_run_dir(seen.run_dir)
     try:
         prepare_run_dir(seen, config, [settings], assets)
         outcome = launch_workers([str(seen.run_dir), MEASURE_ONLY], config.launch)

@@ -114,7 +114,7 @@ class SampleText(Callback):
         if data.prompt:
             run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
         run.journal.say("sample:")
-        with run.journal.progress.stream() as write:
+        with run.journal.display.stream() as write:
             for piece in data.tokenizer.decode_stream(until_ended()):
                 write(piece)
         run.is_ending = sync.received.stops

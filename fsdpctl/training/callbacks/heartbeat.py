@@ -13,7 +13,7 @@ from typing import Any
 from fsdpctl.comm.mesh import ObjectExchange
 from fsdpctl.io import files
 from fsdpctl.io.run_files import HEARTBEAT
-from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
+from fsdpctl.run.heartbeat import DONE, FAILED, INTERVAL_S, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.training.trainer import Callback, Trainer, is_joint
 
@@ -27,7 +27,7 @@ class Heartbeat(Callback):
     """
 
     def __init__(
-        self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
+        self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL_S
     ) -> None:
         """Write the first heartbeat and start the thread, if `is_on`.
 
@@ -61,7 +61,7 @@ class Heartbeat(Callback):
         """
         if is_joint(error):
             self._ranks.all_gather_values(0)
-            state, message = ENDED if error is None else STOPPED, str(error or "")
+            state, message = DONE if error is None else STOPPED, str(error or "")
         else:
             state, message = FAILED, f"{type(error).__name__}: {error}"
         self._has_ended.set()

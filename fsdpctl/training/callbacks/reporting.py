@@ -111,7 +111,7 @@ class RunReporter(Callback):
         self._restart = msgspec.json.decode(text, type=Restart) if text else None
 
     def begin(self, run: Trainer) -> None:
-        self._journal.progress.start(compiles=run.parts.config.train.compile)
+        self._journal.display.start(compiles=run.parts.config.train.compile)
 
     def step(self, run: Trainer, metrics: StepMetrics) -> None:
         """Write and show the metrics; after the first step, report the cost of a restart."""
@@ -119,7 +119,7 @@ class RunReporter(Callback):
         if not isinstance(samples, MixedSamples):
             self._journal.write(line)
         else:
-            losses = zip(samples.sources, metrics.figures.source_losses, strict=False)
+            losses = zip(samples.sources, metrics.stats.source_losses, strict=False)
             by_source = {f"loss/{x.name}": finite(loss) for x, loss in losses if loss is not None}
             self._journal.write(line | by_source | samples.to_line(metrics.samples))
             size = run.parts.config.train.global_batch_size
@@ -133,10 +133,10 @@ class RunReporter(Callback):
             text = f"first completed step, {seconds:.1f} s after the failure"
             self._journal.say(f"step {metrics.step}: {text}")
         fraction = None if self._checkpoints is None else self._checkpoints.fraction_written
-        self._journal.progress.step(metrics, fraction)
+        self._journal.display.step(metrics, fraction)
 
     def end(self, run: Trainer, error: BaseException | None) -> None:
-        self._journal.progress.stop(is_complete=error is None)
+        self._journal.display.stop(is_complete=error is None)
         self._journal.end(well=is_joint(error))
 
 

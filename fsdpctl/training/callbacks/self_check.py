@@ -75,9 +75,9 @@ class SelfCheck(Callback):
         return step == self._at or self._awaits_change
 
     def step(self, run: Trainer, metrics: StepMetrics) -> None:
-        self._lr = metrics.lr if metrics.figures.was_applied else 0.0
+        self._lr = metrics.lr if metrics.stats.was_applied else 0.0
         if metrics.step == self._at:
-            self._tokens = metrics.figures.tokens
+            self._tokens = metrics.stats.tokens
 
     def act(self, run: Trainer, requested: RequestFlags) -> RequestFlags:
         """Run the checks and print errors; SelfCheckError if `train.self_check` is `auto`."""
