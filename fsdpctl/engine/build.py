@@ -116,7 +116,7 @@ class _Builder:
         span = placement.master_span
         spans = {"span": span, "owned_span": owned_span, "saved_span": saved_span}
         shard = FlatShard(unit, layout, master, **spans, num_owners=owners)
-        if placement.dtypes.has_remainder:
+        if placement.dtypes.has_remainders:
             if self.host is not None:
                 remainder = self.host.remainder(span.numel)
             else:

@@ -98,7 +98,7 @@ class FlatBuffer:
         elif shard.dtype != values.dtype:
             source = shard.master
         if mesh.replicas is not None and self.layout.shares_per_shard > 1:
-            gathered = AllGatherInput(values, self.layout.replica_spans, source)
+            gathered = AllGatherInput(values, self.layout.share_spans, source)
             return mesh.replicas.all_gather([gathered])
         if not shard.stores_all:
             return mesh.shard.all_gather([AllGatherInput(values, self.layout.shard_spans, source)])

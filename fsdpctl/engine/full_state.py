@@ -26,7 +26,7 @@ def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
     if mesh.replicas is None or layout.shares_per_shard == 1:
         return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans, master)]).wait()
     span = layout.shard_spans[mesh.shard.rank]
-    shard_input = AllGatherInput(full[span.start : span.stop], layout.replica_spans, master)
+    shard_input = AllGatherInput(full[span.start : span.stop], layout.share_spans, master)
     mesh.replicas.all_gather([shard_input]).wait()
     return mesh.shard.all_gather([AllGatherInput(full, layout.shard_spans)]).wait()
 

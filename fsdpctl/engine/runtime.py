@@ -225,7 +225,7 @@ class Runtime:
         self.param_sync.begin_forward()
         trains = torch.is_grad_enabled()
         self.tracker.begin_forward(makes_graph=trains)
-        self._execute(self.schedule.begin_forward(trains=trains))
+        self._execute(self.schedule.begin_forward(has_backward=trains))
 
     def begin_unit(self, unit: ShardedUnit) -> None:
         if in_backward():
@@ -239,7 +239,7 @@ class Runtime:
         if in_backward():
             return
         self.accounting.ranges.end()
-        self._execute(self.schedule.end_unit(unit.name, trains=torch.is_grad_enabled()))
+        self._execute(self.schedule.end_unit(unit.name, has_backward=torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
         self.tracker.end_forward()

@@ -229,7 +229,7 @@ def _simulate(
 def _machine(config: Resolved, position: MeshPosition) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
     context = config.train.context_parallel
-    size, on_node = position.size, ranks // nodes
+    size, on_node = position.num_shards, ranks // nodes
     replicas = position.num_replicas
     groups = {
         RankGroup.SHARD: GroupShape(size, -(-size // on_node)),

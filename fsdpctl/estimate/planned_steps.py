@@ -106,13 +106,13 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
 
     Among many ranks, it is the rank that owns most elements: its states follow from them.
     """
-    layouts = [layout for of_unit in plan.step_plan.layouts.values() for layout in of_unit]
+    layouts = list(plan.step_plan.all_layouts())
     is_even = all(layout.is_even for layout in layouts)
     if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return plan
     if is_even:
         return fullest_ranks(plan)[0]
-    if plan.step_plan.position.size <= _MAX_REPLAYED_RANKS:
+    if plan.step_plan.position.num_shards <= _MAX_REPLAYED_RANKS:
         return plan.at(engine_peak(plan).rank)
     owned = [
         sum(part.numel for part in parts)
@@ -144,6 +144,6 @@ def sent_per_step(
     recorder, position = TrafficRecorder(), plan.step_plan.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(
-        recorder.sent_bytes(RankGroup.SHARD, position.size),
+        recorder.sent_bytes(RankGroup.SHARD, position.num_shards),
         recorder.sent_bytes(RankGroup.REPLICAS, position.num_replicas),
     )

@@ -189,7 +189,7 @@ class RunEstimate:
         """
         dtypes = self.config.precision.planned.buffer_dtypes("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
-        master = dtypes.master.itemsize + dtypes.has_remainder
+        master = dtypes.master.itemsize + dtypes.has_remainders
         return self.num_trained * master + self.saved_states + saved
 
     @property

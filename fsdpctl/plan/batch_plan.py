@@ -12,11 +12,11 @@ _MULTIPLE = 64  # tokens per rank: kernels are fast at multiples of it
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """This rank's index among the ranks that share its samples, in the order of their tokens."""
+    """The position of a rank's tokens in its samples: chunk `index` of `size`."""
 
     size: int
     index: int
-    exchange: int = 0  # index of the exchange that attention uses
+    exchange: int = 0  # key of the all-to-all for attention (models.context_parallel)
 
 
 def tokens_per_rank(seq_len: int, context_parallel: int) -> int:
@@ -63,10 +63,10 @@ class BatchPlan:
             return None
         return ContextParallel(self.context_parallel, rank % self.context_parallel)
 
-    def samples(self, rank: int, micro_step: int) -> range:
-        """Return the indices of a step's samples that `rank` processes in pass `micro_step`."""
+    def samples(self, rank: int, micro_batch: int) -> range:
+        """Return the indices of a step's samples that `rank` processes in `micro_batch`."""
         per_rank = self.micro_batch_size * self.num_micro_batches
-        start = rank // self.context_parallel * per_rank + micro_step * self.micro_batch_size
+        start = rank // self.context_parallel * per_rank + micro_batch * self.micro_batch_size
         stop = start + self.micro_batch_size
         return range(min(start, self.global_batch_size), min(stop, self.global_batch_size))
 
@@ -87,19 +87,15 @@ def plan_batches(
     if global_batch_size < groups:
         problem = f"expected at least {groups}, one sample per {each}"
         raise UsageError(f"train.global_batch_size={global_batch_size}: {problem}")
+    samples = f"{global_batch_size} samples on {world_size} ranks"
     per_rank = -(-global_batch_size // groups)
     if micro_batch_size is None:
         micro_batch_size = -(-per_rank // (num_micro_batches or 1))
     if micro_batch_size > per_rank:
-        raise UsageError(
-            f"train.micro_batch_size={micro_batch_size}: expected at most {per_rank}: a step has "
-            f"{global_batch_size} samples on {world_size} ranks"
-        )
+        problem = f"expected at most {per_rank}: a step has {samples}"
+        raise UsageError(f"train.micro_batch_size={micro_batch_size}: {problem}")
     needed = -(-per_rank // micro_batch_size)
     if num_micro_batches is not None and num_micro_batches != needed:
-        raise UsageError(
-            f"accumulation.steps={num_micro_batches}: expected {needed} or auto for "
-            f"{global_batch_size} samples in micro-batches of {micro_batch_size} on {world_size} "
-            "ranks"
-        )
+        problem = f"expected {needed} or auto for {samples} in micro-batches of {micro_batch_size}"
+        raise UsageError(f"accumulation.steps={num_micro_batches}: {problem}")
     return BatchPlan(global_batch_size, micro_batch_size, needed, world_size, context_parallel)

@@ -16,7 +16,7 @@ K = EventKind
 class ReductionBuffers:
     """The memory of a reduction on this rank, in bytes."""
 
-    unsharded_grads: int  # sent
+    unsharded_grads: int  # the input of the collective
     workspace: int  # allocated by the reduce-scatter
     sum: int  # the result on this rank
     replica_workspace: int = 0  # allocated by the second collective
@@ -28,7 +28,7 @@ class FlatBytes:
     """The gradients of one trained flat buffer, in bytes."""
 
     by_piece: tuple[ReductionBuffers, ...]  # reductions of one backward's gradients, by piece
-    held: ReductionBuffers  # the reduction of gradients that were held on this rank
+    when_held: ReductionBuffers  # the reduction of gradients that were held on this rank
     grads: int  # reduced gradients that this rank stores
     reduces_in_place: bool  # the gradient is the buffer of its reduction
 
@@ -45,43 +45,39 @@ class UnitBytes:
 
 
 def _workspace(plan: StepPlan, spans: Sequence[Span], rank: int) -> int:
-    """Return the elements that a reduce-scatter allocates on `rank`.
-
-    Over gloo, these are the messages of the other ranks, which `rank` adds itself.
-    """
-    if plan.position.transport is not Transport.GLOO:
-        return 0
-    return spans[rank].numel * (len(spans) - 1)
+    """Return the elements that `rank` receives in a reduce-scatter over gloo, and adds itself."""
+    receives = plan.position.transport is Transport.GLOO
+    return spans[rank].numel * (len(spans) - 1) if receives else 0
 
 
 def _flat_bytes(plan: StepPlan, layout: FlatLayout, pieces: int) -> FlatBytes:
     dtypes, position = plan.dtypes_of(layout), plan.position
     numel = layout.shard_spans[position.rank].numel if plan.strategy.shards_grads else layout.numel
     workspace = _workspace(plan, layout.shard_spans, position.rank) * dtypes.reduce.itemsize
-    total, unsharded = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
-    replica_workspace, aliases_grad = _combining(plan, layout, numel), layout.shares_per_shard == 1
-    workspace = 0 if plan.uses_all_reduce else workspace
-    held = ReductionBuffers(unsharded, workspace, total, replica_workspace, aliases_grad)
-    fresh: tuple[ReductionBuffers, ...] = (held,)
+    sum_bytes, unsharded = numel * dtypes.gradient.itemsize, layout.numel * dtypes.reduce.itemsize
+    combining = _replica_workspace(plan, layout, numel), layout.shares_per_shard == 1
+    when_held = ReductionBuffers(unsharded, workspace, sum_bytes, *combining)
+    by_piece: tuple[ReductionBuffers, ...] = (when_held,)
     if pieces > 1:
-        piece_sizes = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
-        fresh = tuple(piece_buffers(plan, layout, share) for share in piece_sizes)
-    return FlatBytes(fresh, held, total // layout.shares_per_shard, plan.reduces_in_place(layout))
+        sizes = [piece_span(layout, piece, pieces).numel for piece in range(pieces)]
+        by_piece = tuple(piece_buffers(plan, layout, size) for size in sizes)
+    grads = sum_bytes // layout.shares_per_shard
+    return FlatBytes(by_piece, when_held, grads, plan.reduces_in_place(layout))
 
 
 def piece_buffers(plan: StepPlan, layout: FlatLayout, size: int) -> ReductionBuffers:
     """Return the memory of a reduction in which every rank owns `size` elements of a piece."""
     dtypes, position = plan.dtypes_of(layout), plan.position
     owned = size * layout.shares_per_shard
-    spans = EvenSpans(owned, position.size)
+    spans = EvenSpans(owned, position.num_shards)
     workspace = _workspace(plan, spans, position.rank) * dtypes.reduce.itemsize
-    unsharded = owned * position.size * dtypes.reduce.itemsize
+    unsharded = owned * position.num_shards * dtypes.reduce.itemsize
     total = owned * dtypes.gradient.itemsize
-    combining = _combining(plan, layout, owned)
+    combining = _replica_workspace(plan, layout, owned)
     return ReductionBuffers(unsharded, workspace, total, combining, aliases_grad=False)
 
 
-def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
+def _replica_workspace(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
     """Return the bytes of workspace to reduce-scatter `numel` elements over the replicas."""
     if layout.shares_per_shard == 1:
         return 0
@@ -91,33 +87,27 @@ def _combining(plan: StepPlan, layout: FlatLayout, numel: int) -> int:
 
 
 def unit_bytes(plan: StepPlan) -> dict[str, UnitBytes]:
-    def renewed(layout: FlatLayout) -> int:
+    def synced_bytes(layout: FlatLayout) -> int:
         numel = layout.numel if layout.shares_per_shard == 1 else layout.shard_spans[0].numel
         return numel * plan.dtypes_of(layout).compute.itemsize
 
-    return {
-        name: UnitBytes(
-            sum(each.numel * plan.dtypes_of(each).compute.itemsize for each in plan.layouts[name]),
-            slot.nbytes,
-            slot.is_permanent or not plan.strategy.shards_params,
-            sum(map(renewed, plan.trained[name])),
-            tuple(
-                _flat_bytes(plan, each, plan.reductions.pieces.get(name, 1))
-                for each in plan.trained[name]
-            ),
-        )
-        for slot in plan.unshard_buffers
-        for name in slot.units
-    }
+    units: dict[str, UnitBytes] = {}
+    for buffer in plan.unshard_buffers:
+        is_permanent = buffer.is_permanent or not plan.strategy.shards_params
+        for name in buffer.units:
+            layouts, trained = plan.layouts[name], plan.trained[name]
+            params = sum(each.numel * plan.dtypes_of(each).compute.itemsize for each in layouts)
+            pieces = plan.reductions.pieces.get(name, 1)
+            flats = tuple(_flat_bytes(plan, each, pieces) for each in trained)
+            synced = sum(map(synced_bytes, trained))
+            units[name] = UnitBytes(params, buffer.nbytes, is_permanent, synced, flats)
+    return units
 
 
 def planned_step(plan: StepPlan, reduces: Sequence[bool]) -> list[Event]:
-    """Return the events of a step, with their bytes and buffers.
-
-    `reduces` has an entry per pass: whether its backward reduces gradients.
-    """
-    played = _Replay(plan).replay(step_events(Schedule.of(plan), reduces))
-    return list(_after_host(played, _host_waits(plan))) if plan.steps_on_host else played
+    """Return the events of a step with bytes and buffers; `reduces`: which backwards reduce."""
+    events = _Replay(plan).replay(step_events(Schedule.of(plan), reduces))
+    return list(_after_host(events, _host_step_events(plan))) if plan.steps_on_host else events
 
 
 def planned_update(plan: StepPlan) -> list[Event]:
@@ -128,10 +118,11 @@ def _sync_events(plan: StepPlan) -> list[Event]:
     return _Replay(plan).replay(update_events(plan.order, plan.strategy))
 
 
-def _host_waits(plan: StepPlan) -> dict[str, list[Event]]:
+def _host_step_events(plan: StepPlan) -> dict[str, list[Event]]:
     """Return the events that follow once the host has stepped a unit, by unit."""
     waits: dict[str, list[Event]] = defaultdict(list)
-    for unit, layouts in plan.trained.items() if plan.fetches_gradients else ():
+    trained = plan.trained if plan.fetches_gradients else {}
+    for unit, layouts in trained.items():
         for each in layouts:
             nbytes = plan.master_span(each).numel * plan.dtypes_of(each).gradient.itemsize
             waits[unit].append(Event(K.DEALLOCATE, unit, nbytes, BufferKind.OFFLOADING))
@@ -158,7 +149,7 @@ class _Piece:
     is_last: bool  # whether the unit has no further piece
 
     def numbered(self) -> Iterator[tuple[int, int, ReductionBuffers]]:
-        """Yield the index of each flat buffer that is reduced, and the reduction with its index."""
+        """Yield the index of each flat buffer, the index of its reduction, and the memory."""
         for flat_index, memory in enumerate(self.buffers):
             if memory.unsharded_grads:
                 yield flat_index, self.first + flat_index, memory
@@ -171,12 +162,12 @@ class _Replay:
         self.units: Mapping[str, UnitBytes] = unit_bytes(plan)
         # Whether reduced gradients are copied to the host, one unit at a time.
         self.offloads_grads = Offload.GRADIENTS in plan.offload
-        self._offloaded: str | None = None  # the last unit of which they went
+        self._offloaded: str | None = None  # the unit whose gradients were copied last
         self.combines = plan.combines
         # Whether the second collective is enqueued before the first is waited for.
-        self.chained = plan.reductions.chained > 0
+        self.chained = plan.reductions.chained_ranks > 0
         self.events: list[Event] = []
-        self._held: dict[tuple[BufferKind, str, int], int] = {}
+        self._allocated: dict[tuple[BufferKind, str, int], int] = {}
         self._holding: set[str] = set()  # units whose gradients are held for a later backward
         self._next_piece: Counter[str] = Counter()
         self._reducing: dict[str, deque[_Piece]] = defaultdict(deque)
@@ -214,6 +205,7 @@ class _Replay:
             piece = self._combining[name].popleft()
             self._accumulate(name, unit, piece)
         elif kind is K.LEAVE:
+            # The LEAVE of the root ends the pass; earlier ones find nothing to free.
             self._free_offloaded(None)
         self.events.append(Event(kind, name, sent, is_last=piece is None or piece.is_last))
         if kind is K.FREE and not unit.is_permanent:
@@ -230,12 +222,13 @@ class _Replay:
         if name not in self._holding:
             self._holding.add(name)
             for index, flat in enumerate(unit.flats):
-                self._allocate(BufferKind.UNSHARDED_GRADS, name, index, flat.held.unsharded_grads)
+                nbytes = flat.when_held.unsharded_grads
+                self._allocate(BufferKind.UNSHARDED_GRADS, name, index, nbytes)
 
     def _start(self, name: str, unit: UnitBytes) -> _Piece:
         was_held, piece_index = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
-        buffers = [each.held if was_held else each.by_piece[piece_index] for each in unit.flats]
+        buffers = [x.when_held if was_held else x.by_piece[piece_index] for x in unit.flats]
         is_last = was_held or all(piece_index + 1 == len(each.by_piece) for each in unit.flats)
         self._next_piece[name] = 0 if is_last else piece_index + 1
         piece = _Piece(buffers, piece_index * len(unit.flats), is_last)
@@ -258,13 +251,14 @@ class _Replay:
         return sum(each.sum for each in piece.buffers)
 
     def _finish(self, name: str, unit: UnitBytes, piece: _Piece) -> None:
+        # The order is that of the engine: it decides the peak.
         for flat_index, index, memory in piece.numbered():
             flat = unit.flats[flat_index]
             if flat.reduces_in_place:
                 self._free(BufferKind.UNSHARDED_GRADS, name, index, into=(BufferKind.SUM, index))
             if not self.chained:
                 self._allocate(BufferKind.SUM, name, index, memory.sum)
-            if (BufferKind.WORKSPACE, name, index) in self._held:
+            if (BufferKind.WORKSPACE, name, index) in self._allocated:
                 self._free(BufferKind.WORKSPACE, name, index)
             if not flat.reduces_in_place:
                 self._free(BufferKind.UNSHARDED_GRADS, name, index)
@@ -272,7 +266,7 @@ class _Replay:
     def _accumulate(self, name: str, unit: UnitBytes, piece: _Piece) -> None:
         for flat_index, index, memory in piece.numbered():
             grads = unit.flats[flat_index].grads
-            is_new = (BufferKind.GRADS, name, flat_index) not in self._held
+            is_new = (BufferKind.GRADS, name, flat_index) not in self._allocated
             aliases_grad = is_new and memory.aliases_grad
             if memory.replica_workspace:
                 self._free(BufferKind.REPLICA_WORKSPACE, name, index)
@@ -282,18 +276,18 @@ class _Replay:
                 self._allocate(BufferKind.GRADS, name, flat_index, grads)
             if not aliases_grad:
                 self._free(BufferKind.SUM, name, index)
-        waiting = self._reducing[name] or self._combining[name] or self._next_piece[name]
-        if self.offloads_grads and not waiting:
+        is_partial = self._reducing[name] or self._combining[name] or self._next_piece[name]
+        if self.offloads_grads and not is_partial:
             self._free_offloaded(name)
 
     def _allocate(
         self, buffer: BufferKind, name: str, index: int, nbytes: int, is_last: bool = True
     ) -> None:
-        self._held[buffer, name, index] = nbytes
+        self._allocated[buffer, name, index] = nbytes
         self.events.append(Event(K.ALLOCATE, name, nbytes, buffer, index, is_last=is_last))
 
     def _free(
         self, buffer: BufferKind, name: str, index: int, into: tuple[BufferKind, int] | None = None
     ) -> None:
-        nbytes = self._held.pop((buffer, name, index))
+        nbytes = self._allocated.pop((buffer, name, index))
         self.events.append(Event(K.DEALLOCATE, name, nbytes, buffer, index, into))

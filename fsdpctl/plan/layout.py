@@ -9,7 +9,7 @@ multiple. Collectives and fused kernels then see 16-byte-aligned memory at any n
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, overload
 
@@ -48,7 +48,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def aligned_chunk(span: Span, index: int, count: int) -> Span:
-    """Return chunk `index` of `count` nearly equal chunks, cut at multiples of ALIGNMENT."""
+    """Return chunk `index` of `count` chunks of an aligned size; the last may be short or empty."""
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
     return Span(start, min(start + step, span.stop))
@@ -70,9 +70,10 @@ class EvenSpans(Sequence[Span]):
     def __getitem__(self, index: slice) -> Sequence[Span]: ...
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.num_spans))]
-        number = index if 0 <= index < self.num_spans else range(self.num_spans)[index]
-        return Span(number * self.size, (number + 1) * self.size)
+            return [self[i] for i in range(*index.indices(self.num_spans))]
+        # The range supports negative indices and raises IndexError, as a list does.
+        index = index if 0 <= index < self.num_spans else range(self.num_spans)[index]
+        return Span(index * self.size, (index + 1) * self.size)
 
 
 def are_even(spans: Sequence[Span]) -> bool:
@@ -139,10 +140,7 @@ class FlatLayout:
 
     @property
     def owned_spans(self) -> Sequence[Span]:
-        """The spans of master weights: the shares of rank 0's shard, then of rank 1's, and so on.
-
-        Without shares, these are the shards.
-        """
+        """The spans of master weights: the shards, or the shares of even shards in rank order."""
         if self.shares_per_shard == 1:
             return self.shard_spans
         count = len(self.shard_spans) * self.shares_per_shard
@@ -154,13 +152,13 @@ class FlatLayout:
         return self.owned_spans[rank * self.shares_per_shard + share]
 
     @property
-    def replica_spans(self) -> EvenSpans:
+    def share_spans(self) -> EvenSpans:
         """The replicas' shares, relative to the start of a shard; shards must be even."""
         return EvenSpans(self.shard_spans[0].numel // self.shares_per_shard, self.shares_per_shard)
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        return tuple(placement.param for placement in self.param_spans)
+        return tuple(each.param for each in self.param_spans)
 
     @property
     def trainable(self) -> bool:
@@ -180,41 +178,33 @@ class FlatLayout:
     @property
     def padding(self) -> tuple[Span, ...]:
         """The elements that belong to no parameter; they are always zero."""
-        gaps, end = [], 0
-        for param_span in self.param_spans:
-            if param_span.span.start > end:
-                gaps.append(Span(end, param_span.span.start))
-            end = param_span.span.stop
-        return (*gaps, Span(end, self.numel)) if end < self.numel else tuple(gaps)
+        ends = [0, *(each.span.stop for each in self.param_spans)]
+        starts = [*(each.span.start for each in self.param_spans), self.numel]
+        return tuple(Span(*gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1])
 
     def param_slices(self, within: Span) -> tuple[ParamSlice, ...]:
         """Return the non-empty slices of parameters within a span, in order."""
         slices = []
-        for param_span in self.param_spans:
-            overlap = param_span.span.intersect(within)
+        for each in self.param_spans:
+            overlap = each.span.intersect(within)
             if overlap is not None:
-                in_param = overlap.shift(-param_span.span.start)
-                slices.append(ParamSlice(param_span.param, in_param, overlap))
+                slices.append(ParamSlice(each.param, overlap.shift(-each.span.start), overlap))
         return tuple(slices)
 
 
-def flat_layout(
-    params: Sequence[ParamSpec], num_shards: int, shares_per_shard: int = 1
-) -> FlatLayout:
-    """Lay out `params` in a buffer of `num_shards` even shards, each of `shares_per_shard` shares.
+def flat_layout(params: Sequence[ParamSpec], num_shards: int, num_shares: int = 1) -> FlatLayout:
+    """Lay out `params` in a buffer of `num_shards` even shards, each of `num_shares` shares.
 
-    Vectors and scalars come last. Weight decay does not apply to them, and the optimizer should
-    step few long spans.
+    Vectors, which do not decay, come last: the optimizer's spans are then few and long.
     """
-    ordered = sorted(params, key=decay_group)
     param_spans, end = [], 0
-    for param in ordered:
+    for param in sorted(params, key=decay_group):
         start = round_up(end, ALIGNMENT)
         end = start + param.numel
         param_spans.append(ParamSpan(param, Span(start, end)))
-    numel = round_up(end, ALIGNMENT * num_shards * shares_per_shard)
+    numel = round_up(end, ALIGNMENT * num_shards * num_shares)
     shards = EvenSpans(numel // num_shards, num_shards)
-    return FlatLayout(tuple(param_spans), numel, shards, shares_per_shard)
+    return FlatLayout(tuple(param_spans), numel, shards, num_shares)
 
 
 DECAY, NO_DECAY = 0, 1
@@ -227,10 +217,7 @@ def decay_group(param: ParamSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpan:
-    """A maximal span of parameters of one group, stepped as one tensor.
-
-    It starts and ends on a multiple of ALIGNMENT.
-    """
+    """A maximal, aligned span of parameters of one group, stepped as one tensor."""
 
     span: Span
     group: int
@@ -245,24 +232,18 @@ def optimizer_spans(
 ) -> tuple[OptimizerSpan, ...]:
     """Cut `within` wherever the group changes; padding belongs to the parameter before it.
 
-    `within` must start and end on a multiple of ALIGNMENT. If it contains no parameter, the result
-    is empty. A parameter that `is_separate` shares its span with no other parameter.
+    `within` must start and end on a multiple of ALIGNMENT. Padding before its first parameter is
+    left out. A parameter for which `is_separate` is true has a span of its own.
     """
     spans: list[OptimizerSpan] = []
     for param_slice in layout.param_slices(within):
-        group, separate_param = (
-            group_of(param_slice.param),
-            param_slice.param if is_separate(param_slice.param) else None,
-        )
-        if (
-            spans
-            and spans[-1].group == group
-            and spans[-1].separate_param is None is separate_param
-        ):
-            continue
+        param, start = param_slice.param, param_slice.in_flat.start
+        group, separate_param = group_of(param), param if is_separate(param) else None
         if spans:
-            span = Span(spans[-1].span.start, param_slice.in_flat.start)
-            spans[-1] = OptimizerSpan(span, spans[-1].group, spans[-1].separate_param)
-        span = Span(param_slice.in_flat.start, within.stop)
-        spans.append(OptimizerSpan(span, group, separate_param))
+            last = spans[-1]
+            if last.group == group and last.separate_param is None and separate_param is None:
+                continue
+            # The last span ends where the next one starts.
+            spans[-1] = replace(last, span=Span(last.span.start, start))
+        spans.append(OptimizerSpan(Span(start, within.stop), group, separate_param))
     return tuple(spans)

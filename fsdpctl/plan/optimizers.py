@@ -13,7 +13,7 @@ ADAMW, MUON = "adamw", "muon"
 MATRICES = "matrices"  # the owner map that splits no matrix that Muon steps
 SPLITTING_MAPS = ("even", "balanced")  # owner maps that split matrices between ranks
 NS_STEPS = 5
-# Elements that share a scale. Spans are multiples of it, so no block crosses parameters or ranks.
+# Elements that share a scale. Spans are multiples, so no scale block crosses parameters or ranks.
 SCALE_BLOCK = ALIGNMENT
 MIN_COMPRESSED = 4096  # elements: smaller parameters have float32 states
 TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
@@ -22,7 +22,7 @@ STATE_DTYPES = ("float32", "int8")
 _BETAS = ("beta1", "beta2", "eps")
 _FLOAT32 = 4  # bytes
 _SCALE = 2  # bytes
-_BLOCK_WORK = 10  # bytes: a new scale in bf16 and in float32, and a factor
+_SCALE_BLOCK_WORK = 10  # bytes: a new scale in bf16 and in float32, and a factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,10 @@ class MuonSettings:
     nesterov: bool = True
 
     def tensors(self, shape: MatrixShape, itemsize: int) -> Iterator[tuple[str, int]]:
-        """Yield each temporary tensor of an update with its bytes; 0 bytes mean that it is freed.
-
-        `itemsize` is the item size of the master weights.
-        """
+        """Yield the temporary tensors of an update of masters with `itemsize`; 0 bytes: freed."""
         numel, square = prod(shape), shape[0] * min(shape[1:]) ** 2
         update, following = "update", "next update"
+        # With bf16 weights, the Nesterov gradient is the update itself.
         if self.nesterov and itemsize != 2:
             yield from (("gradient", itemsize * numel), (update, 2 * numel), ("gradient", 0))
         else:
@@ -97,12 +95,13 @@ class MuonSettings:
     def products(self, shape: MatrixShape) -> list[tuple[int, int, int, int]]:
         """Return batch, rows, columns and inner dimension of each matrix product of an update."""
         count, short, long = shape[0], min(shape[1:]), max(shape[1:])
-        step = [(count, short, short, long), (count, short, short, short)]
-        return [*step, (count, short, long, short)] * self.ns_steps
+        iteration = [(count, short, short, long), (count, short, short, short)]
+        return [*iteration, (count, short, long, short)] * self.ns_steps
 
 
 def muon_flops(param: ParamSpec) -> int:
     """Return the FLOPs of a parameter's update; 0 if AdamW steps it."""
+    # Only the ratios matter: they are equal for any number of iterations.
     products = MuonSettings().products(matrix_shape(param)) if uses_muon(param) else ()
     return sum(2 * prod(each) for each in products)
 
@@ -110,17 +109,13 @@ def muon_flops(param: ParamSpec) -> int:
 def is_compressible(param: ParamSpec) -> bool:
     """Return whether a state dtype other than float32 applies to a parameter.
 
-    This depends on the full parameter, not on a rank's shard: results must be the same on any
-    number of ranks.
+    The full parameter decides, not a rank's shard: results are the same on any number of ranks.
     """
     return param.numel >= MIN_COMPRESSED and param.role != "vector"
 
 
 def span_group(param: ParamSpec, group: int | None = None) -> int:
-    """Return a parameter's group for `optimizer_spans` if states may be compressed.
-
-    Compressible parameters have odd groups.
-    """
+    """Return a parameter's group for `optimizer_spans`; odd if its states may be compressed."""
     return 2 * (decay_group(param) if group is None else group) + is_compressible(param)
 
 
@@ -129,12 +124,12 @@ def scale_blocks(span: Span) -> Span:
 
 
 def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
-    """Return the bytes to step spans of up to `largest` elements in tiles; `dtype` of moments."""
+    """Return the bytes to step spans of up to `largest` elements in tiles; moments have `dtype`."""
     size = min(largest, TILE[device])
     # On a GPU, the result of `torch.where` for skipped steps; on a CPU, a square root in float64.
-    whole = NUM_TILES + (2 if device == "cpu" else 1)
-    blocks = size // SCALE_BLOCK * _BLOCK_WORK if dtype == "int8" else 0
-    return size * whole * _FLOAT32 + blocks
+    tiles = NUM_TILES + (2 if device == "cpu" else 1)
+    blocks = size // SCALE_BLOCK * _SCALE_BLOCK_WORK if dtype == "int8" else 0
+    return size * tiles * _FLOAT32 + blocks
 
 
 def moment_bytes(numel: int, dtype: str) -> list[int]:
@@ -152,6 +147,7 @@ def tiled_dtype(requested: str | None, masters: Iterable[str]) -> str | None:
     masters = set(masters)
     if SPLIT in masters:
         return requested or "float32"
+    # Torch's kernel steps float32 masters with float32 moments.
     return None if requested == "float32" and masters == {requested} else requested
 
 
@@ -167,33 +163,33 @@ class OptimizerStates:
     dtype: str | None = None
 
     @property
-    def _is_divided(self) -> bool:
+    def _compresses(self) -> bool:
         return self.dtype not in (None, "float32")
 
-    def key(self, param: ParamSpec) -> int:
-        return span_group(param) if self._is_divided else decay_group(param)
+    def group(self, param: ParamSpec) -> int:
+        return span_group(param) if self._compresses else decay_group(param)
 
     def is_separate(self, param: ParamSpec) -> bool:
         return self.muon is not None and uses_muon(param)
 
-    def of_span(self, run: OptimizerSpan, master: int) -> list[int]:
+    def of_span(self, span: OptimizerSpan, itemsize: int) -> list[int]:
         """Return the bytes of each state of a span whose weights have `master` bytes each."""
-        if run.separate_param is not None:
-            return [run.span.numel * master]
+        if span.separate_param is not None:
+            return [span.span.numel * itemsize]
         if self.dtype is None:
-            return self.of(run.span.numel * master)
-        dtype = self.dtype if not self._is_divided or run.group % 2 else "float32"
+            return self.of_tensor(span.span.numel * itemsize)
+        dtype = self.dtype if not self._compresses or span.group % 2 else "float32"
         counter = [self.counter] * bool(self.counter)
-        return [*counter, *moment_bytes(run.span.numel, dtype) * self.moments]
+        return [*counter, *moment_bytes(span.span.numel, dtype) * self.moments]
 
-    def saved(self, param: ParamSpec, master: int) -> int:
+    def saved(self, param: ParamSpec, itemsize: int) -> int:
         """Return the bytes of a parameter's states in a checkpoint."""
         if self.dtype is None:
-            return param.numel * master * (1 if self.is_separate(param) else self.moments)
-        dtype = self.dtype if self._is_divided and is_compressible(param) else "float32"
+            return param.numel * itemsize * (1 if self.is_separate(param) else self.moments)
+        dtype = self.dtype if self._compresses and is_compressible(param) else "float32"
         return sum(moment_bytes(param.numel, dtype)) * self.moments
 
-    def of(self, nbytes: int) -> list[int]:
+    def of_tensor(self, nbytes: int) -> list[int]:
         """Return the bytes of each state of a tensor with `nbytes` of master weights."""
         return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
 
@@ -204,25 +200,24 @@ ADAMW_STATES = OptimizerStates(OPTIMIZERS[ADAMW].moments, OPTIMIZERS[ADAMW].coun
 def matrix_owners(layouts: Sequence[FlatLayout], num_ranks: int) -> OwnerMap:
     """Assign unsplit matrices to ranks so that the ranks' updates cost about the same.
 
-    If the parameters of all flat buffers are put end to end, with their costs as lengths, and the
-    line is divided evenly, a parameter belongs to the rank that has its middle. Buffers without a
-    matrix are cut evenly.
+    All parameters are put end to end, with their costs as lengths. If the line is divided evenly,
+    the rank with a parameter's middle owns it. Buffers without a matrix are cut evenly.
     """
     sizes = [layout.numel for layout in layouts]
     even = OwnerMap.even(sizes, num_ranks)
     costs = [[muon_flops(param) for param in layout.params] for layout in layouts]
     total, before, spans = sum(map(sum, costs)), 0, []
-    for layout, of_layout, even_spans in zip(layouts, costs, even.spans, strict=True):
-        if not any(of_layout):
+    for layout, layout_costs, even_spans in zip(layouts, costs, even.spans, strict=True):
+        if not any(layout_costs):
             spans.append(even_spans)
             continue
         cuts = [0] * num_ranks + [layout.numel]  # the start of each rank's span
         current = 0
-        for placement, cost in zip(layout.param_spans, of_layout, strict=True):
+        for param_span, cost in zip(layout.param_spans, layout_costs, strict=True):
             owner = min((2 * before + cost) * num_ranks // (2 * total), num_ranks - 1)
             before += cost
             for rank in range(current, owner):
-                cuts[rank + 1] = placement.span.start
+                cuts[rank + 1] = param_span.span.start
             current = max(current, owner)
         for rank in range(current + 1, num_ranks):
             cuts[rank] = layout.numel

@@ -1,6 +1,6 @@
 """The assignment of optimizer states to ranks, if parameters stay unsharded.
 
-A block is a flat buffer of one unit. `even` cuts every block evenly. The other maps assign full
+Block means flat buffer here, not layer. `even` cuts every block evenly. The other maps assign full
 blocks, or long spans of blocks, to one rank.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.plan.layout import ALIGNMENT, Span, aligned_chunk, round_up
 
+Sizes = Sequence[int]  # elements of each block
 OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
 
 
@@ -39,41 +40,35 @@ class OwnerMap:
         """Cut every block into equal spans, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
         ranks = range(world_size)
-        spans = [
-            tuple(aligned_chunk(Span(0, x), rank, world_size) for rank in ranks) for x in sizes
-        ]
+        spans = [tuple(aligned_chunk(Span(0, x), i, world_size) for i in ranks) for x in sizes]
         return OwnerMap(tuple(sizes), tuple(spans))
 
     @staticmethod
-    def round_robin(
-        num_blocks: int, world_size: int, sizes: Sequence[int] | None = None
-    ) -> "OwnerMap":
+    def round_robin(num_blocks: int, world_size: int, sizes: Sizes | None = None) -> "OwnerMap":
         """Assign block i to rank i modulo the number of ranks."""
         _check(num_blocks, world_size)
         owners = [block % world_size for block in range(num_blocks)]
         return _whole_blocks(owners, world_size, sizes)
 
     @staticmethod
-    def contiguous(
-        num_blocks: int, world_size: int, sizes: Sequence[int] | None = None
-    ) -> "OwnerMap":
+    def contiguous(num_blocks: int, world_size: int, sizes: Sizes | None = None) -> "OwnerMap":
         """Assign adjacent blocks to each rank, in numbers that differ by at most one."""
         _check(num_blocks, world_size)
         owners = [block * world_size // num_blocks for block in range(num_blocks)]
-        if world_size > num_blocks:
+        if world_size > num_blocks:  # the formula would leave out ranks between owners
             owners = list(range(num_blocks))
         return _whole_blocks(owners, world_size, sizes)
 
     @staticmethod
     def balanced(sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Assign blocks in order, and continue with the next rank when a rank has the mean.
+        """Assign blocks in order; continue with the next rank when a rank has its equal part.
 
         Cuts are at multiples of 64 elements. At most `world_size - 1` blocks are cut. No rank
         exceeds the mean by more than 64 elements.
         """
         _check(len(sizes), world_size)
         total = sum(sizes)
-        # The end of each rank's elements if all blocks are numbered through.
+        # The end of each rank's elements, counted from the start of the first block.
         ends = [total * (rank + 1) // world_size for rank in range(world_size)]
         spans, begin = [], 0
         for size in sizes:
@@ -85,11 +80,11 @@ class OwnerMap:
 
     def owners(self, block: int) -> dict[int, Span]:
         """Return the ranks that own elements of a block, with the spans that they own."""
-        return {rank: span for rank, span in enumerate(self._of_block(block)) if span.numel}
+        return {rank: span for rank, span in enumerate(self._spans_by_rank(block)) if span.numel}
 
     def owns(self, rank: int, block: int) -> bool:
         self._check_rank(rank)
-        return self._of_block(block)[rank].numel > 0
+        return self._spans_by_rank(block)[rank].numel > 0
 
     def spans_of(self, rank: int) -> dict[int, Span]:
         """Return the spans that a rank owns, by block."""
@@ -107,14 +102,11 @@ class OwnerMap:
     def for_sizes(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Return this map for blocks of `sizes`.
 
-        UsageError if the number of blocks or ranks differs, or if the map cuts blocks and `sizes`
-        differ from its own sizes.
+        UsageError if the number of blocks or ranks differs, or if it cuts blocks of other sizes.
         """
         if (self.num_blocks, self.world_size) != (len(sizes), world_size):
-            raise UsageError(
-                f"owner_map: expected {len(sizes)} blocks on {world_size} ranks, got "
-                f"{self.num_blocks} on {self.world_size}"
-            )
+            problem = f"expected {len(sizes)} blocks on {world_size} ranks"
+            raise UsageError(f"owner_map: {problem}, got {self.num_blocks} on {self.world_size}")
         if self.sizes == tuple(sizes):
             return self
         owners = [list(self.owners(block)) for block in range(self.num_blocks)]
@@ -133,7 +125,7 @@ class OwnerMap:
         sizes = tuple(block[-1].stop if block else 0 for block in spans)
         return OwnerMap(sizes, spans)
 
-    def _of_block(self, block: int) -> tuple[Span, ...]:
+    def _spans_by_rank(self, block: int) -> tuple[Span, ...]:
         if not 0 <= block < self.num_blocks:
             raise UsageError(f"block {block}: expected a block from 0 to {self.num_blocks - 1}")
         return self.spans[block]
@@ -147,6 +139,7 @@ def _whole_blocks(owners: Sequence[int], world_size: int, sizes: Sequence[int] |
     sizes = [1] * len(owners) if sizes is None else sizes
     spans = []
     for owner, size in zip(owners, sizes, strict=True):
+        # The start of each rank's span, and the end of the last one.
         cuts = [0 if rank <= owner else size for rank in range(world_size + 1)]
         spans.append(tuple(map(Span, cuts, cuts[1:])))
     return OwnerMap(tuple(sizes), tuple(spans))

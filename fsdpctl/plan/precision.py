@@ -7,8 +7,8 @@ from functools import cache
 from fsdpctl.errors import EngineError, UsageError, did_you_mean
 
 _KNOWN = ("float32", "bfloat16", "float16", "float64")
-TF32 = "tf32"  # the precision of float32 whose products round their operands to 10 bits
-SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
+TF32 = "tf32"  # float32 whose matrix products round their operands to 10 mantissa bits
+SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 value, and a remainder of 8 bits
 
 
 class Dtype(str):
@@ -29,29 +29,30 @@ class BufferDtypes:
     master: Dtype  # dtype of weights that the optimizer updates; equals `compute` if frozen
     reduce: Dtype  # dtype of gradients while they are summed over ranks
     gradient: Dtype  # dtype of reduced gradients
-    has_remainder: bool  # masters have 8 more bits each
+    has_remainders: bool  # masters are SPLIT
 
     @property
     def initial(self) -> Dtype:
         """The dtype of initial values, which has all bits of master weights."""
-        return Dtype("float32") if self.has_remainder else self.master
+        return Dtype("float32") if self.has_remainders else self.master
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a model, as torch dtypes or their names; None keeps each parameter's dtype.
+    """The dtypes of a model, as torch dtypes or their names; names are stored.
 
-    Names are stored. Masters and reductions default to float32 (float64 for float64 parameters).
+    A `param_dtype` of None keeps each parameter's dtype. The others default to float32, or float64
+    for float64 parameters.
 
     Raises:
         UsageError: If a dtype is unknown.
-        EngineError: If gradients would be added in float16.
+        EngineError: If gradients were added in float16, or masters with remainders are not bf16.
     """
 
     param_dtype: object = None
     reduce_dtype: object = None
     master_dtype: object = None
-    # Whether bf16 masters have 8 more bits each. Gradients then keep the dtype of the reduction.
+    # Whether masters are SPLIT. Gradients then keep the dtype of the reduction.
     has_remainders: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -66,10 +67,9 @@ class Precision:
             problem = "sums over ranks overflow at 65504; use bfloat16 or float32"
             raise EngineError(f"reduce_dtype float16: {problem}")
         if self.has_remainders and not self.param_dtype == self.master_dtype == "bfloat16":
-            raise EngineError(
-                "has_remainders: expected param_dtype and master_dtype bfloat16, got "
-                f"{self.param_dtype} and {self.master_dtype}"
-            )
+            expected = "expected param_dtype and master_dtype bfloat16"
+            got = f"{self.param_dtype} and {self.master_dtype}"
+            raise EngineError(f"has_remainders: {expected}, got {got}")
 
     def buffer_dtypes(self, dtype: str, *, trainable: bool = True) -> BufferDtypes:
         """Return the dtypes of a flat buffer whose parameters had `dtype` before sharding."""

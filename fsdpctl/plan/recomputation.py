@@ -13,6 +13,7 @@ from fsdpctl.errors import UsageError, did_you_mean
 MODES = ("none", "selective", "full")  # ordered from the least to the most recomputation
 OFFLOAD = "offload"  # `full`, with the inputs of the blocks in host memory
 LEVELS = (*MODES, OFFLOAD)
+_HEAVIEST_FIRST = ", ".join(LEVELS[:0:-1])  # without none
 BLOCKS = "activation_checkpointing.blocks"
 
 
@@ -29,10 +30,10 @@ def normalize_blocks(text: str) -> str:
     UsageError if a mode or a number is not allowed, or a mode follows a mode that recomputes less.
     """
     counts = parse_counts(text)
-    for (mode, _), (later, _) in pairwise(counts):
-        if LEVELS.index(mode) <= LEVELS.index(later):
-            order = ", ".join(LEVELS[:0:-1])
-            raise UsageError(f"{BLOCKS}={text}: {later} after {mode}; expected the order {order}")
+    for (level, _), (later, _) in pairwise(counts):
+        if LEVELS.index(level) <= LEVELS.index(later):
+            problem = f"{later} after {level}; expected the order {_HEAVIEST_FIRST}"
+            raise UsageError(f"{BLOCKS}={text}: {problem}")
     return ",".join(f"{mode}:{count}" for mode, count in counts)
 
 
@@ -40,39 +41,37 @@ def parse_counts(text: str) -> list[tuple[str, int]]:
     """Return the numbers of blocks by mode, in the order of forward."""
     counts = []
     for item in text.strip("[] ").split(","):
-        mode, _, number = item.strip().partition(":")
-        if mode not in LEVELS[1:] or not (number.isascii() and number.isdecimal() and int(number)):
-            raise UsageError(
-                f"{BLOCKS}={text}: expected numbers of blocks such as full:20,selective:8, with "
-                f"{', '.join(LEVELS[:0:-1])}"
-                f"{'' if mode in LEVELS else did_you_mean(mode, LEVELS[1:])}"
-            )
-        counts.append((mode, int(number)))
+        level, _, number = item.strip().partition(":")
+        if level not in LEVELS[1:] or not (number.isascii() and number.isdecimal() and int(number)):
+            hint = "" if level in LEVELS else did_you_mean(level, LEVELS[1:])
+            problem = "expected numbers of blocks such as full:20,selective:8, with"
+            raise UsageError(f"{BLOCKS}={text}: {problem} {_HEAVIEST_FIRST}{hint}")
+        counts.append((level, int(number)))
     return counts
 
 
 def block_checkpointing(
-    name: str, blocks: str | None, num_blocks: int, *, offload: bool
+    mode: str, blocks: str | None, num_blocks: int, *, offload: bool
 ) -> tuple[BlockCheckpointing, ...]:
     """Return the checkpointing of each block in the order of forward.
 
-    `blocks` defines the first blocks. All other blocks have the mode `name`, and offload their
-    inputs if `offload` is set.
-    UsageError if the model has fewer blocks.
+    `blocks` defines the first blocks. All other blocks have `mode`, and offload their inputs
+    if `offload` is set. UsageError if the model has fewer blocks.
     """
-    first = [mode for mode, count in parse_counts(blocks) for _ in range(count)] if blocks else []
+    counts = parse_counts(blocks) if blocks else []
+    first = [level for level, count in counts for _ in range(count)]
     if len(first) > num_blocks:
         raise UsageError(f"{BLOCKS}={blocks}: {len(first)} blocks, but the model has {num_blocks}")
-    others = BlockCheckpointing(name, offloads_input=offload)
+    others = BlockCheckpointing(mode, offloads_input=offload)
     offloading = BlockCheckpointing("full", offloads_input=True)
     set_blocks = [offloading if x == OFFLOAD else BlockCheckpointing(x) for x in first]
     return (*set_blocks, *[others] * (num_blocks - len(first)))
 
 
 def one_of_each(blocks: str | None, num_blocks: int) -> str | None:
-    """Return `blocks` with one block per mode, as far as the model has a further block."""
-    modes = [mode for mode, _ in parse_counts(blocks)] if blocks else []
-    return ",".join(f"{mode}:1" for mode in modes[: num_blocks - 1]) or None
+    """Return `blocks` with one block per mode; at least one block of the model stays without."""
+    levels = [level for level, _ in parse_counts(blocks)] if blocks else []
+    return ",".join(f"{level}:1" for level in levels[: num_blocks - 1]) or None
 
 
 class Recomputation(NamedTuple):
@@ -87,17 +86,16 @@ class Recomputation(NamedTuple):
         return self.name if self.blocks is None else f"{self.name} {BLOCKS}={self.blocks}"
 
 
-def recomputation_steps(num_blocks: int, modes: Sequence[str]) -> tuple[Recomputation, ...]:
-    """Return the settings from the first to the last of `modes`, block by block.
+def recomputation_steps(num_blocks: int, levels: Sequence[str]) -> tuple[Recomputation, ...]:
+    """Return the settings from the first to the last of `levels`, block by block.
 
-    Each step saves memory and takes time: one more block is in the next mode. The blocks of a model
-    with `num_blocks` change their mode in the order of forward.
+    Each step saves memory and takes time: one more of the `num_blocks` blocks, in the order of
+    forward, is in the next level.
     """
-    steps = [Recomputation(modes[0])]
-    for name, heavier in pairwise(modes):
+    steps = [Recomputation(levels[0])]
+    for level, heavier in pairwise(levels):
+        steps += [Recomputation(level, f"{heavier}:{count}") for count in range(1, num_blocks)]
         # The input of the last block stays on the device, because backward needs it at once.
-        most = num_blocks - 1
-        steps += [Recomputation(name, f"{heavier}:{count}") for count in range(1, most + 1)]
         if heavier != OFFLOAD:
             steps.append(Recomputation(heavier))
     return tuple(steps)

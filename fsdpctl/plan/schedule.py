@@ -41,13 +41,13 @@ class BufferKind(StrEnum):
     """The purpose of a buffer."""
 
     PARAMS = "params"  # an unshard buffer
-    UNSHARDED_GRADS = "whole gradients"  # a unit's gradients, held or in reduction
+    UNSHARDED_GRADS = "unsharded gradients"  # a unit's gradients, held or in reduction
     WORKSPACE = "workspace"  # memory of a reduction
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
-    REPLICA_WORKSPACE = "workspace over replicas"  # memory of the second collective
-    GRADS = "gradients"  # reduced
+    REPLICA_WORKSPACE = "replica workspace"  # memory of the second collective
+    GRADS = "gradients"  # reduced gradients
     OUTBOX = "outbox"  # gradients in shared memory, where other ranks read them
-    OFFLOADING = "leaving gradients"  # reduced, until the host has stepped with them
+    OFFLOADING = "offloaded gradients"  # reduced gradients that the host has not stepped yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,10 @@ class Event:
     unit: str
     nbytes: int = 0  # size of the collective or buffer; 0: only the order is planned
     buffer: BufferKind | None = None  # set for ALLOCATE and DEALLOCATE
-    # Only in planned events: the index of the buffer, the buffer that it becomes instead of being
-    # freed, and whether no other piece of the unit's gradients follows.
-    index: int = field(default=0, compare=False)
+    # Only in planned events. A buffer with `into` becomes that buffer instead of being freed.
+    index: int = field(default=0, compare=False)  # the buffer's; REDUCE: the piece's
     into: "tuple[BufferKind, int] | None" = field(default=None, compare=False)
-    is_last: bool = field(default=True, compare=False)
+    is_last: bool = field(default=True, compare=False)  # no piece of the unit's gradients follows
 
 
 class ReductionFlow:
@@ -78,15 +77,15 @@ class ReductionFlow:
 
         `is_first`: the unit has no reduced gradient yet.
         """
-        plan = self._reductions
-        pieces = 1 if was_held else plan.pieces.get(unit, 1)
-        nbytes = -(-plan.nbytes[unit] // pieces)
+        reductions = self._reductions
+        pieces = 1 if was_held else reductions.pieces.get(unit, 1)
+        nbytes = -(-reductions.nbytes[unit] // pieces)
         for piece in range(pieces):
-            while not plan.fits(nbytes, [n for _, n in self._reducing], is_first=is_first):
+            while not reductions.fits(nbytes, [n for _, n in self._reducing], is_first=is_first):
                 yield from self._finish_reduction()
             yield Event(EventKind.REDUCE, unit, index=piece, is_last=piece + 1 == pieces)
             self._reducing.append((unit, nbytes))
-            if plan.chained:
+            if reductions.chained_ranks:
                 yield from self._combine(unit, nbytes)
 
     def finish(self) -> Iterator[Event]:
@@ -98,15 +97,16 @@ class ReductionFlow:
     def _finish_reduction(self) -> Iterator[Event]:
         unit, nbytes = self._reducing.pop(0)
         yield Event(EventKind.REDUCED, unit)
-        if self._reductions.combines and not self._reductions.chained:
+        if self._reductions.combines and not self._reductions.chained_ranks:
             yield from self._combine(unit, nbytes)
 
     def _combine(self, unit: str, nbytes: int) -> Iterator[Event]:
-        held = nbytes // (self._reductions.chained or 1)
-        while not self._reductions.fits(held, [n for _, n in self._combining]):
+        # If chained, only the shard of the sum is in flight.
+        combined = nbytes // (self._reductions.chained_ranks or 1)
+        while not self._reductions.fits(combined, [n for _, n in self._combining]):
             yield from self._finish_combining()
         yield Event(EventKind.COMBINE, unit)
-        self._combining.append((unit, held))
+        self._combining.append((unit, combined))
 
     def _finish_combining(self) -> Iterator[Event]:
         unit, _ = self._combining.pop(0)
@@ -114,7 +114,7 @@ class ReductionFlow:
 
 
 class Schedule:
-    """The decisions when units are gathered, freed and reduced while a model runs.
+    """The decisions on when units are gathered, freed and reduced while a model runs.
 
     The engine calls it from hooks and executes the events that it yields. `step_events` calls it in
     the planned order. Both get the same events if the model runs its units in that order.
@@ -133,10 +133,10 @@ class Schedule:
         self.is_prefetched = False  # whether `prefetch_forward` came since the last forward
         self._reductions = reductions
         shared = [each.units for each in buffers if each.is_permanent]
+        # A buffer has the name of its first unit.
         self._buffer_of = {unit: units[0] for units in shared for unit in units}
-        # By unshard buffer: the unit that is gathered or being gathered, and for permanent buffers
-        # the unit whose values they contain.
-        self._occupants: dict[str, str] = {}
+        self._occupants: dict[str, str] = {}  # buffer: its unit, unsharded or in flight
+        # Permanent buffer: the unit whose values it has. An update makes all values old.
         self._contents: dict[str, str] = {}
         self._gathering: set[str] = set()
         self._unsharded: set[str] = set()
@@ -152,16 +152,16 @@ class Schedule:
         """Use `order` from now on."""
         self.order = order
         self._reduction = order.reduction_order
-        self._first = order.forward[: self.prefetch.forward + 1]
+        self._first_units = order.forward[: self.prefetch.forward + 1]
         self._forward_ahead = following_units(order.forward, self.prefetch.forward)
-        self._backward_ahead = following_units(order.backward_gathers, self.prefetch.backward)
+        self._backward_ahead = following_units(order.backward_readers, self.prefetch.backward)
 
     def reset(self) -> None:
         """Forget gradients and an interrupted backward."""
         self._flow = ReductionFlow(self._reductions)
         self._ran: dict[str, None] = {}  # units in the order of the last forward with a graph
         self._running: set[str] = set()  # units whose forward has not ended
-        self._used: set[str] = set()  # units that the running backward has gathered
+        self._regathered: set[str] = set()  # units that the running backward has gathered
         self._num_completed = 0  # units whose backward is over, in the order of reduction
         self.forget_gradients()
 
@@ -171,35 +171,39 @@ class Schedule:
         self._reduced: set[str] = set()
 
     def prefetch_forward(self) -> Iterator[Event]:
+        """Gather the first units before forward, after an update."""
         self._contents.clear()
-        yield from self._prefetch((self.order.root, *self._first))
+        yield from self._prefetch((self.order.root, *self._first_units))
         self.is_prefetched = True
 
-    def begin_forward(self, *, trains: bool = True) -> Iterator[Event]:
-        """Begin the forward of the outermost module; `trains`: a backward will follow."""
+    def begin_forward(self, *, has_backward: bool = True) -> Iterator[Event]:
+        """Begin the forward of the outermost module."""
         self._running.clear()
-        self._ran, self._trains = {}, trains
+        self._ran, self._has_backward = {}, has_backward
         if not self.is_prefetched:
             self._contents.clear()
-        yield from self._unshard(self.order.root, self._first if self.prefetch.forward else ())
+        # `begin_unit` prefetches only units behind these.
+        ahead = self._first_units if self.prefetch.forward else ()
+        yield from self._unshard(self.order.root, ahead)
         self.is_prefetched = False
         yield Event(EventKind.FORWARD, self.order.root)
 
     def begin_unit(self, unit: str) -> Iterator[Event]:
         yield from self._unshard(unit, self._forward_ahead[unit])
         self._running.add(unit)
-        if self._trains:
+        if self._has_backward:
             self._ran[unit] = None
         yield Event(EventKind.FORWARD, unit)
 
-    def end_unit(self, unit: str, *, trains: bool = True) -> Iterator[Event]:
-        """End a unit's forward; `trains`: a backward will follow."""
+    def end_unit(self, unit: str, *, has_backward: bool = True) -> Iterator[Event]:
+        """End a unit's forward."""
         self._running.discard(unit)
-        if not (trains and self.order.stays_unsharded(unit, self.strategy)):
+        if not (has_backward and self.order.stays_unsharded(unit, self.strategy)):
             yield from self._free(unit)
         yield Event(EventKind.LEAVE, unit)
 
     def end_evaluation(self) -> Iterator[Event]:
+        """Free the root after a forward without a backward."""
         yield from self._free(self.order.root)
 
     def begin_backward(self) -> Iterator[Event]:
@@ -208,7 +212,7 @@ class Schedule:
 
     def recompute_unit(self, unit: str) -> Iterator[Event]:
         yield from self._unshard(unit)
-        self._used.add(unit)
+        self._regathered.add(unit)
 
     def pending_units(self) -> Iterator[str]:
         """Yield the units whose backward is not over, in the order of reduction."""
@@ -219,22 +223,23 @@ class Schedule:
     ) -> Iterator[Event]:
         """Begin a unit's backward; the backward of the units `completed` has ended.
 
-        The reduction of the last completed unit starts after the next gathers, which backward needs
-        first. Reductions of earlier units start at once: other ranks may wait for them before they
-        gather, so a gather here first would deadlock.
+        The reduction of the last completed unit starts after the next gathers, because backward
+        waits for these first. Reductions of earlier units start at once: other ranks may wait for
+        them before they gather, so a gather here first would deadlock.
         """
         for each in completed:
             yield from self._end_unit_backward(each)
             if each != completed[-1]:
                 yield from self._reduce(each, reduces=reduces)
-        if unit not in self.order.needs_no_backward_gather:
+        if unit not in self.order.lookups:
             yield from self._unshard(unit, self._backward_ahead.get(unit, ()))
-            self._used.add(unit)
+            self._regathered.add(unit)
         if completed:
             yield from self._reduce(completed[-1], reduces=reduces)
         yield Event(EventKind.BACKWARD, unit)
 
     def end_units(self, *, reduces: bool) -> Iterator[Event]:
+        """End backward: reduce or hold the gradients of all pending units, and free all units."""
         for unit in self.pending_units():
             yield from self._end_unit_backward(unit)
             yield from self._reduce(unit, reduces=reduces)
@@ -242,6 +247,7 @@ class Schedule:
         self._num_completed = 0
 
     def reduce_held(self) -> Iterator[Event]:
+        """Reduce all units after a last backward that held their gradients."""
         for unit in self._reduction:
             yield from self._reduce(unit, reduces=True)
 
@@ -266,21 +272,21 @@ class Schedule:
         return True
 
     def _unshard(self, unit: str, ahead: Sequence[str] = ()) -> Iterator[Event]:
-        """Gather a unit, freeing the unit in its buffer first, and the units `ahead`; wait for it.
+        """Gather a unit, after freeing its buffer, and the units `ahead`; wait for the unit.
 
         The gathers of `ahead` start before the wait, so that they overlap with the unit's work.
         """
         if not self.strategy.shards_params:
             return
         if unit not in self._unsharded and unit not in self._gathering:
-            owner = self._occupants.get(self._buffer_of.get(unit, unit))
-            if owner in self._running:
+            occupant = self._occupants.get(self._buffer_of.get(unit, unit))
+            if occupant in self._running:
+                problem = f"is called inside {occupant}, with which it shares memory"
                 raise ModuleError(
-                    f"{unit} is called inside {owner}, with which it shares memory; pass units= so "
-                    "that neither is part of the other's forward"
+                    f"{unit} {problem}; pass units= so that neither is part of the other's forward"
                 )
-            if owner is not None:
-                yield from self._free(owner)
+            if occupant is not None:
+                yield from self._free(occupant)
             yield from self._gather(unit)
         yield from self._prefetch(ahead)
         if unit in self._gathering:
@@ -298,7 +304,7 @@ class Schedule:
     def _gather(self, unit: str) -> Iterator[Event]:
         buffer = self._buffer_of.get(unit, unit)
         self._occupants[buffer] = unit
-        if self._contents.get(buffer) == unit:
+        if self._contents.get(buffer) == unit:  # the permanent buffer still has the values
             self._unsharded.add(unit)
             yield Event(EventKind.READY, unit)
         else:
@@ -308,6 +314,7 @@ class Schedule:
 
     def _free(self, unit: str) -> Iterator[Event]:
         if unit in self._gathering or unit in self._unsharded:
+            # A gather in flight fills the buffer too: `ShardedUnit.free` waits for it.
             self._mark_unsharded(unit)
             self._unsharded.discard(unit)
             del self._occupants[self._buffer_of.get(unit, unit)]
@@ -316,7 +323,7 @@ class Schedule:
     def _mark_unsharded(self, unit: str) -> None:
         self._gathering.discard(unit)
         self._unsharded.add(unit)
-        if unit in self._buffer_of:  # a permanent buffer keeps its values
+        if unit in self._buffer_of:
             self._contents[self._buffer_of[unit]] = unit
 
     def _end_unit_backward(self, unit: str) -> Iterator[Event]:
@@ -326,10 +333,10 @@ class Schedule:
         which gather it. This rank then gathers it too, since a gather needs all ranks.
         """
         self._num_completed += 1
-        is_unused = unit in self._ran and unit not in self._used and self.order.trains(unit)
+        is_unused = unit in self._ran and unit not in self._regathered and self.order.trains(unit)
         if is_unused and self.order.is_gathered_again(unit, self.strategy):
             yield from self._unshard(unit)
-        self._used.discard(unit)
+        self._regathered.discard(unit)
         yield from self._free(unit)
 
     def _reduce(self, unit: str, *, reduces: bool) -> Iterator[Event]:
@@ -347,10 +354,7 @@ class Schedule:
 
 
 def step_events(schedule: Schedule, reduces: Sequence[bool] = (True,)) -> tuple[Event, ...]:
-    """Plan the events of one step: a forward and a backward for each entry of `reduces`.
-
-    Each entry says whether that backward reduces gradients.
-    """
+    """Plan the events of a step with a backward per entry of `reduces`: whether it reduces."""
     order = schedule.order
     events: list[Event] = []
     for reduce in reduces:
@@ -358,10 +362,10 @@ def step_events(schedule: Schedule, reduces: Sequence[bool] = (True,)) -> tuple[
         for unit in order.forward:
             events += schedule.begin_unit(unit)
             events += schedule.end_unit(unit)
-        over: tuple[str, ...] = ()
+        completed: tuple[str, ...] = ()
         for unit in order.backward_units:
-            events += schedule.begin_unit_backward(unit, over, reduces=reduce)
-            over = (unit,)
+            events += schedule.begin_unit_backward(unit, completed, reduces=reduce)
+            completed = (unit,)
         events += schedule.end_units(reduces=reduce)
         events += schedule.finish()
         events.append(Event(EventKind.LEAVE, order.root))

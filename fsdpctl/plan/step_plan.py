@@ -3,7 +3,7 @@
 The engine allocates and runs what a `StepPlan` defines. Estimates replay the same plan.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 from functools import cached_property
@@ -17,8 +17,8 @@ from fsdpctl.plan.units import ModelLayout, UnitOrder
 
 SUM_CHUNK = 1 << 17  # elements that a rank adds at a time: they stay in the cache
 HOST_BUFFERS = 2  # pinned buffers for each direction
-HOST_SCALARS = 8  # bytes
-_OVERSIZE = 2  # larger units, by multiples of the median size, do not share an unshard buffer
+HOST_SCALARS = 8  # bytes of the two float32 scalars of a step on the host
+_OVERSIZE = 2  # units above this multiple of the median size have separate unshard buffers
 
 
 class Transport(StrEnum):
@@ -34,14 +34,14 @@ class MeshPosition:
     """The coordinates of a rank in the mesh of shards and replicas."""
 
     rank: int  # within its replica
-    size: int  # ranks per replica
+    num_shards: int  # ranks per replica
     num_replicas: int
     transport: Transport
     replica: int = 0  # index of the rank's replica
 
     def local_share(self, nbytes: int) -> int:
         """Return the bytes to count for this rank: an equal share if all ranks share the memory."""
-        return -(-nbytes // self.size) if self.transport is Transport.SHARED else nbytes
+        return -(-nbytes // self.num_shards) if self.transport is Transport.SHARED else nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ def assign_unshard_buffers(
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
     oversized = [unit for unit in forward if nbytes[unit] > limit]
     shared = [unit for unit in forward if nbytes[unit] <= limit]
-    dedicated = [UnshardBufferSpec(nbytes[x], (x,), is_permanent=False) for x in (root, *oversized)]
+    separate = [UnshardBufferSpec(nbytes[x], (x,), is_permanent=False) for x in (root, *oversized)]
     count = min(depth + 1, len(shared))
     members = [tuple(shared[index::count]) for index in range(count)]
     sizes = [max(nbytes[unit] for unit in units) for units in members]
     pairs = zip(sizes, members, strict=True)
-    common = [UnshardBufferSpec(size, units, is_permanent=True) for size, units in pairs]
-    return (*dedicated, *common)
+    shared_buffers = [UnshardBufferSpec(size, units, is_permanent=True) for size, units in pairs]
+    return (*separate, *shared_buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Reductions:
     pieces: Mapping[str, int] = field(default_factory=dict)
     # Ranks per replica, if the sum over replicas is enqueued right behind each reduction; 0 if it
     # starts once the reduction has been waited for.
-    chained: int = 0
+    chained_ranks: int = 0
     combines: bool = False  # whether a second collective follows each reduction
 
     @property
@@ -106,19 +106,18 @@ class Reductions:
         """The bytes of the reductions that may be in flight at once."""
         return max(self.budget, *self.nbytes.values())
 
-    def fits(self, nbytes: int, in_flight: Iterable[int], *, is_first: bool = False) -> bool:
+    def fits(self, nbytes: int, in_flight: Sequence[int], *, is_first: bool = False) -> bool:
         """Return whether a reduction may start while others are `in_flight`, all in bytes.
 
         `is_first`: there is no earlier gradient to add to, so a sum in place needs no more memory.
         """
-        if self.accumulates_in_place and is_first:
+        if (self.accumulates_in_place and is_first) or not in_flight:
             return True
-        sizes = list(in_flight)
-        return not sizes or sum(sizes, nbytes) <= self.budget
+        return nbytes + sum(in_flight) <= self.budget
 
 
 def piece_span(layout: FlatLayout, piece: int, pieces: int) -> Span:
-    """Return the elements of each rank's owned span that piece `piece` reduces; may be empty."""
+    """Return piece `piece` of each rank's owned span, relative to its start; may be empty."""
     return aligned_chunk(Span(0, layout.owned_spans[0].numel), piece, pieces)
 
 
@@ -134,7 +133,7 @@ class StorageLocation(Enum):
     DEVICE = auto()
     HOST = auto()
     UNSHARD_BUFFER = auto()  # parameters of a unit that stays unsharded
-    PARAMS = auto()  # master weights that are a view of the resident parameters
+    PARAMS = auto()  # master weights that are a view of the stored parameters
     MASTERS = auto()  # parameters that are the master weights themselves
 
 
@@ -151,14 +150,13 @@ class ShardPlacement:
     @property
     def is_gathered_from_host(self) -> bool:
         """Whether parameters are stored in host memory, from which they are gathered."""
-        location = self.param_location
-        if location is StorageLocation.MASTERS:
-            location = self.master_location
+        are_masters = self.param_location is StorageLocation.MASTERS
+        location = self.master_location if are_masters else self.param_location
         return location is StorageLocation.HOST
 
     @property
     def remainder_bytes(self) -> int:
-        return self.master_span.numel * self.dtypes.has_remainder
+        return self.master_span.numel * self.dtypes.has_remainders  # 1 byte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ class HostMemory:
 
     masters: Mapping[Dtype, int]  # elements by dtype
     pinned: frozenset[Dtype]  # dtypes of masters that are copied to the device without a cast
-    gradients: Mapping[Dtype, Dtype]  # dtypes by those of the masters; empty: on the device
+    gradients: Mapping[Dtype, Dtype]  # dtype by dtype of masters; empty: gradients on the device
     remainders: int  # bytes
     scalars: int  # bytes
     gradient_buffers: int  # bytes of each buffer
@@ -216,13 +214,17 @@ class StepPlan:
 
     def check_offload(self) -> None:
         """Check that the states of `offload` can be in host memory; UsageError gives the reason."""
-        ranks = self.position.size * self.position.num_replicas
+        ranks = self.position.num_shards * self.position.num_replicas
+        # The plan has only the effective strategy.
         if conflict := self.offload.conflict(self.strategy, self.strategy, ranks):
             raise UsageError(f"strategy.offload={self.offload}: {conflict}")
         self.offload.check_frozen_params(trains_all=self.trained == self.layouts)
 
+    def all_layouts(self) -> Iterator[FlatLayout]:
+        return (each for of_unit in self.layouts.values() for each in of_unit)
+
     def all_trained(self) -> Iterator[FlatLayout]:
-        return (each for of_unit in self.trained.values() for each in of_unit)
+        return (each for each in self.all_layouts() if each.trainable)
 
     def dtypes_of(self, layout: FlatLayout) -> BufferDtypes:
         dtype = layout.param_spans[0].param.dtype
@@ -255,20 +257,21 @@ class StepPlan:
         dtypes, master_span = self.dtypes_of(layout), self.master_span(layout)
         param_span = layout.shard_spans[self.position.rank]
         same_dtype = dtypes.compute == dtypes.master
-        is_stepped = self.steps_on_host and layout.trainable
+        host_steps = self.steps_on_host and layout.trainable
         on_host = Offload.PARAMS in self.offload
         if not self.strategy.shards_params:
-            param_span, params_in = Span(0, layout.numel), StorageLocation.UNSHARD_BUFFER
-        elif (layout.shares_per_shard == 1 and not is_stepped) or (on_host and same_dtype):
-            params_in = StorageLocation.MASTERS
+            param_span, param_location = Span(0, layout.numel), StorageLocation.UNSHARD_BUFFER
+        # A shard in the memory and the dtype of its masters needs no copy.
+        elif (layout.shares_per_shard == 1 and not host_steps) or (on_host and same_dtype):
+            param_location = StorageLocation.MASTERS
         else:
-            params_in = StorageLocation.HOST if on_host else StorageLocation.DEVICE
-        masters_in = StorageLocation.DEVICE
-        if is_stepped or (on_host and not layout.trainable):
-            masters_in = StorageLocation.HOST
-        elif params_in is not StorageLocation.MASTERS and same_dtype:
-            masters_in = StorageLocation.PARAMS
-        return ShardPlacement(master_span, masters_in, param_span, params_in, dtypes)
+            param_location = StorageLocation.HOST if on_host else StorageLocation.DEVICE
+        master_location = StorageLocation.DEVICE
+        if host_steps or (on_host and not layout.trainable):
+            master_location = StorageLocation.HOST
+        elif param_location is not StorageLocation.MASTERS and same_dtype:
+            master_location = StorageLocation.PARAMS
+        return ShardPlacement(master_span, master_location, param_span, param_location, dtypes)
 
     @cached_property
     def host_memory(self) -> HostMemory:
@@ -277,8 +280,8 @@ class StepPlan:
         gradients: dict[Dtype, Dtype] = {}
         pinned: set[Dtype] = set()
         params: list[tuple[int, Dtype]] = []
-        remainders = largest = largest_cast = 0
-        for layout in (each for of_unit in self.layouts.values() for each in of_unit):
+        remainders = gradient_buffer = cast_buffer = 0
+        for layout in self.all_layouts():
             placement = self.placement(layout)
             dtypes, numel = placement.dtypes, placement.master_span.numel
             if placement.param_location is StorageLocation.HOST:
@@ -291,18 +294,17 @@ class StepPlan:
             masters[dtypes.master] = masters.get(dtypes.master, 0) + numel
             remainders += placement.remainder_bytes
             if self.fetches_gradients:
-                largest = max(largest, numel * dtypes.gradient.itemsize)
+                gradient_buffer = max(gradient_buffer, numel * dtypes.gradient.itemsize)
             else:
                 gradients[dtypes.master] = dtypes.gradient
             if dtypes.compute == dtypes.master:
                 pinned.add(dtypes.master)
             elif Offload.PARAMS not in self.offload:
-                largest_cast = max(largest_cast, numel * dtypes.compute.itemsize)
-        scalars = HOST_SCALARS * self.steps_on_host
-        buffers = (largest, largest_cast)
+                cast_buffer = max(cast_buffer, numel * dtypes.compute.itemsize)
         return HostMemory(
-            masters, frozenset(pinned), gradients, remainders, scalars, *buffers, tuple(params)
-        )
+            masters, frozenset(pinned), gradients, remainders, HOST_SCALARS * self.steps_on_host,
+            gradient_buffer, cast_buffer, tuple(params),
+        )  # fmt: skip
 
     # ---- gathers and reductions ----------------------------------------------------------
 
@@ -325,30 +327,29 @@ class StepPlan:
         Over gloo, each rank adds its shard in rank order, and the shards are then gathered: sums
         have the same bits under every strategy.
         """
-        keeps = self.position.size > 1 and not self.strategy.shards_grads
-        return keeps and self.position.transport is Transport.NCCL
+        keeps_all = self.position.num_shards > 1 and not self.strategy.shards_grads
+        return keeps_all and self.position.transport is Transport.NCCL
 
     @property
     def combines(self) -> bool:
         """Whether a second collective follows each reduction."""
-        puts_together = not self.strategy.shards_grads and not self.uses_all_reduce
-        return self.position.num_replicas > 1 or (self.position.size > 1 and puts_together)
+        gathers_shards = not self.strategy.shards_grads and not self.uses_all_reduce
+        return self.position.num_replicas > 1 or (self.position.num_shards > 1 and gathers_shards)
 
     def reduces_in_place(self, layout: FlatLayout) -> bool:
         """Return whether the buffer of the first reduction becomes the gradient itself."""
         dtypes = self.dtypes_of(layout)
-        keeps_all = self.position.size == 1 or not self.strategy.shards_grads
+        keeps_all = self.position.num_shards == 1 or not self.strategy.shards_grads
         return keeps_all and dtypes.reduce == dtypes.gradient
 
     @cached_property
     def reductions(self) -> Reductions:
-        """The reductions, with a budget of the largest unit, or twice that in 2-byte dtypes.
+        """The reductions, with a budget of the largest block, or unit if parameters are unsharded.
 
-        Two reductions of 2 bytes per element cost as much memory as one of 4 bytes. The budget
-        decides the order of collectives, so it must depend on nothing that differs between ranks:
-        ranks with different orders would wait for each other forever. If parameters are sharded,
-        the largest block sets the budget. Larger units, usually embedding and head, are reduced in
-        pieces of that size.
+        In 2-byte dtypes, the budget is twice that: two reductions cost as much memory as one in 4
+        bytes. Larger units, usually embedding and head, are reduced in pieces. The budget decides
+        the order of collectives, so it must not differ between ranks: ranks with different orders
+        would wait for each other forever.
         """
         position, strategy = self.position, self.strategy
         trained = [self.dtypes_of(each) for each in self.all_trained()]
@@ -357,15 +358,17 @@ class StepPlan:
             for name, of_unit in self.trained.items()
         }
         widest = max((each.reduce.itemsize for each in trained), default=4)
-        blocks = self.order.blocks if strategy.shards_params and position.size > 1 else ()
+        blocks = self.order.blocks if strategy.shards_params and position.num_shards > 1 else ()
         largest = max((nbytes[name] for name in blocks), default=0) or max(nbytes.values())
         counts = {name: -(-size // largest) for name, size in nbytes.items() if size > largest}
         pieces = {name: _num_pieces(self.trained[name], count) for name, count in counts.items()}
         budget = largest * (1 if widest > 2 else 2)
         same_dtype = all(each.reduce == each.gradient for each in trained)
         # NCCL enqueues the sum over replicas on its own stream, without waiting on the host.
-        follows = strategy.replicates and position.num_replicas > 1
-        chained = position.size if follows and position.transport is Transport.NCCL else 0
+        sums_replicas = strategy.replicates and position.num_replicas > 1
+        chained = (
+            position.num_shards if sums_replicas and position.transport is Transport.NCCL else 0
+        )
         in_place = self.uses_all_reduce and same_dtype
         return Reductions(nbytes, budget, in_place, pieces, chained, self.combines)
 
@@ -381,4 +384,4 @@ class StepPlan:
         if self.position.transport is not Transport.SHARED:
             return 0
         params = sum(each.nbytes for each in self.unshard_buffers)
-        return params + self.position.size * self.outbox_bytes
+        return params + self.position.num_shards * self.outbox_bytes

@@ -10,7 +10,7 @@ from fsdpctl.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The model states that are sharded, and the ranks that share them."""
+    """The model states that a strategy shards, and the ranks over which it shards them."""
 
     name: str
     known_as: str
@@ -19,16 +19,14 @@ class Strategy:
     shards_grads: bool  # reduced gradients
     shards_optimizer: bool  # optimizer states and master weights
     replicates: bool  # each group of `dp_shard_size` ranks has a replica
-    # Whether replicas share gradients, optimizer states and master weights among all ranks.
+    # Whether gradients, optimizer states and master weights are also sharded over replicas.
     shards_over_replicas: bool = False
 
     def __post_init__(self) -> None:
         sharded = self.shards_params and self.shards_grads and self.shards_optimizer
         if self.shards_over_replicas and not (self.replicates and sharded):
-            raise UsageError(
-                f"strategy {self.name}: shards_over_replicas requires replicates, and parameters, "
-                "gradients and optimizer states that are sharded"
-            )
+            required = "replicates, and sharded parameters, gradients and optimizer states"
+            raise UsageError(f"strategy {self.name}: shards_over_replicas requires {required}")
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -80,19 +78,18 @@ STRATEGY_ALIASES = {
 def get_strategy(name: str) -> Strategy:
     name = STRATEGY_ALIASES.get(name.lower(), name)
     if name not in STRATEGIES:
-        names = ", ".join(STRATEGIES)
-        raise UsageError(
-            f"strategy={name}: expected one of {names}{did_you_mean(name, STRATEGIES)}"
-        )
+        expected = ", ".join(STRATEGIES) + did_you_mean(name, STRATEGIES)
+        raise UsageError(f"strategy={name}: expected one of {expected}")
     return STRATEGIES[name]
 
 
 def _row_like(strategy: Strategy) -> Strategy | None:
+    """Return the row that differs from `strategy` at most in its names."""
     return next((row for row in _TABLE if astuple(row)[2:] == astuple(strategy)[2:]), None)
 
 
 def sharded_over_replicas(strategy: Strategy) -> Strategy | None:
-    """Return the row like a hybrid `strategy` whose replicas share the optimizer states, if any."""
+    """Return the variant of a hybrid `strategy` that shards states over replicas, or None."""
     if not strategy.replicates or strategy.shards_over_replicas:
         return None
     return _row_like(replace(strategy, shards_over_replicas=True))
@@ -100,7 +97,7 @@ def sharded_over_replicas(strategy: Strategy) -> Strategy | None:
 
 def effective_strategy(
     strategy: Strategy,
-    replica_size: int,
+    ranks_per_replica: int,
     world_size: int,
     *,
     shares_memory: bool = False,
@@ -111,21 +108,22 @@ def effective_strategy(
     A single rank runs no_shard. If ranks share memory, the parameters are in it once, unsharded,
     and each rank steps its shard (shard_optimizer). If each rank has a replica of its own, the
     parameters are unsharded (shard_optimizer if replicas share the optimizer states, else
-    no_shard). With a single replica, nothing is replicated. Parameters in host memory are gathered
-    from there, also by a single rank.
+    no_shard). With a single replica, nothing is replicated. With parameters in host memory, a
+    strategy that gathers them is kept, even for a single rank.
     """
     if world_size == 1 and not offloads_params:
         return STRATEGIES["no_shard"], 1
     if shares_memory:
         return STRATEGIES["shard_optimizer"], world_size
-    has_replicas = replica_size < world_size and (replica_size > 1 or offloads_params)
+    has_replicas = ranks_per_replica < world_size and (ranks_per_replica > 1 or offloads_params)
     if not strategy.replicates or has_replicas:
-        return strategy, replica_size
-    if replica_size < world_size:
+        return strategy, ranks_per_replica
+    if ranks_per_replica < world_size:
         name = "shard_optimizer" if strategy.shards_over_replicas else "no_shard"
         return STRATEGIES[name], world_size
-    alike = replace(strategy, replicates=False, shards_over_replicas=False)
-    return _row_like(alike) or alike, world_size
+    unreplicated = replace(strategy, replicates=False, shards_over_replicas=False)
+    # Without a row, the strategy is a user's and keeps its name.
+    return _row_like(unreplicated) or unreplicated, world_size
 
 
 def ranks_per_replica(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
@@ -188,25 +186,25 @@ class Offload(Flag):
     def conflict(self, requested: Strategy, effective: Strategy, num_ranks: int) -> str:
         """Return why a strategy does not support this set; empty if it does.
 
-        `effective` is the strategy that `requested` is equivalent to on these ranks. Parameters are
-        gathered from shards, and only sharded optimizers give each rank a step of its own.
+        `effective` is the strategy that `requested` is equivalent to on these ranks. Offloaded
+        parameters need shards, and offloaded states a sharded optimizer.
         """
         if self.PARAMS in self and not requested.can_offload_params:
             supported = ", ".join(n for n, row in STRATEGIES.items() if row.can_offload_params)
             return f"params: not supported with strategy={requested.name}; expected {supported}"
         if self.STATES in self and num_ranks > 1 and not effective.shards_optimizer:
-            alone = " strategy.dp_shard_size=1" if requested.replicates else ""
+            shard_size = " strategy.dp_shard_size=1" if requested.replicates else ""
             return (
-                f"not supported with strategy={requested.name}{alone} on {num_ranks} ranks, which "
-                "would all step all parameters; expected a strategy that shards optimizer states, "
-                "such as shard_grad_op"
+                f"not supported with strategy={requested.name}{shard_size} on {num_ranks} ranks, "
+                "which would all step all parameters; expected a strategy that shards optimizer "
+                "states, such as shard_grad_op"
             )
         return ""
 
     def check_frozen_params(self, *, trains_all: bool) -> None:
         """Refuse `params` alone if no parameter is frozen."""
         if self is Offload.PARAMS and trains_all:
-            raise UsageError(
-                "strategy.offload=params: trained parameters are offloaded with their master "
-                "weights; expected states,params or all, or frozen parameters, as with model.lora"
+            problem = (
+                "only valid with frozen parameters (model.lora); expected states,params or all"
             )
+            raise UsageError(f"strategy.offload=params: {problem}")

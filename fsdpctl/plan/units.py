@@ -23,8 +23,7 @@ class UnitOrder:
 
     root: str
     forward: tuple[str, ...]
-    # An embedding's backward reads no weights.
-    needs_no_backward_gather: frozenset[str] = frozenset()
+    lookups: frozenset[str] = frozenset()  # units whose backward reads no weights: embeddings
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
     blocks: frozenset[str] = frozenset()  # repeated units
     without_backward: frozenset[str] = frozenset()  # units before every trained parameter
@@ -35,8 +34,8 @@ class UnitOrder:
         return tuple(u for u in reversed(self.forward) if u not in self.without_backward)
 
     @property
-    def backward_gathers(self) -> tuple[str, ...]:
-        """The units that backward gathers, in the order of backward."""
+    def backward_readers(self) -> tuple[str, ...]:
+        """The units whose backward reads weights, in the order of backward."""
         return tuple(unit for unit in reversed(self.forward) if self._reads_weights(unit))
 
     @property
@@ -49,17 +48,16 @@ class UnitOrder:
 
     def stays_unsharded(self, unit: str, strategy: Strategy) -> bool:
         """Return whether a unit stays unsharded from its forward to its backward."""
-        if not self._reads_weights(unit):
-            return False
-        return not strategy.reshard_after_forward or unit == self.forward[-1]
+        # The backward of the last unit follows at once.
+        keeps = not strategy.reshard_after_forward or unit == self.forward[-1]
+        return keeps and self._reads_weights(unit)
 
     def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
-        """Return whether backward gathers a unit, if parameters are sharded."""
-        keeps = self.stays_unsharded(unit, strategy)
-        return self._reads_weights(unit) and not keeps
+        """Return whether backward gathers a unit again; the strategy must shard parameters."""
+        return self._reads_weights(unit) and not self.stays_unsharded(unit, strategy)
 
     def _reads_weights(self, unit: str) -> bool:
-        return unit not in self.without_backward and unit not in self.needs_no_backward_gather
+        return unit not in self.without_backward and unit not in self.lookups
 
 
 def following_units(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
@@ -113,57 +111,48 @@ class UnitSpec:
         return list(groups.values())
 
 
-def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
-    """Return the order in which units run, without the root."""
-    root, *others = units
-    return UnitOrder(
-        root.name,
-        tuple(unit.name for unit in others),
-        frozenset(unit.name for unit in units if unit.is_lookup),
-        frozenset(unit.name for unit in units if not any(p.trainable for p in unit.params)),
-        frozenset(unit.name for unit in units if unit.kind == "block"),
-        frozenset(unit.name for unit in units if not unit.has_backward),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     """The units of a model, the layouts of their flat buffers, and the effective strategy."""
 
-    units: tuple[UnitSpec, ...]
+    units: tuple[UnitSpec, ...]  # the root first
     layouts: dict[str, tuple[FlatLayout, ...]]  # flat buffers by unit
     strategy: Strategy
     ranks_per_replica: int = 1
 
     @property
     def order(self) -> UnitOrder:
-        return unit_order(self.units)
+        root, *others = units = self.units
+        return UnitOrder(
+            root.name,
+            forward=tuple(unit.name for unit in others),
+            lookups=frozenset(unit.name for unit in units if unit.is_lookup),
+            frozen=frozenset(x.name for x in units if not any(p.trainable for p in x.params)),
+            blocks=frozenset(unit.name for unit in units if unit.kind == "block"),
+            without_backward=frozenset(unit.name for unit in units if not unit.has_backward),
+        )
 
 
 def lay_out(
     units: tuple[UnitSpec, ...],
     strategy: Strategy,
     num_ranks: int,
-    replica_size: int,
+    ranks_per_replica: int,
     owner_map: str | OwnerMap,
     *,
     shares_memory: bool = False,
     offloads_params: bool = False,
 ) -> ModelLayout:
-    """Lay out the units for `num_ranks` ranks, in replicas of `replica_size` ranks.
+    """Lay out the units for `num_ranks` ranks, in replicas of the requested `ranks_per_replica`.
 
-    `shares_memory`: all ranks share the memory of one machine. `offloads_params`: parameters are in
-    host memory between steps.
+    The result has the effective number. `shares_memory`: all ranks share the memory of one machine.
+    `offloads_params`: parameters are in host memory between steps.
     """
     options = {"shares_memory": shares_memory, "offloads_params": offloads_params}
-    effective, num_shards = effective_strategy(strategy, replica_size, num_ranks, **options)
+    effective, num_shards = effective_strategy(strategy, ranks_per_replica, num_ranks, **options)
     owner_map = owner_map if effective.has_owner_map else "even"
-    layouts = unit_layouts(
-        units,
-        num_shards,
-        owner_map,
-        shares_per_shard=effective.shares_per_shard(num_ranks // num_shards),
-    )
+    num_shares = effective.shares_per_shard(num_ranks // num_shards)
+    layouts = unit_layouts(units, num_shards, owner_map, num_shares=num_shares)
     return ModelLayout(units, layouts, effective, num_shards)
 
 
@@ -172,65 +161,49 @@ def unit_layouts(
     num_shards: int,
     owner_map: str | OwnerMap = "even",
     *,
-    shares_per_shard: int = 1,
+    num_shares: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
     """Return the flat buffers of every unit, with shards for `num_shards` ranks.
 
-    Each shard has `shares_per_shard` shares. The blocks of `owner_map` are the flat buffers, in
-    order.
+    With the even map, each shard has `num_shares` shares. Other maps assign flat buffers in order.
     """
     if owner_map == "even":
-        layout = partial(flat_layout, num_shards=num_shards, shares_per_shard=shares_per_shard)
+        layout = partial(flat_layout, num_shards=num_shards, num_shares=num_shares)
         return {unit.name: tuple(map(layout, unit.param_groups())) for unit in units}
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
-    sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
+    flats = [layout for layouts in uncut.values() for layout in layouts]
+    sizes = [each.numel for each in flats]
     if owner_map == MATRICES:
-        owners = matrix_owners([each for of_unit in uncut.values() for each in of_unit], num_shards)
+        owners = matrix_owners(flats, num_shards)
     elif isinstance(owner_map, str):
         owners = make_owner_map(owner_map, sizes, num_shards)
     else:
         owners = owner_map.for_sizes(sizes, num_shards)
-    spans = iter(owners.spans)
+    spans = iter(owners.spans)  # in the order of `flats`
     return {
-        name: tuple(
-            FlatLayout(x.param_spans, x.numel, next(spans), x.shares_per_shard) for x in layouts
-        )
+        name: tuple(replace(each, shard_spans=next(spans)) for each in layouts)
         for name, layouts in uncut.items()
     }
 
 
-def _repeated_children(module: ModuleSpec) -> tuple[ModuleSpec, ...]:
-    """Return the children with parameters if they form a list of blocks.
-
-    A list of blocks is a ModuleList or Sequential with two or more children of one class.
-    """
-    children = tuple(child for child in module.children if child.all_params())
-    if not all(child.is_called for child in children):
-        return ()
-    counts = Counter(child.class_name for child in children)
-    return children if module.is_list and counts and max(counts.values()) >= 2 else ()
-
-
 def _find_blocks(module: ModuleSpec) -> list[ModuleSpec]:
-    blocks = _repeated_children(module)
-    if blocks:
-        return list(blocks)
+    """Return the children with parameters of the outermost lists of blocks.
+
+    A list of blocks is a ModuleList or Sequential with two or more children of one class. Its other
+    children are blocks, too.
+    """
+    children = [child for child in module.children if child.all_params()]
+    counts = Counter(child.class_name for child in children)
+    repeats = max(counts.values(), default=0) >= 2
+    if module.is_list and repeats and all(child.is_called for child in children):
+        return children
     return [block for child in module.children for block in _find_blocks(child)]
 
 
 def _blocks_of_classes(module: ModuleSpec, classes: Sequence[str]) -> list[ModuleSpec]:
-    if module.name and module.class_name in classes:
+    if module.name and module.class_name in classes:  # without a name: the root, not a block
         return [module] if module.all_params() else []
     return [block for child in module.children for block in _blocks_of_classes(child, classes)]
-
-
-def _checked_blocks(module: ModuleSpec, classes: Sequence[str] | None) -> list[ModuleSpec]:
-    if classes is None:
-        return _find_blocks(module)
-    blocks = _blocks_of_classes(module, classes)
-    if not blocks:
-        raise UsageError(f"units={', '.join(classes)}: not found in the model")
-    return blocks
 
 
 def divide_into_units(
@@ -245,7 +218,10 @@ def divide_into_units(
     Each module of `classes` becomes a unit; None selects the repeated blocks. `embedding` and
     `head` are the names of the input embedding and the output head, if the model has them.
     """
-    kinds: dict[str, UnitKind] = {block.name: "block" for block in _checked_blocks(module, classes)}
+    blocks = _find_blocks(module) if classes is None else _blocks_of_classes(module, classes)
+    if classes is not None and not blocks:
+        raise UsageError(f"units={', '.join(classes)}: not found in the model")
+    kinds: dict[str, UnitKind] = {block.name: "block" for block in blocks}
     if embedding is not None:
         kinds = {embedding: "embedding", **kinds}
     if head is not None:
@@ -253,7 +229,7 @@ def divide_into_units(
     modules = {each.name: each for each in module.walk()}
     members = {name: modules[name].all_params() for name in kinds}
     uses = Counter(param.name for params in members.values() for param in params)
-    needs_backward = _trained_and_later(module.all_params())
+    trained_and_later = _trained_and_later(module.all_params())
     outside = _used_outside(module, set(kinds))
     shared = {name for name, count in uses.items() if count > 1} | outside
     units = []
@@ -261,7 +237,7 @@ def divide_into_units(
         kind, is_lookup = kinds[name], name == embedding and modules[name].is_lookup
         exclusive = [replace(x, in_block=kind == "block") for x in params if x.name not in shared]
         if exclusive:
-            has_backward = any(param.name in needs_backward for param in params)
+            has_backward = any(param.name in trained_and_later for param in params)
             units.append(UnitSpec(name, kind, tuple(exclusive), is_lookup, has_backward))
     assigned = {param.name for unit in units for param in unit.params}
     remaining = tuple(param for param in module.all_params() if param.name not in assigned)

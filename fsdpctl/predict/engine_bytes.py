@@ -92,7 +92,7 @@ def timeline(plan: TrainingPlan) -> list[dict[Category, int]]:
 
 def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
     """Return the plans of the ranks that may need the most memory."""
-    layouts = [layout for of_unit in plan.step_plan.layouts.values() for layout in of_unit]
+    layouts = list(plan.step_plan.all_layouts())
     if not all(layout.is_even for layout in layouts):
         return [plan.at(rank) for rank in range(len(layouts[0].shard_spans))]
     # Ranks differ only by optimizer states, which have more bytes for some parameters.
@@ -107,7 +107,7 @@ def fullest_ranks(plan: TrainingPlan) -> list[TrainingPlan]:
 def _kinds_of_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
     """Yield one layout of each kind of trained flat buffers with equal states, and their number."""
     kinds: dict[object, list[FlatLayout]] = {}
-    key, is_separate = plan.states.key, plan.states.is_separate
+    key, is_separate = plan.states.group, plan.states.is_separate
     for layout in plan.step_plan.all_trained():
         signature = [(x.span, key(x.param), is_separate(x.param)) for x in layout.param_spans]
         kinds.setdefault((layout.numel, *signature), []).append(layout)
@@ -121,7 +121,7 @@ def _unlike_spans(layout: FlatLayout, states: OptimizerStates) -> Iterator[int]:
     """
     size = layout.owned_spans[0].numel
     for before, after in pairwise(layout.param_spans):
-        if states.key(before.param) != states.key(after.param):
+        if states.group(before.param) != states.group(after.param):
             yield after.span.start // size
     if states.dtype is not None:
         for each in layout.param_spans:

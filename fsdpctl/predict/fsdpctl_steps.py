@@ -115,7 +115,7 @@ class _EngineBuffers:
         """Allocate the temporary of a rank that adds gradients itself: one chunk at a time."""
         position, dtypes = self._plan.step_plan.position, self._plan.step_plan.dtypes_of(layout)
         # NCCL adds in its kernel.
-        if position.size > 1 and position.transport is not Transport.NCCL:
+        if position.num_shards > 1 and position.transport is not Transport.NCCL:
             numel = layout.shard_spans[position.rank].numel
             itemsize = max(dtypes.reduce.itemsize, dtypes.gradient.itemsize)
             self._recorder.allocate_temporary(min(numel, SUM_CHUNK) * itemsize)
@@ -243,7 +243,8 @@ class FsdpctlSteps:
         if not self._step.steps_on_host:  # otherwise the host casts, too
             # Cast this rank's shard: read master weights, write in the compute dtype.
             traffic = 1 + dtypes.master.itemsize / dtypes.compute.itemsize
-            recorder.copy(traffic * (nbytes / self._position.size - from_host), f"cast {unit}")
+            shard_bytes = nbytes / self._position.num_shards - from_host
+            recorder.copy(traffic * shard_bytes, f"cast {unit}")
         copies: tuple[int, ...] = ()
         if from_host:
             copies = (recorder.start_host(HostQueue.UP, from_host, f"parameters of {unit}"),)
@@ -256,7 +257,7 @@ class FsdpctlSteps:
         recorder, key = self._recorder, None
         recorder.copy(2 * nbytes, f"collect gradients of {unit}")
         if self._position.transport is Transport.SHARED:
-            other_bytes = nbytes - nbytes / self._position.size
+            other_bytes = nbytes - nbytes / self._position.num_shards
             recorder.copy(2 * other_bytes, f"copy gradients of {unit}")
         else:
             key = recorder.start_collective(
@@ -267,7 +268,7 @@ class FsdpctlSteps:
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """Add the gradients of all ranks, or scale the sum if the collective adds."""
-        ranks, scatters = self._position.size, self._kind is CollectiveKind.REDUCE_SCATTER
+        ranks, scatters = self._position.num_shards, self._kind is CollectiveKind.REDUCE_SCATTER
         adds = scatters and self._position.transport is not Transport.NCCL
         traversals = ranks + 1 if adds else 2
         summed = nbytes / ranks if scatters else nbytes

@@ -117,7 +117,7 @@ def allocate_states(plan: TrainingPlan, recorder: StepRecorder) -> None:
     step, states = plan.step_plan, plan.states
 
     def group_of(param: ParamSpec) -> int:
-        return states.key(param) if recorder.has_gradient(param) else _NO_GROUP
+        return states.group(param) if recorder.has_gradient(param) else _NO_GROUP
 
     spans = [
         (span, unit)
@@ -136,7 +136,7 @@ def allocate_tiles(plan: TrainingPlan, recorder: StepRecorder) -> None:
     step = plan.step_plan
     if plan.states.dtype is None or step.steps_on_host:
         return
-    key, layouts = plan.states.key, step.all_trained()
+    key, layouts = plan.states.group, step.all_trained()
     spans = chain(*(optimizer_spans(each, step.master_span(each), key) for each in layouts))
     device = "cuda" if step.position.transport is Transport.NCCL else "cpu"
     largest = max((each.span.numel for each in spans), default=0)
@@ -148,7 +148,7 @@ def tiled_traffic(plan: TrainingPlan, numel: int) -> float:
     if plan.states.dtype is None:
         return 0
     dtypes = plan.dtypes
-    weight = dtypes.master.itemsize + dtypes.has_remainder  # a remainder has 1 byte
+    weight = dtypes.master.itemsize + dtypes.has_remainders  # a remainder has 1 byte
     return numel * (dtypes.gradient.itemsize + 2 * weight) + 2 * plan.states_bytes
 
 
@@ -184,7 +184,7 @@ def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
 
 def _most_matrices(step: StepPlan) -> Iterator[ParamSpec]:
     position = step.position
-    ranks = range(position.size) if step.strategy.shards_optimizer else [position.rank]
+    ranks = range(position.num_shards) if step.strategy.shards_optimizer else [position.rank]
     steps = (step.at(rank, position.replica) for rank in ranks)
     return _matrices(max(steps, key=lambda each: sum(map(muon_flops, _matrices(each)))))
 

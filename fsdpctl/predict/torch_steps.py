@@ -48,7 +48,7 @@ class Fsdp2Steps:
         self._plan, self._recorder = plan, recorder
         self._optimizer = TorchOptimizer(plan, recorder, fused=fused)
         position, prefetch = plan.step_plan.position, plan.step_plan.prefetch
-        self._num_shards = position.size if plan.step_plan.strategy.shards_params else 1
+        self._num_shards = position.num_shards if plan.step_plan.strategy.shards_params else 1
         self._reshards = strategy.reshard_after_forward  # except for the last block and the root
         self._regathers = regathers and self._reshards and self._num_shards > 1
         # Whether gradients are all-reduced over replicas.

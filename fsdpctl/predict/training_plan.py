@@ -28,7 +28,7 @@ class TrainingPlan:
     def states_of(self, layout: FlatLayout) -> int:
         """Return the bytes of the rank's optimizer states for a flat buffer."""
         states, masters = self.states, self.step_plan.master_span(layout)
-        spans = optimizer_spans(layout, masters, states.key, states.is_separate)
+        spans = optimizer_spans(layout, masters, states.group, states.is_separate)
         itemsize = self.step_plan.dtypes_of(layout).master.itemsize
         return sum(sum(states.of_span(span, itemsize)) for span in spans)
 
@@ -59,7 +59,7 @@ class TorchOptimizer:
         if not self._has_states:
             self._has_states = True
             for unit, nbytes in shards:
-                for size in states.of(nbytes):
+                for size in states.of_tensor(nbytes):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._fused:  # torch's default AdamW allocates the roots of all second moments
             category, roots = Category.OPTIMIZER_STATES, "roots of second moments"

@@ -43,7 +43,7 @@ def test_shares_are_equal_aligned_and_divide_each_part(params, num_parts, shares
         assert [owned[0].start, owned[-1].stop] == [part.start, part.stop]
         assert all(a.stop == b.start for a, b in zip(owned, owned[1:], strict=False))
         assert {span.numel for span in owned} == {part.numel // shares}
-        assert [each.shift(part.start) for each in layout.replica_spans] == owned
+        assert [each.shift(part.start) for each in layout.share_spans] == owned
 
 
 @given(param_lists, part_counts)

@@ -61,7 +61,7 @@ def alike(order: UnitOrder, budget: int = 1) -> Reductions:
 
 def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
     kept = unit in (order.root, order.forward[-1]) or name == "shard_grad_op"
-    return not kept and unit not in order.needs_no_backward_gather
+    return not kept and unit not in order.lookups
 
 
 @given(orders, prefetches)
@@ -161,7 +161,7 @@ def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     before, after = ([event.unit for event in each] for each in gathers)
     # The last unit stays whole; of those before it, as many as there are other slots.
     kept = order.forward[-1 - prefetch.depth : -1]
-    saved = [unit for unit in kept if unit not in order.needs_no_backward_gather]
+    saved = [unit for unit in kept if unit not in order.lookups]
     assert sorted([*after, *saved]) == sorted(before)
     whole: set[str] = set()
     for event in events:

@@ -55,7 +55,7 @@ def predicted(
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
     plan = plan_run(run.config, traced.units, steps)
-    copy, within = divmod(rank, plan.step_plan.position.size)
+    copy, within = divmod(rank, plan.step_plan.position.num_shards)
     plan = plan.at(within, copy)
     if transport is not None:
         place = replace(plan.step_plan.position, transport=transport)
