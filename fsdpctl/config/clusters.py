@@ -12,12 +12,12 @@ from fsdpctl.io.packages import package_folder
 from fsdpctl.io.untrusted import read_yaml
 from fsdpctl.plan.attention_kernels import ARCHITECTURES
 
-PRICE_SOURCE = "priced"  # the key of a cluster's file with the source and the day of its price
+PRICE_SOURCE = "priced"  # key of a cluster's file: the source and the day of its price
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """The hardware that estimates and predictions assume."""
+    """The section `cluster`."""
 
     name: str = "local"
     memory: float | None = auto_key(
@@ -31,12 +31,8 @@ class ClusterConfig:
     ranks_per_node: int | None = auto_key(
         "value of launch.nproc_per_node=auto in estimates", within=(1, MAX_RANKS)
     )
-    flops: float | None = optional_key(
-        "TFLOP/s of dense matrix products in bf16", within=(1e-3, 1e6)
-    )
-    flops_fp32: float | None = optional_key(
-        "TFLOP/s of dense matrix products in fp32", within=(1e-3, 1e6)
-    )
+    flops: float | None = optional_key("TFLOP/s of dense matmuls in bf16", within=(1e-3, 1e6))
+    flops_fp32: float | None = optional_key("TFLOP/s of dense matmuls in fp32", within=(1e-3, 1e6))
     memory_bandwidth: float | None = optional_key("GB/s of device memory", within=(1e-3, 1e6))
     intra_bandwidth: float | None = optional_key(
         "GB/s per rank within a node, per direction", within=(1e-4, 1e6)
@@ -59,7 +55,7 @@ class ClusterConfig:
     )
     matmul_efficiency: float = key(
         0.73,
-        "share of flops that large matrix products reach",
+        "share of flops that large matmuls reach",
         within=(0.01, 1),
         user_key="cluster.flops",
     )
@@ -79,7 +75,7 @@ class Gpu(NamedTuple):
     """A GPU of a named cluster."""
 
     cluster: str
-    peak_flops: float  # dense FLOP/s in bf16, as its data sheet says
+    peak_flops: float  # dense FLOP/s in bf16, from the data sheet
 
 
 @cache
@@ -98,17 +94,14 @@ def clusters_with_memory(size: str) -> list[str]:
     """Return the clusters whose GPUs have this nominal memory, such as 24 or 24GB."""
     digits = size.lower().rstrip("gib")
     nominal = float(digits) if digits.isdecimal() else 0.0
-    # Torch reports up to 10% less than the nominal memory, of which a part is reserved.
-    return [
-        x
-        for x, content in _clusters()
-        if 0.9 * nominal < float(content.get("memory", 0)) <= nominal
-    ]
+    # A part of the memory is reserved: torch reports up to 10% less than the nominal memory.
+    memory = {cluster: float(content.get("memory", 0)) for cluster, content in _clusters()}
+    return [cluster for cluster, gib in memory.items() if 0.9 * nominal < gib <= nominal]
 
 
 def clusters_like(text: str) -> list[str]:
     """Return the clusters that a spelling such as A100 or H100-80GB may mean."""
-    # The digits count: a100 is not a10.
+    # The prefix has all digits: a100 must not suggest a10.
     gpu_match = re.search(r"[a-z]+[-_ ]?\d+", text.lower())
     text_key = re.sub(r"[-_ ]", "", text.lower())
     prefix = re.sub(r"[-_ ]", "", gpu_match[0]) if gpu_match else text_key

@@ -15,7 +15,7 @@ from typing import TypeVar
 from fsdpctl.config.clusters import clusters_like, clusters_with_memory
 from fsdpctl.config.hub import hub_models
 from fsdpctl.config.keys import AUTO, Setting, Value
-from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
+from fsdpctl.config.model import NO_DECODER, SCRIPT_DATA, SCRIPT_PREFIX
 from fsdpctl.config.model_path import HF_OPTION, adapter_values, fetch_model_config, model_values
 from fsdpctl.config.options import option_settings, option_values, options_of
 from fsdpctl.config.overrides import merge_overrides
@@ -49,26 +49,19 @@ class Composed:
 
     config: Config
     recipe: str | None = None  # the name of the recipe, without directory and suffix
-    ignored_keys: tuple[
-        str, ...
-    ] = ()  # recipe keys overridden by an option, or by `model.lora.path`
+    ignored_keys: tuple[str, ...] = ()  # recipe keys that another option replaces
     renamed: tuple[str, ...] = ()  # a line for each option that has another tool's name
     cluster: str | None = None  # the text of `cluster`, such as 8xh100
 
     @property
-    def has_cluster_of_recipe(self) -> bool:
-        return self.config.origins.get("cluster") is Origin.RECIPE
-
-    @property
     def ignored_lines(self) -> tuple[str, ...]:
-        """A line for each overridden key of the recipe, with the reason."""
-        causes = {
-            name: "model.lora.path sets it"
-            if name.startswith("model.lora.")
-            else f"{name.split('.')[0]} is set on the command line"
-            for name in self.ignored_keys
-        }
-        return tuple(f"{name} of the recipe ignored: {why}" for name, why in causes.items())
+        """A line for each ignored key of the recipe, with the reason."""
+        lines = []
+        for key in self.ignored_keys:
+            reason = f"{key.split('.')[0]} is set on the command line"
+            reason = "model.lora.path sets it" if key.startswith("model.lora.") else reason
+            lines.append(f"{key} of the recipe ignored: {reason}")
+        return tuple(lines)
 
 
 def compose_config(
@@ -88,53 +81,58 @@ def compose_config(
     """
     typed = parse_settings(settings)
     path = None if recipe is None else find_recipe(recipe)
-    in_file = converted or (read_recipe(path) if path and converted is None else ())
-    base = [x for x in in_file if x[0] not in dict(typed)]  # replaced values may be invalid
-    cluster = dict([*base, *typed]).get("cluster")
+    recipe_name = path.stem if path else None
+    in_file = read_recipe(path) if path and converted is None else converted or ()
+    in_recipe = [x for x in in_file if x[0] not in dict(typed)]  # replaced values may be invalid
+    written = dict([*in_recipe, *typed])
     with _with_location(path):
-        _refuse_duplicates(base)
-        old_base, base = base, expand_shorthands(base, [])
-    written_names = {*dict(old_base), *(_split_setting(text)[0] for text in settings)}
-    typed_names = {*dict(typed := expand_shorthands(typed, base))}
-    base, dropped = _split_ignored(base, typed_names)
-    base = without_missing(path, base, typed_names) if path else base
-    pairs, renamed = translate_strategy(merge_overrides([*base, *typed]))
+        _refuse_duplicates(in_recipe)
+        in_recipe = expand_shorthands(in_recipe, [])
+    typed = expand_shorthands(typed, in_recipe)
+    typed_keys = {*dict(typed)}
+    in_recipe, ignored_keys = _split_ignored(in_recipe, typed_keys)
+    in_recipe = without_missing(path, in_recipe, typed_keys) if path else in_recipe
+    pairs, renamed = translate_strategy(merge_overrides([*in_recipe, *typed]))
     with _with_location(path):
-        from_recipe = {*dict(base)}
-        _check_all(_check_pair, [pair for pair in pairs if pair[0] in from_recipe])
-    values = option_values(choices := {x: text for x, text in pairs if x in GROUPS})
+        _check_all(_check_pair, [pair for pair in pairs if pair[0] in dict(in_recipe)])
+    choices = {name: text for name, text in pairs if name in GROUPS}
+    values = option_values(choices)
     parsed = {name: KEYS[name].parse(text) for name, text in pairs if name in KEYS}
     if on_checked:
-        on_checked(to_config({**values, **parsed}, choices), path.stem if path else None)
-    pairs = fetch_model_config(pairs, for_training=for_training)
+        on_checked(to_config({**values, **parsed}, choices), recipe_name)
+    pairs = fetch_model_config(pairs, for_training=for_training)  # changes a name on the Hub
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
-    from_model = model_values(choices, dict(pairs), values["model.config_json"])
-    from_adapters = adapter_values(choices, dict(pairs), typed_names)
-    dropped += tuple(x for x, value in from_adapters.items() if parsed.get(x, value) != value)
-    values |= from_model | parsed | from_adapters
-    values["model.head_dim"] = from_model.get("model.head_dim")  # `parsed` has None for `auto`
-    origins = dict.fromkeys(from_model | from_adapters, Origin.DERIVED)
-    has_value = [x for x, _ in pairs if values.get(x, x) is not None or KEYS[x].auto_and_none]
-    from_recipe -= typed_names
-    origins |= {x: Origin.RECIPE if x in from_recipe else Origin.TYPED for x in has_value}
+    model = model_values(choices, dict(pairs), values["model.config_json"])
+    adapters = adapter_values(choices, dict(pairs), typed_keys)
+    ignored_keys += tuple(x for x, value in adapters.items() if parsed.get(x, value) != value)
+    values |= model | parsed | adapters
+    values["model.head_dim"] = model.get("model.head_dim")  # `parsed` has None for `auto`
+    origins = dict.fromkeys(dict(option_settings(choices)), Origin.OPTION)
+    origins |= dict.fromkeys(model | adapters, Origin.DERIVED)
+    recipe_keys = {*dict(in_recipe)} - typed_keys
+    has_value = (x for x, _ in pairs if values.get(x) is not None or _may_be_none(x))
+    origins |= {x: Origin.RECIPE if x in recipe_keys else Origin.TYPED for x in has_value}
     # A recipe with cluster=8xh100 sets no ranks itself; they belong to the option of the cluster.
-    origins |= dict.fromkeys({*RANK_KEYS} & from_recipe - written_names, Origin.OPTION)
+    origins |= dict.fromkeys({*RANK_KEYS} & recipe_keys - written.keys(), Origin.OPTION)
     _resolve_alternatives(values, origins)
     origins |= dict.fromkeys(_auto_keys(values, pairs), Origin.AUTO)
-    from_options = dict.fromkeys((x for x, _ in option_settings(choices)), Origin.OPTION)
-    config = replace(to_config(values, choices), origins=from_options | origins)
-    if "data" not in written_names:
-        config = config.changed({"data.is_inferred": True})
-    return Composed(config, path.stem if path else None, dropped, renamed, cluster)
+    values["data.is_inferred"] = "data" not in written
+    config = replace(to_config(values, choices), origins=origins)
+    return Composed(config, recipe_name, ignored_keys, renamed, written.get("cluster"))
+
+
+def _may_be_none(name: str) -> bool:
+    return name in GROUPS or KEYS[name].auto_and_none
 
 
 def _auto_keys(values: Mapping[str, Value], pairs: Sequence[Setting]) -> Iterator[str]:
+    """Yield keys that `auto` selects: stored as None or, if None is a value, typed as `auto`."""
     yield from (name for name, value in values.items() if value is None and KEYS[name].auto)
     yield from (x for x, text in pairs if text == AUTO and x in KEYS and KEYS[x].auto_and_none)
 
 
 def default_config() -> Config:
-    """Return the configuration without settings, with the sizes of the default model unread."""
+    """Return the default configuration, without reading the default model."""
     return to_config(option_values({}), {})
 
 
@@ -143,8 +141,10 @@ def parse_settings(args: Sequence[str]) -> list[Setting]:
 
     UsageError with a message for each setting that is unknown, set twice or has an invalid value.
     """
-    # The argument after an unknown option is taken for its value, and causes no second message.
-    settings = [x for before, x in pairwise(["", *args]) if before[:2] != "--" or "=" in before + x]
+    # The argument after an unknown --OPTION is its value, which needs no second message.
+    settings = [
+        x for last, x in pairwise(["", *args]) if last[:2] != "--" or "=" in last or "=" in x
+    ]
     typed = _check_all(_parse_setting, [(text,) for text in settings])
     _refuse_duplicates(typed)
     return typed
@@ -152,15 +152,16 @@ def parse_settings(args: Sequence[str]) -> list[Setting]:
 
 def without_shorthands(typed: Mapping[str, str]) -> dict[str, str]:
     """Return settings of the command line with shorthands replaced by full settings."""
+    # A recipe that sets `data` keeps data.path from selecting the option.
     return dict(expand_shorthands([*typed.items()], [("data", "")]))
 
 
-def _parse_setting(argument: str) -> Setting:
-    pair = _split_setting(argument)
-    pairs, _ = translate_strategy(merge_overrides(expand_shorthands([pair], [("data", "")])))
-    for name, text in pairs:
-        _check_pair(name, text)
-    return pair
+def _parse_setting(setting: str) -> Setting:
+    name, text = _split_setting(setting)
+    pairs, _ = translate_strategy(merge_overrides([*without_shorthands({name: text}).items()]))
+    for pair in pairs:
+        _check_pair(*pair)
+    return name, text
 
 
 def _check_all(check: Callable[..., T], arguments: Sequence[tuple[str, ...]]) -> list[T]:
@@ -184,24 +185,25 @@ def _with_location(recipe: Path | None) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        messages = [f"{recipe}: {each}" if recipe else each for each in error.args]
-        raise UsageError(*messages) from None
+        raise UsageError(*(f"{recipe}: {x}" if recipe else x for x in error.args)) from None
 
 
-def _split_ignored(base: list[Setting], typed: set[str]) -> tuple[list[Setting], tuple[str, ...]]:
-    """Return the settings of a recipe that apply, and the names of ignored settings.
+def _split_ignored(
+    in_recipe: list[Setting], typed_names: set[str]
+) -> tuple[list[Setting], tuple[str, ...]]:
+    """Return the settings of a recipe that apply, and the keys of ignored settings.
 
     If the command line selects an option of a group, it replaces the option and the keys that the
     recipe sets for this group, except for `FOR_ANY_OPTION`.
     """
-    chosen = typed & set(GROUPS)
-    dropped = tuple(
+    groups = typed_names & {*GROUPS}
+    ignored_keys = tuple(
         name
-        for name, _ in base
-        if "." in name and name.split(".")[0] in chosen
-        if name not in typed and not name.startswith(FOR_ANY_OPTION)
+        for name, _ in in_recipe
+        if "." in name and name.split(".")[0] in groups
+        if name not in typed_names and not name.startswith(FOR_ANY_OPTION)
     )
-    return [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped], dropped
+    return [x for x in in_recipe if x[0] not in (*groups, *ignored_keys)], ignored_keys
 
 
 def _split_setting(text: str) -> Setting:
@@ -213,18 +215,17 @@ def _split_setting(text: str) -> Setting:
             raise UsageError(f"{name}: not an option of this command; `fsdpctl train` has it")
         advice = f"settings have the form KEY=VALUE{suggestion or hint(name, list(TRAIN_OPTIONS))}"
         raise UsageError(f"{text}: no such option; {advice}")
-    if name[:1] in ("+", "~") or "@" in name:
-        problem = "adding and removing keys is not supported; `fsdpctl list` shows all keys"
-        raise UsageError(f"{name}: {problem}")
+    is_hydra = name == "hydra" or name.startswith("hydra.")
+    if is_hydra or name[:1] in ("+", "~") or "@" in name:
+        subject = "settings of Hydra are" if is_hydra else "adding and removing keys is"
+        raise UsageError(f"{name}: {subject} not supported; `fsdpctl list` shows all keys")
     if not name:
         raise UsageError(f"{text!r}: expected KEY=VALUE")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UsageError(f"{text!r}: not valid UTF-8; rename it, or set PYTHONUTF8=1") from None
-    if name == "hydra" or name.startswith("hydra."):
-        problem = "settings of Hydra are not supported; `fsdpctl list` shows all keys"
-        raise UsageError(f"{name}: {problem}")
+
     if text.endswith(".toml") and name not in KEYS:
         raise UsageError(f"{text}: {NO_TOML}")
     if name in KEYS and KEYS[name].user_key:
@@ -267,7 +268,8 @@ def _refuse_duplicates(typed: Sequence[Setting]) -> None:
 def _check_pair(name: str, text: str) -> None:
     if name in GROUPS:
         choices = options_of(name)
-        if (name, text) == ("data", "own") or (name == "model" and text.startswith(SCRIPT_PREFIX)):
+        is_script_model = name == "model" and text.startswith(SCRIPT_PREFIX)
+        if is_script_model or (name, text) == ("data", SCRIPT_DATA):
             raise UsageError(f"{name}={text}: {NO_DECODER}")
         if text not in choices:
             problem = f"no such option{_choice_hint(name, text, choices)} ({', '.join(choices)})"
@@ -301,11 +303,14 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 
 
 def _resolve_alternatives(values: dict[str, Value], origins: dict[str, Origin]) -> None:
-    """Unset other lengths if one is typed or else in the recipe, and likewise batch sizes."""
+    """Keep one length and one batch size: the typed one, else the recipe's.
+
+    UsageError if two of the same source conflict.
+    """
     subjects = {"the length": LENGTH_KEYS, "the size of a step": BATCH_KEYS}
     for source, (subject, names) in product((Origin.TYPED, Origin.RECIPE), subjects.items()):
         set_names = [x for x in names if origins.get(x) is source and values[x] is not None]
-        # As in other tools, a file with both keys means the shorter length. Typed, it's a mistake.
+        # As in other tools, steps and epochs in a file mean the shorter length.
         allows_both = source is Origin.RECIPE and set_names == ["train.steps", "train.epochs"]
         if len(set_names) > 1 and not allows_both:
             raise UsageError(f"{' and '.join(set_names)}: conflict; set {subject} with one of them")

@@ -26,14 +26,30 @@ _ONLY_WITH = {
 }  # fmt: skip
 
 
+def _token_list(text: str) -> str:
+    """Return a list of tokens as JSON; UsageError if it's no list, or has a token twice."""
+    try:
+        tokens = json.loads(text)
+    except ValueError:
+        inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+        tokens = [each.strip().strip("'\"") for each in inner.split(",")]
+        tokens = None if re.search(r"[\[\]]", inner) else tokens
+    is_list = isinstance(tokens, list) and len(tokens) == len({*map(str, tokens)}) > 0
+    if not is_list or not all(isinstance(x, str) and x.strip() for x in tokens):
+        raise UsageError(
+            f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
+            'JSON ["<|user|>", "<|end|>"]'
+        )
+    return json.dumps(tokens, ensure_ascii=False)
+
+
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """The training and validation data."""
 
     name: str = "python_stdlib"
     path: str | None = optional_key(
-        "training data: file, directory or glob, or a mixture as PATH:SHARE,PATH:SHARE",
-        is_path=True,
+        "training data: file, directory, glob, or a mixture PATH:SHARE,PATH:SHARE", is_path=True
     )
     val_path: str | None = optional_key(
         "validation data, in place of data.val_fraction: file, directory or glob", is_path=True
@@ -52,7 +68,7 @@ class DataConfig:
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
         "as [<|user|>,<|end|>], or JSON for texts with brackets, commas or spaces",
         is_list=True,
-        normalize=lambda text: _token_list(text),
+        normalize=_token_list,
     )
     format: str = key(
         "auto",
@@ -74,8 +90,8 @@ class DataConfig:
     )
     rewritten_turns: str = key(
         "split",
-        "chat: policy for assistant messages that the template rewrites once others follow: a "
-        "sample for each message (split), or the rewritten text (keep)",
+        "chat: assistant messages that the template changes when later messages follow; split: one "
+        "sample per message; keep: the changed text",
         choices=REWRITTEN,
     )
     date: str | None = auto_key(
@@ -83,7 +99,7 @@ class DataConfig:
     )
     packing: bool | None = auto_key(
         "chat: pack several samples into one sequence of train.seq_len; auto: true; tokens: true "
-        "keeps documents of a sequence from seeing one another"
+        "masks attention between documents of a sequence"
     )
     too_long: str = key(
         "truncate",
@@ -110,32 +126,15 @@ class DataConfig:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a sequence may hold several documents that must not see one another."""
+        """Whether attention between documents is masked; a chat may be a single document."""
         return self.name == CHAT or (self.name == TOKENS and bool(self.packing))
-
-
-def _token_list(text: str) -> str:
-    """Return a list of tokens as JSON; UsageError if it's no list, or has a token twice."""
-    try:
-        tokens = json.loads(text)
-    except ValueError:
-        inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
-        tokens = [each.strip().strip("'\"") for each in inner.split(",")]
-        tokens = None if re.search(r"[\[\]]", inner) else tokens
-    is_list = isinstance(tokens, list) and len(tokens) == len({*map(str, tokens)}) > 0
-    if not is_list or not all(isinstance(x, str) and x.strip() for x in tokens):
-        raise UsageError(
-            f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
-            'JSON ["<|user|>", "<|end|>"]'
-        )
-    return json.dumps(tokens, ensure_ascii=False)
 
 
 def check_data_keys(config: DataConfig, typed_names: Collection[str] = ()) -> None:
     """Refuse keys that don't apply to the kind of data.
 
-    A key is set if its value isn't the default, or if it is in `typed`. UsageError if a key is only
-    valid with another kind.
+    A key is set if its value isn't the default, or if it is in `typed_names`. UsageError if a key
+    is only valid with another kind.
     """
     default = DataConfig()
     for name, kinds in _ONLY_WITH.items():

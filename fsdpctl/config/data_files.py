@@ -21,7 +21,7 @@ from fsdpctl.io.files import check_inside, nearest_path_hint
 
 TRAIN, VALIDATION, _TEST = "train", "validation", "test"
 _ABOUT_DATA, _EMPTY, _OTHER = "about data", "empty", "of another format"
-TOKENIZE = "tokenize"  # the command's input, which has no option of `data`
+TOKENIZE = "tokenize"  # input of `fsdpctl tokenize`; not an option of `data`
 # The kinds that each option reads, in order of preference; None: the files select the option.
 _READS = {
     None: (CHAT, TOKENS, TEXT), TOKENIZE: (TEXT, CHAT), TEXT: (TEXT, CHAT), CHAT: (CHAT,),
@@ -35,7 +35,7 @@ _NOT_FOUND = {
 }
 _ROW_FILE = re.compile(r".+\.(?:(?:jsonl|jsonlines|jl|ndjson|json)(?:\.gz|\.zst)?|parquet|arrow)")
 _TABLES = {".csv", ".tsv"}
-# Suffixes of texts of which a README in the same directory is not a part.
+# Suffixes of texts; a README next to such files is not data.
 _PROSE = {"", ".txt", ".text", ".tokens", ".raw", *_TABLES}
 _MAY_HAVE_ROWS = ("", ".json", ".txt")  # the first bytes decide
 _ROW_KEYS = (
@@ -78,7 +78,7 @@ class DataFiles:
     """The files of a path that are data."""
 
     kind: str  # value of `data`; data=text also reads rows
-    files: tuple[Path, ...]  # the validation files, if the path is data.val_path
+    files: tuple[Path, ...]  # to train on, or to validate on if the path is data.val_path
     validation: tuple[Path, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # the split ("": none) and the name of each file
 
@@ -108,11 +108,11 @@ def local_data_files(path: str, key: str = "data.path", option: str | None = Non
         is_folder = target.is_dir()
         root = target if is_folder else Path(os.path.dirname(re.split(r"[*?\[]", path)[0]))
         return select_files(files, root, location, option, is_folder=is_folder)
-    kind = kind if (kind := kind_of_file(target)) in _READS[option] else _READS[option][0]
-    suffix = target.suffix.lower()
+    kind, suffix = kind_of_file(target), target.suffix.lower()
+    kind = kind if kind in _READS[option] else _READS[option][0]
     if kind == TEXT and suffix in _OTHER_FORMATS and (suffix, option) != (".json", TEXT):
-        way = ", or set data=text" * (suffix == ".json" and option is None)
-        raise UsageError(f"{location}: {_OTHER_FORMATS[suffix]}{way}")
+        next_step = ", or set data=text" * (suffix == ".json" and option is None)
+        raise UsageError(f"{location}: {_OTHER_FORMATS[suffix]}{next_step}")
     return DataFiles(kind, (target,))
 
 
@@ -155,13 +155,14 @@ def _begins_with_rows(file: Path) -> bool:
     line = text.partition("\n")[0].rstrip()
     try:
         first, end = json.JSONDecoder().raw_decode(text)
-    # The row exceeds the first bytes, or is damaged, which the reader reports.
     except (ValueError, RecursionError):
+        # The row exceeds the first bytes, or is damaged, which the reader reports.
         may_be_row = is_array or line.endswith("}") or len(line) == len(text)
         return may_be_row and re.match(r'\{\s*"', text) is not None
-    if is_array or not isinstance(first, dict) or end > len(line):
-        return is_array and isinstance(first, dict)
-    return text[end:].lstrip().startswith("{") or not first.keys().isdisjoint(_ROW_KEYS)
+    if is_array or not isinstance(first, dict):
+        return isinstance(first, dict)
+    is_row = text[end:].lstrip().startswith("{") or not first.keys().isdisjoint(_ROW_KEYS)
+    return is_row and end <= len(line)
 
 
 def _list_files(path: str, key: str) -> list[Path]:
@@ -191,7 +192,7 @@ def _list_files(path: str, key: str) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files, except hidden files, and run directories, which may change meanwhile."""
+    """Yield all files except hidden files and those of run directories, which may change."""
     folders = [folder]
     while folders:
         entries = [each for each in folders.pop().iterdir() if not each.name.startswith(".")]
@@ -215,20 +216,21 @@ def select_files(
     for file in files:
         kinds[_role_of(file)].append(file)
     kind = _kind_in(kinds, location, option)
-    suffixes = {each.suffix.lower() for each in kinds[kind]} or {".md"}
+    suffixes = {each.suffix.lower() for each in kinds[kind]} or {".md"}  # only READMEs: the text
     about_data = set(kinds[_ABOUT_DATA] if kind == TEXT and not suffixes <= _TABLES else ())
     data = about_data | set(kinds[kind])
     splits = {each: _splits_of(each.relative_to(root).parts) for each in files if each in data}
+    # Text has splits only if each file names one, READMEs next to prose aside, and one is `train`.
     has_code = not suffixes <= _PROSE
     named = [splits[each] for each in splits if has_code or each not in about_data]
     if kind == TEXT and not ({TRAIN} in named and all(len(each) == 1 for each in named)):
-        splits = {each: set() for each in splits}
+        splits = dict.fromkeys(splits, set[str]())
     groups: dict[str, list[Path]] = {TRAIN: [], VALIDATION: [], _TEST: [], "": []}
     for file, file_splits in splits.items():
         if len(file_splits) > 1:
             problem = f"name matches several splits, {' and '.join(sorted(file_splits))}"
-            way = "name the files to read, or rename it"
-            raise UsageError(f"{location}: {file.name}: {problem}; {way}")
+            problem += "; name the files to read, or rename it"
+            raise UsageError(f"{location}: {file.name}: {problem}")
         groups["".join(file_splits)].append(file)
     if is_folder and kind != TEXT:
         _check_one_data_set(groups, root, location)
@@ -256,29 +258,26 @@ def _role_of(file: Path) -> str:
 
 def _kind_in(kinds: dict[str, list[Path]], location: str, option: str | None) -> str:
     present = [kind for kind in _READS[option] if kinds[kind]]
-    are_many = len([kind for kind in kinds if kinds[kind]]) > 1
-    if TEXT in present and are_many and all(b"\0" in _first_bytes(each) for each in kinds[TEXT]):
-        present.remove(TEXT)
+    several_roles = sum(map(bool, kinds.values())) > 1
+    if TEXT in present and several_roles and all(b"\0" in _first_bytes(x) for x in kinds[TEXT]):
+        present.remove(TEXT)  # binary files next to other kinds are not text
     if len(present) > 1:
-        counts = " and ".join(
-            f"{len(kinds[kind]):,} of {_NOUNS[kind]} ({kinds[kind][0].name})" for kind in present
-        )
-        ways = [each for each in present if each != TEXT or CHAT not in present]  # reads both
-        way = f"set data={' or data='.join(ways)}, or " * (option is None)
+        counts = [f"{len(kinds[x]):,} of {_NOUNS[x]} ({kinds[x][0].name})" for x in present]
+        # Next to rows, data=text would read both.
+        options = [each for each in present if each != TEXT or CHAT not in present]
+        next_step = f"set data={' or data='.join(options)}, or " * (option is None)
         if TEXT in present and CHAT in present and option != TOKENIZE:
             what = "all" if len(present) == 2 else "text and rows"
-            way += (
-                f"to read {what}, set data=text {_mixture_setting(kinds[TEXT], kinds[CHAT])}, or "
-            )
-        problem = f"has files of several kinds, {counts}; {way}name the files of one kind"
-        raise UsageError(f"{location}: {problem}")
-    if present or (kinds[_ABOUT_DATA] and not are_many and TEXT in _READS[option]):
-        return (*present, TEXT)[0]
+            mixture = _mixture_setting(kinds[TEXT], kinds[CHAT])
+            next_step += f"to read {what}, set data=text {mixture}, or "
+        problem = f"has files of several kinds, {' and '.join(counts)}"
+        raise UsageError(f"{location}: {problem}; {next_step}name the files of one kind")
+    if present or (kinds[_ABOUT_DATA] and not several_roles and TEXT in _READS[option]):
+        return present[0] if present else TEXT
     got = [f"{x.name}{' (empty)' * (role == _EMPTY)}" for role in kinds for x in kinds[role]]
-    steps = [
-        f"; {x.name}: {why}" for x in kinds[_OTHER] if (why := _OTHER_FORMATS.get(x.suffix.lower()))
-    ]
-    more = f", got {shorten_list(got)}" * bool(got) + "".join(steps[:1])
+    formats = [(x.name, _OTHER_FORMATS.get(x.suffix.lower())) for x in kinds[_OTHER]]
+    reasons = [f"; {name}: {reason}" for name, reason in formats if reason]
+    more = f", got {shorten_list(got)}" * bool(got) + "".join(reasons[:1])
     raise UsageError(f"{location}: {_NOT_FOUND.get(str(option), _NOT_FOUND[TEXT])}{more}")
 
 
@@ -292,16 +291,16 @@ def _mixture_setting(*kinds: list[Path]) -> str:
         is_exact = len(matches) > 1 and matches <= kind_by_file[file]
         patterns[pattern if is_exact else str(file)] = None
     names = Counter(DataSource(each).name for each in patterns)
-    sources = [
-        f"{'' if names[DataSource(x).name] == 1 else f'part{n}='}{x}"
-        for n, x in enumerate(patterns)
-    ]
-    return f"'data.path={','.join(sources)}'"
+    prefixes = (
+        "" if names[DataSource(x).name] == 1 else f"part{n}=" for n, x in enumerate(patterns)
+    )
+    return f"'data.path={','.join(map(''.join, zip(prefixes, patterns, strict=True)))}'"
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:
-    *folders, name = ({str(m.lastgroup) for m in _SPLIT.finditer(p.lower())} for p in parts)
-    return set().union(*folders) or name
+    """Return the splits that the directories name, else those of the file name."""
+    splits = [{str(x.lastgroup) for x in _SPLIT.finditer(part.lower())} for part in parts]
+    return set().union(*splits[:-1]) or splits[-1]
 
 
 def _train_and_validation(
@@ -310,31 +309,32 @@ def _train_and_validation(
     named = [each for each in groups.values() if each]
     if len(named) == 1 and not is_folder:
         return named[0], []
-    if location.startswith("data.val_path"):
-        train = groups[VALIDATION] or (named[-1] if not groups[TRAIN] else [])
-        verb, rest = "validate", list[Path]()
-    else:
-        train, rest = groups[TRAIN] or groups[""], groups[VALIDATION]
-        verb = "train"
-    if not train:
+    is_validation = location.startswith("data.val_path")
+    files, validation = groups[TRAIN] or groups[""], groups[VALIDATION]
+    if is_validation:  # without validation files: test or other files, but no training files
+        files, validation = validation or ([] if groups[TRAIN] else named[-1]), []
+    if not files:
+        verb = "validate" if is_validation else "train"
         names = shorten_list([each.name for group in named for each in group])
         raise UsageError(f"{location}: no files to {verb} on, but {names}; name those to read")
-    return train, rest
+    return files, validation
 
 
 def _check_one_data_set(groups: dict[str, list[Path]], root: Path, location: str) -> None:
-    is_dict, card = (root / "dataset_dict.json").is_file(), root / "README.md"
+    is_dict, readme = (root / "dataset_dict.json").is_file(), root / "README.md"
     data_sets = set[str]()
     for file in groups[TRAIN] or (groups[""] if is_dict else []):
         *folders, name = file.relative_to(root).parts
         split_index = next((n for n, each in enumerate(folders) if _splits_of([each])), None)
         shard = _SHARD.fullmatch(name) if split_index is None and not is_dict else None
+        # The splits `train` and `train_sft` of a DatasetDict are two sets: keep their directory.
         parents = folders if split_index is None else folders[: split_index + is_dict]
         data_sets.add("/".join([*parents, shard[1]] if shard else parents))
-    start = _first_bytes(card).decode("utf-8", "replace") if card.is_file() else ""
-    configs = {*_CONFIG_NAME.findall(start.split("---")[1])} if start.startswith("---") else set()
+    start = _first_bytes(readme).decode("utf-8", "replace") if readme.is_file() else ""
+    header = start.split("---")[1] if start.startswith("---") else ""
+    configs = {*_CONFIG_NAME.findall(header)}
     data_sets |= configs if len(configs) > 1 else set()
     if len(data_sets) > 1:
-        names = sorted(each or "." for each in data_sets)
-        way = "name the directory or the files of one of them"
-        raise UsageError(f"{location}: several sets to train on, {shorten_list(names)}; {way}")
+        names = shorten_list(sorted(each or "." for each in data_sets))
+        problem = f"several sets to train on, {names}; name the directory or files of one of them"
+        raise UsageError(f"{location}: {problem}")

@@ -16,8 +16,8 @@ from fsdpctl.io.run_files import CONFIG_JSON
 from fsdpctl.io.untrusted import parse_json
 
 CONFIG_LOCATION = "the model's config.json"  # location in messages about a stored config.json
-# Keys that describe the file rather than the model, or that fsdpctl sets. Names of kernels and
-# private names are excluded because transformers would download and run kernels.
+# Keys that fsdpctl drops, as private keys: they describe the file, fsdpctl sets them, or they name
+# kernels, which transformers would download and run.
 _FILE_KEYS = (
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
@@ -46,7 +46,7 @@ SIZE_NAMES = {
 
 
 def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str]:
-    """Return the sizes and the canonical config.json of a model, by key without `model.`.
+    """Return the sizes and the canonical config.json of a model as settings.
 
     `location` begins messages. UsageError if the installed transformers has no causal decoder of
     this type, or rejects a value.
@@ -59,12 +59,12 @@ def sizes_and_config(content: Mapping[str, Any], location: str) -> dict[str, str
     model_type = hf_config.model_type
     if model_type != model_keys["model_type"]:  # the text part of a multimodal model
         model_keys = {**_without_file_keys(hf_config.to_diff_dict()), "model_type": model_type}
-    settings = {"config_json": canonical_json(model_keys)}
+    settings = {"model.config_json": canonical_json(model_keys)}
     for name, hf_names in SIZE_NAMES.items():
         value = _value(hf_config, hf_names)
         if value is not None and value >= 0:  # a negative number means no limit
-            settings[name] = str(value).lower()
-    return {"num_kv_heads": settings.get("num_heads", "1"), **settings}
+            settings[f"model.{name}"] = str(value)
+    return {"model.num_kv_heads": settings.get("model.num_heads", "1"), **settings}
 
 
 def config_dict(model: ModelConfig) -> dict[str, Any]:
@@ -88,15 +88,15 @@ def model_type_of(model: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=8)
-def model_type_of_json(text: str) -> str:
-    return str(parse_json(text, dict[str, Any], CONFIG_LOCATION).get("model_type"))
+def model_type_of_json(content: str) -> str:
+    """Return the `model_type` of a config.json with this content."""
+    return str(parse_json(content, dict[str, Any], CONFIG_LOCATION).get("model_type"))
 
 
 def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of config.json as transformers writes it, for weights of `dtype`.
 
-    `source` is the config.json of the pretrained model: its other keys, such as token ids, are
-    copied.
+    Other keys, such as token ids, are those of `source`, the pretrained model's config.json.
     """
     content = config_dict(model)
     model_type = content["model_type"]
@@ -116,15 +116,18 @@ def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    return with_config(model, resize(config_dict(model), sizes, CONFIG_LOCATION), **sizes)
+    """Return a model with other sizes, in its keys and in its config.json."""
+    resized = with_config(model, resize(config_dict(model), sizes, CONFIG_LOCATION))
+    return replace(resized, **sizes)
 
 
-def with_config(model: ModelConfig, content: Mapping[str, Any], **sizes: Any) -> ModelConfig:
-    return replace(model, **sizes, config_json=canonical_json(content))
+def with_config(model: ModelConfig, content: Mapping[str, Any]) -> ModelConfig:
+    """Return a model with another content of config.json."""
+    return replace(model, config_json=canonical_json(content))
 
 
 def resize(content: Mapping[str, Any], sizes: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return the content of config.json with other sizes, by fsdpctl's names.
+    """Return the content of config.json with other sizes, which have fsdpctl's names.
 
     Lists with one item per block, such as kinds of attention, are repeated or cut.
     """
@@ -135,6 +138,7 @@ def resize(content: Mapping[str, Any], sizes: Mapping[str, Any], location: str) 
             continue
         old_value = _value(hf_config, hf_names)
         name = hf_config.attribute_map.get(hf_names[0], hf_names[0])
+        # config.json has a set vocabulary size even if it is the default, which the data replaces.
         if value != old_value or size == "vocab_size":
             resized[name] = value
         for key, items in content.items() if size == "num_layers" else ():
@@ -168,10 +172,9 @@ def read_hf_config(content: Mapping[str, Any], location: str, *, has_code: bool 
     model_type, version = str(content.get("model_type")), transformers.__version__
     class_names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in class_names:
-        hint = did_you_mean(model_type, list(class_names))
-        hint = f"{', and fsdpctl runs no code from model directories' * has_code}{hint}"
-        problem = f"model_type {model_type}: not a causal decoder of transformers {version}{hint}"
-        raise UsageError(f"{location}: {problem}")
+        problem = f"model_type {model_type}: not a causal decoder of transformers {version}"
+        problem += ", and fsdpctl runs no code from model directories" if has_code else ""
+        raise UsageError(f"{location}: {problem}{did_you_mean(model_type, list(class_names))}")
     if not class_names[model_type].endswith(("ForCausalLM", "LMHeadModel")):
         raise UsageError(
             f"{location}: model_type {model_type}: {class_names[model_type]} is not a text "
@@ -224,7 +227,7 @@ def _special_float(content: dict[str, Any]) -> Any:
 
 
 def _value(hf_config: Any, names: Sequence[str]) -> int | float | None:
-    """Return the first attribute that is a number; a size that differs by layer is a list."""
+    """Return the first attribute that is a number, not a list of sizes that differ by layer."""
     for name in names:
         try:
             value = getattr(hf_config, name)

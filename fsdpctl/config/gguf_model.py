@@ -25,7 +25,7 @@ _MODEL_TYPES = {
     "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm", "starcoder2": "starcoder2",
 }  # fmt: skip
 _NORM_EPS = "rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon"
-# transformers' names of sizes; a configuration class has at most one name of each row.
+# transformers' names for each GGUF key; a configuration class has at most one of them.
 _NAMES = {
     "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size ffn_hidden_size",
@@ -41,7 +41,7 @@ _NAMES = {
     "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
 }  # fmt: skip
 _REQUIRED = ("context_length", "block_count", "embedding_length", "attention.head_count")
-# Prefixes of keys whose values no shape of a tensor bounds.
+# Prefixes of keys whose values may exceed all shapes of tensors.
 _NOT_IN_TENSORS = ("context_length", "attention.sliding_window", "rope.", "attn_", "final_")
 # Keys that get no note: other code reads them, or they change nothing.
 _NO_NOTE = (
@@ -71,6 +71,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _config(path: Path, mtime_ns: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the content of config.json, and notes on ignored values."""
     header = read_header(path)
     arch = header.architecture
     if arch not in _MODEL_TYPES:
@@ -81,7 +82,7 @@ def _config(path: Path, mtime_ns: int) -> tuple[dict[str, Any], tuple[str, ...]]
     if (text := header.metadata.get(GGUF_CONFIG_JSON)) is None:
         return _convert(header)
     content = parse_json(text, dict[str, Any], f"{path}: {GGUF_CONFIG_JSON}")
-    return _convert(header)[0] | content, ()
+    return {**_convert(header)[0], **content}, ()  # fsdpctl wrote `content`: nothing is ignored
 
 
 def _problem(header: GgufHeader) -> str:
@@ -128,6 +129,7 @@ def _head_dim(header: GgufHeader) -> int:
 
 
 def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the content of config.json from other metadata, and notes on ignored values."""
     from transformers import AutoConfig
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -135,16 +137,17 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     hf_config = AutoConfig.for_model(_MODEL_TYPES[arch])
     names = {*hf_config.to_dict(), *hf_config.attribute_map, "rope_theta"}
     names |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(arch, set())
-    split_keys = {key.partition("."): value for key, value in header.metadata.items()}
-    unread_keys = {key: value for (prefix, _, key), value in split_keys.items() if prefix == arch}
-    config: dict[str, Any] = {"model_type": _MODEL_TYPES[arch]}
-    defaults = {
-        "attention.head_count_kv": unread_keys["attention.head_count"],
-        "attention.key_length": head_dim,
+    prefix = f"{arch}."
+    metadata = {
+        x.removeprefix(prefix): y for x, y in header.metadata.items() if x.startswith(prefix)
     }
-    for key, value in (defaults | unread_keys).items():
+    heads = metadata["attention.head_count"]
+    defaults = {"attention.head_count_kv": heads, "attention.key_length": head_dim}
+    config: dict[str, Any] = {"model_type": _MODEL_TYPES[arch]}
+    unread_keys = dict(metadata)
+    for key, value in (defaults | metadata).items():
         for name in names.intersection(_NAMES.get(key, "").split()):
-            config[name] = value or None
+            config[name] = value or None  # 0: none, such as no sliding window
             unread_keys.pop(key, None)
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -160,7 +163,7 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     elif rotary_dim != head_dim:
         unread_keys["rope.dimension_count"] = rotary_dim
-    notes = [*_add_rope_scaling(config, unread_keys, header), *_add_attention_scale(config, header)]
+    notes = _add_rope(config, unread_keys, header) + _add_attention_scale(config, header)
     vocab_type, pre = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if vocab_type == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None):
         notes.append(f"transformers would split text as gpt-2, not as {pre}; set data.tokenizer")
@@ -169,9 +172,8 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     return config, tuple(notes)
 
 
-def _add_rope_scaling(
-    config: dict[str, Any], unread: dict[str, Any], header: GgufHeader
-) -> list[str]:
+def _add_rope(config: dict[str, Any], unread: dict[str, Any], header: GgufHeader) -> list[str]:
+    """Add RoPE scaling to `config`, remove its keys from `unread`, and return notes."""
     rope_type = unread.pop("rope.scaling.type", "none")
     scaling = {name: unread.pop(key) for key, name in _ROPE_KEYS.items() if key in unread}
     if rope_type in ("linear", "yarn") and "factor" in scaling:
@@ -179,13 +181,11 @@ def _add_rope_scaling(
         return []
     if rope_type == "none" and not header.tensors.keys() & set(ROPE_FACTORS):
         return []
-    return [
-        "scaling of rotary embeddings: not read, as in transformers; set "
-        "model.overrides.rope_scaling"
-    ]
+    return ["RoPE scaling: not read, as in transformers; set model.overrides.rope_scaling"]
 
 
 def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str]:
+    """Add the scale of attention to `config`, and return notes."""
     arch, key = header.architecture, "query_pre_attn_scalar"
     if arch == "starcoder2" and header.get("attention.sliding_window") is None:
         return ["the file has no attention window; set model.overrides.sliding_window"]
@@ -194,7 +194,8 @@ def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str
     elif arch in _GEMMA_27B_DEPTHS and config["num_hidden_layers"] == _GEMMA_27B_DEPTHS[arch]:
         config[key] = config["hidden_size"] // config["num_attention_heads"]
     elif arch in _GEMMA_27B_DEPTHS and config["head_dim"] != 256:
-        return [f"the file has no attention scale; fsdpctl uses 256; set model.overrides.{key}"]
+        note = "the file has no attention scale; fsdpctl uses 256**-0.5"
+        return [f"{note}; set model.overrides.{key}"]
     return []
 
 

@@ -34,9 +34,9 @@ def local_model(
     """Return the directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
     As in transformers, an existing directory of that name takes precedence. Files of `part` that
-    the cache lacks are fetched, also if `path` is a directory in the cache. With `table`, a name in
-    the table of models is returned unchanged if the cache lacks the model. `key` begins messages.
-    UsageError if the model is not on the Hub, or if fetching fails or is disabled.
+    the cache lacks are fetched, also if `path` is a directory in the cache. With `allow_table`, a
+    name in the table of models is returned unchanged if the cache lacks the model. UsageError if
+    the model is not on the Hub, or if fetching fails or is disabled.
     """
     if (repository := _repository(path, key)) is None:
         return path
@@ -46,18 +46,18 @@ def local_model(
         if is_offline():
             raise repository.missing_error(missing)
         if repository.snapshot() is None and (parent := Path(path).parent).is_dir():
-            note = f"{parent} is a directory, so the Hub is not searched"
-            raise UsageError(
-                f"{repository.location}: no such directory{nearest_path_hint(path)}; {note}"
-            )
+            problem = f"no such directory{nearest_path_hint(path)}"
+            problem += f"; {parent} is a directory, so the Hub is not searched"
+            raise UsageError(f"{repository.location}: {problem}")
         with repository.locked():
-            for each in ("tokenizer", part) if part == "weights" else (part,):
-                _fetch(repository, each)
+            if part == "weights":  # the files of the tokenizer include the index of the weights
+                _fetch(repository, "tokenizer")
+            _fetch(repository, part)
     return str(repository.snapshot())
 
 
 def model_directory(path: Path, part: Part = "weights") -> Path:
-    """Return the directory of a model for its name after fetching, or a path unchanged."""
+    """Return the same as `local_model`, but a name below a directory is a path unless cached."""
     repository = _repository(str(path))
     is_path = repository is None or (path.parent.is_dir() and not repository.folder.is_dir())
     return path if is_path else Path(local_model(str(path), part, key=""))
@@ -86,6 +86,7 @@ def part_for_training(model: ModelConfig) -> Part:
 
 
 def _repository(path: str, key: str = "model.path=") -> Repository | None:
+    """Return the repository that a path names; None for a path on this machine."""
     location = f"{key}{path}"
     if (match := _SNAPSHOT.fullmatch(path)) and Path(match[1]) == hub_cache():
         return Repository(f"{match[2]}/{match[3]}", match[4], "model", location)
@@ -108,6 +109,7 @@ def _fetch(repository: Repository, part: Part) -> None:
 
 
 def _first_missing(repository: Repository, part: Part) -> str:
+    """Return the name of a file of a part that the cache lacks, or an empty text."""
     snapshot = repository.snapshot()
     if snapshot is None:
         return CONFIG_JSON
@@ -125,13 +127,13 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
     if part == "tokenizer":
         return needed
     cached = {each.name for each in snapshot.iterdir()} if snapshot else set()
-    single = [x for x in names if x.endswith(".safetensors") and "/" not in x]
     if _SINGLE_FILE not in {*names, *cached} and snapshot is not None and _INDEX in cached:
         weights = read_json(snapshot / _INDEX, dict[str, Any]).get("weight_map")
         shards = {str(each) for each in weights.values()} if isinstance(weights, dict) else set()
-        return needed + sorted(
-            x for x in shards if x.endswith(".safetensors") and is_relative_path(x)
-        )
+        shards = {x for x in shards if x.endswith(".safetensors") and is_relative_path(x)}
+        return needed + sorted(shards)
+    # Without an index, one file has the weights, which may have any name.
+    single = [x for x in names if x.endswith(".safetensors") and "/" not in x]
     return [*needed, *(single if len(single) == 1 else [_SINGLE_FILE])]
 
 
@@ -139,8 +141,8 @@ def _needed(names: Collection[str], snapshot: Path | None, part: Part) -> list[s
 def hub_models() -> dict[str, dict[str, Any]]:
     """Return the configurations of published models by name, for estimates.
 
-    The table has the values of config.json that differ from transformers' defaults, with resolved
-    rope_parameters, their source, and the published number of parameters, which a test compares
+    The table has each model's config.json without transformers' defaults and with resolved
+    rope_parameters, its source, and the published number of parameters, which a test compares
     with the number in the module. Several names can have one configuration.
     """
     content = read_json(TABLE, dict[str, Any])

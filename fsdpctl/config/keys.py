@@ -30,15 +30,13 @@ class Key:
     minimum: float | None = None
     within: tuple[float, float] | None = None  # lower and upper limit; replaces `minimum`
     auto: bool = False  # whether `auto` is allowed; stored as None
-    # Whether `auto` is allowed, stored as None with `Origin.AUTO`, while None alone is a value.
-    auto_and_none: bool = False
+    auto_and_none: bool = False  # `auto` and `none`, stored as None; `auto` has `Origin.AUTO`
     optional: bool = False  # whether the key may be unset
     is_path: bool = False
     is_list: bool = False  # whether a recipe may have a YAML list
-    # Normalizes a list of `choices` to one text; raises UsageError.
+    # Returns the normalized text of a list; raises UsageError.
     normalize: Callable[[str], str] | None = None
-    # The key that users set; not empty for an internal key, which only config.yaml has.
-    user_key: str = ""
+    user_key: str = ""  # for an internal key, which only config.yaml has: the key that users set
     is_mapping: bool = False  # whether it is JSON, set as KEY.NAME=VALUE or as a YAML mapping
     unit: str = ""  # the unit of a number that can also be set as a size such as 80GB
 
@@ -111,9 +109,8 @@ class Key:
         is_whole = self.type == "whole number"
         if not math.isfinite(number) or (is_whole and number != int(number)):
             raise self._error(text)
-        lowest = number if self.minimum is None else self.minimum
-        lowest, highest = self.within or (lowest, _LARGEST_WHOLE if is_whole else number)
-        if not lowest <= number <= highest:
+        low, high = self.within or (self.minimum, _LARGEST_WHOLE if is_whole else number)
+        if number > high or (low is not None and number < low):
             raise self._error(text)
         if not is_whole:
             return number
@@ -200,8 +197,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 def parse_bytes(text: str, key: str) -> int:
     """Return the bytes of a size such as 500MB. GB is 10^9 bytes, GiB is 2^30 bytes.
 
-    `key` begins the message of the UsageError if the text isn't a positive number with a known
-    unit.
+    UsageError, with `key` in its message, if the text isn't a positive number with a known unit.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None

@@ -12,7 +12,7 @@ MAX_RANKS, _MAX_NODES = 1 << 10, 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class EmulatedProgram:
-    """The program that an estimate is of, by its differences from fsdpctl."""
+    """A training program that an estimate predicts, by its differences from fsdpctl."""
 
     fused_optimizer: bool = True  # AdamW in one kernel; False: with a copy of the second moments
     keeps_logits: bool = False  # float32 logits stay until the next pass has computed its logits
@@ -21,8 +21,7 @@ class EmulatedProgram:
     # Reentrant checkpoints gather units once more in backward, after recomputation.
     reentrant_checkpoints: bool = False
     fused_dequantization: bool = False  # one kernel dequantizes a weight, as in bitsandbytes
-    # Time of the host for the norm, the clipping and the step of each DTensor.
-    seconds_per_tensor: float = 0.0
+    seconds_per_tensor: float = 0.0  # host time per DTensor: norm, clipping and optimizer step
 
 
 NO_EMULATION = "fsdpctl"
@@ -67,9 +66,7 @@ class LaunchConfig:
     )
     nnodes: int = key(1, "nodes", within=(1, _MAX_NODES))
     node_rank: int | None = key(None, "number of this node, from 0", within=(0, _MAX_NODES - 1))
-    rdzv_endpoint: str | None = key(
-        None, "HOST:PORT of node 0, where the launchers of all nodes connect"
-    )
+    rdzv_endpoint: str | None = key(None, "HOST:PORT of node 0, which all launchers connect to")
     interface: str | None = auto_key(
         "network interface between nodes; auto: the interface that reaches launch.rdzv_endpoint"
     )
@@ -107,13 +104,12 @@ class LaunchConfig:
     def rank_environment(self, ranks: int) -> dict[str, str]:
         """Return the environment variables that a rank needs before torch is imported.
 
-        `ranks` is the number of ranks on the host. With `launch.device=auto`, the variables of both
-        devices are set.
+        `ranks` are those of the host. With `launch.device=auto`, both devices' variables are set.
         """
         values = {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
         if self.device != "cuda":  # each step allocates large tensors again: use pages of 2 MiB
             values["THP_MEM_ALLOC_ENABLE"] = "1"
-        has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
-        if self.device != "cpu" and not has_older_name:
+        # The variable has an older name, which a user may have set.
+        if self.device != "cpu" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{self.allocator == 'expandable'}"
         return values

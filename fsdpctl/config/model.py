@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keys import auto_key, key, optional_key
 from fsdpctl.plan.attention_kernels import KERNELS, TRANSFORMERS
 
-SCRIPT_PREFIX = "own:"  # prefix of `model` in config.yaml if a script passed the module
+# `data`, and the prefix of `model`, in config.yaml if a script passed the data and the module.
+SCRIPT_DATA, SCRIPT_PREFIX = "own", "own:"
 NO_DECODER = (
     "a run of fsdpctl.train with a module of a script; expected a run of a decoder; "
     "fsdpctl.load_checkpoint reads its weights"
 )
-MAX_TOKENS = 1 << 24  # size of a vocabulary; 64 times the largest published one
+MAX_TOKENS = 1 << 24  # largest vocabulary, 64 times the largest published one; longest sequence
 MAX_LAYERS, MAX_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published model
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters of linear layers (Hu et al., LoRA, 2021); all other weights are frozen."""
+    """Low-rank adapters of linear layers (Hu et al., LoRA, 2021)."""
 
     rank: int | None = optional_key(
         "rank of LoRA adapters; all other weights are frozen", within=(1, MAX_WIDTH)
@@ -82,10 +83,10 @@ class ModelConfig:
     intermediate_size: int = key(384, "width inside the MLP", within=(1, MAX_WIDTH))
     num_heads: int = key(4, "number of query heads", within=(1, MAX_WIDTH))
     num_kv_heads: int = key(
-        2, "number of key and value heads; divides num_heads", within=(1, MAX_WIDTH)
+        2, "number of key-value heads; divides num_heads", within=(1, MAX_WIDTH)
     )
     head_dim: int | None = auto_key(
-        "width of a head; auto: hidden_size / num_heads", within=(2, MAX_WIDTH)
+        "head width; auto: hidden_size / num_heads", within=(2, MAX_WIDTH)
     )
     vocab_size: int | None = auto_key(
         "size of the vocabulary; auto: that of the tokenizer", within=(1, MAX_TOKENS)
@@ -94,7 +95,7 @@ class ModelConfig:
         2048, "longest sequence that the exported model declares", within=(1, MAX_TOKENS)
     )
     first_new_token: int | None = optional_key(
-        "first row of embeddings that begins as the mean of the rows before it",
+        "first row of embeddings for added tokens, which start as the mean of the rows before",
         within=(1, MAX_TOKENS),
         user_key="data.new_tokens",
     )
@@ -102,7 +103,6 @@ class ModelConfig:
         "attention kernel; transformers: its own attention; auto: a kernel for the GPU",
         choices=(*KERNELS, TRANSFORMERS),
     )
-
     trainable: str | None = optional_key(
         "trained parameters: a list of parts of their names such as norm,lm_head, or a "
         "regular expression that is searched in the names",

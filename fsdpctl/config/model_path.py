@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsdpctl.config.decoder_config import (
 )
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
-from fsdpctl.config.keys import Setting, Settings, Value
+from fsdpctl.config.keys import AUTO, Setting, Settings, Value
 from fsdpctl.config.model import NO_DECODER, SCRIPT_PREFIX
 from fsdpctl.config.overrides import OVERRIDES_KEY, apply_overrides, read_run_config
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_settings, has_adapters
@@ -30,9 +31,10 @@ from fsdpctl.io.untrusted import as_type, parse_json, read_json
 
 CONFIG_JSON_KEY = "model.config_json"
 _SIZES = tuple(f"model.{name}" for name in SIZE_NAMES)
-_DROPOUT = "model.lora.dropout"
-_FREE = "model.max_seq_len"  # weights do not determine it
+
+_NOT_IN_WEIGHTS = "model.max_seq_len"  # the only size that no shape of a weight has
 HF_OPTION = "hf"  # the option for a model in `model.path`
+# Keys that must match the stored weights of a run with LoRA.
 LORA_KEYS = (
     "model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets",
     "model.base_dtype",
@@ -47,25 +49,19 @@ _RUN_KEYS = (
 def fetch_model_config(pairs: list[Setting], *, for_training: bool) -> list[Setting]:
     """Replace a name on the Hub in `model.path` by the directory with its config.json.
 
-    Unless it's `for_training`, a name in the table of known models stays: the table has the sizes.
+    Without `for_training`, a name in the table of models stays, since the table has the sizes.
     """
     if dict(pairs).get("model") != HF_OPTION:
         return pairs
-    return [
-        (
-            name,
-            local_model(text, "config", allow_table=not for_training)
-            if name == "model.path"
-            else text,
-        )
-        for name, text in pairs
-    ]
+    fetch = partial(local_model, part="config", allow_table=not for_training)
+    return [(name, fetch(text) if name == "model.path" else text) for name, text in pairs]
 
 
 def model_values(choices: Settings, settings: Settings, file_name: Value) -> dict[str, Value]:
-    """Return the settings of the model in `model.path`, or of the file `named` in conf/model.
+    """Return the settings of the model in `model.path`, or of a file in conf/model.
 
-    `settings` are those that are set; they may change sizes of a model without weights.
+    `file_name` is the value of model.config_json in the option of another model. `settings` are
+    those that are set; they may change sizes of a model without weights.
     """
     path, option = settings.get("model.path"), choices.get("model")
     if option == HF_OPTION:
@@ -74,21 +70,20 @@ def model_values(choices: Settings, settings: Settings, file_name: Value) -> dic
         file, location = Path(str(KEYS["model.path"].parse(path))), f"model.path={path}"
         stored = model_settings(str(file))
     else:
-        for name in ("path", "init"):
-            if settings.get(f"model.{name}") not in (None, "auto", "random"):
-                problem = f"only valid with model={HF_OPTION}"
-                raise UsageError(f"model.{name}={settings[f'model.{name}']}: {problem}")
+        # Other models have random weights: a path or other initial weights would be ignored.
+        for name in ("model.path", "model.init"):
+            if settings.get(name) not in (None, AUTO, "random"):
+                raise UsageError(f"{name}={settings[name]}: only valid with model={HF_OPTION}")
         file = package_folder("conf") / "model" / str(file_name)
-        stored, location = settings_of_file(file), f"model={file.stem}"
-    is_random = option != HF_OPTION or settings.get("model.init") == "random"
-    changed = {**stored, **_changed(stored, settings, location)}
+        stored, location = _settings_of_file(file), f"model={file.stem}"
+    merged = {**stored, **_changed(stored, settings, location)}
     try:
-        values = {name: known_key(name).parse(text) for name, text in changed.items()}
+        values = {name: known_key(name).parse(text) for name, text in merged.items()}
     except UsageError as error:
         refusal = CheckpointError if is_checkpoint(file) else UsageError
         raise refusal(f"{location}: {error}") from None
-    if not is_random:
-        _check_match_stored(settings, stored, changed, location)
+    if option == HF_OPTION and settings.get("model.init") != "random":
+        _check_match_stored(settings, stored, merged, location)
     _check_sizes(settings, values, location)
     if option != HF_OPTION and "vocab_size" not in json.loads(str(values[CONFIG_JSON_KEY])):
         values["model.vocab_size"] = None  # follows from the data
@@ -96,29 +91,29 @@ def model_values(choices: Settings, settings: Settings, file_name: Value) -> dic
 
 
 def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, str]:
+    """Return the settings of the model that follow from set sizes and overrides."""
     content = parse_json(stored[CONFIG_JSON_KEY], dict[str, Any], f"{location}: {CONFIG_JSON_KEY}")
-    sizes = {name: KEYS[name].parse(settings[name]) for name in _SIZES if name in settings}
-    if not sizes and OVERRIDES_KEY not in settings:
+    set_sizes = [name for name in SIZE_NAMES if f"model.{name}" in settings]
+    sizes = {x: KEYS[f"model.{x}"].parse(settings[f"model.{x}"]) for x in set_sizes}
+    overrides = settings.get(OVERRIDES_KEY)
+    if not sizes and overrides is None:
         return {}
-    sizes = {name.removeprefix("model."): value for name, value in sizes.items()}
     content = resize(content, sizes, location)
-    if OVERRIDES_KEY in settings:
-        content = apply_overrides(
-            content, str(KEYS[OVERRIDES_KEY].parse(settings[OVERRIDES_KEY])), location
-        )
+    if overrides is not None:
+        content = apply_overrides(content, str(KEYS[OVERRIDES_KEY].parse(overrides)), location)
         location = f"{location}, {OVERRIDES_KEY}"
-    changed = sizes_and_config(content, location)
-    return {f"model.{name}": text for name, text in changed.items()}
+    return sizes_and_config(content, location)
 
 
 def _check_match_stored(
-    settings: Settings, stored: Settings, changed: Settings, location: str
+    settings: Settings, stored: Settings, merged: Settings, location: str
 ) -> None:
+    """Refuse settings that conflict with the stored weights."""
     lora_keys = LORA_KEYS if "model.lora.rank" in stored else ()
     # A run with new tokens has added rows to the embeddings.
-    free = (_FREE, "model.vocab_size") if "model.first_new_token" in settings else (_FREE,)
-    for name in (*(each for each in _SIZES if each not in free), *lora_keys):
-        text, stored_text = {**changed, **settings}.get(name, ""), stored.get(name)
+    resized = "model.vocab_size" if "model.first_new_token" in settings else ""
+    for name in (*(x for x in _SIZES if x not in (_NOT_IN_WEIGHTS, resized)), *lora_keys):
+        text, stored_text = {**merged, **settings}.get(name, ""), stored.get(name)
         value = KEYS[name].default if stored_text is None else KEYS[name].parse(stored_text)
         if text and value != KEYS[name].parse(text):
             raise UsageError(
@@ -136,27 +131,23 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, kv_heads, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
     if "model.num_kv_heads" in settings and heads % kv_heads:
-        raise UsageError(
-            f"model.num_kv_heads={kv_heads}: must divide the {heads} heads of num_heads"
-        )
+        problem = f"must divide the {heads} heads of num_heads"
+        raise UsageError(f"model.num_kv_heads={kv_heads}: {problem}")
     if width % 2 and any(name in settings for name in _SIZES):
         raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
     if CONFIG_JSON_KEY in settings:  # a run's config.json may spell out defaults
         texts = (settings[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
         stored, current = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
         if read_hf_config(stored, CONFIG_JSON_KEY) != read_hf_config(current, location):
-            raise UsageError(
-                f"{CONFIG_JSON_KEY}: differs from that of {location}; leave {CONFIG_JSON_KEY} out"
-            )
+            problem = f"differs from that of {location}; leave {CONFIG_JSON_KEY} out"
+            raise UsageError(f"{CONFIG_JSON_KEY}: {problem}")
 
 
-def adapter_values(
-    choices: Settings, settings: Settings, typed_names: set[str]
-) -> dict[str, Value]:
+def adapter_values(choices: Settings, settings: Settings, typed_keys: set[str]) -> dict[str, Value]:
     """Return the settings of the adapters in `model.lora.path`, if it is set.
 
-    They replace settings of a recipe, except for the dropout. UsageError if `typed` names of the
-    command line have other values.
+    These replace a recipe's settings, except the dropout. UsageError if a key in `typed_keys` has
+    another value on the command line.
     """
     path = settings.get("model.lora.path")
     if path is None:
@@ -169,10 +160,10 @@ def adapter_values(
     except UsageError as error:
         raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
-        if name in typed_names and values[name] != KEYS[name].parse(settings[name]):
+        if name in typed_keys and values[name] != KEYS[name].parse(settings[name]):
             raise UsageError(f"{name}={settings[name]}: model.lora.path={path} has {stored[name]}")
-    set_names = {*typed_names, _DROPOUT} & settings.keys()
-    return {name: value for name, value in values.items() if name not in set_names}
+    set_keys = {*typed_keys, "model.lora.dropout"} & settings.keys()
+    return {name: value for name, value in values.items() if name not in set_keys}
 
 
 def model_settings(path: str) -> dict[str, str]:
@@ -189,13 +180,13 @@ def model_settings(path: str) -> dict[str, str]:
         entry = hub_models().get(path.partition("@")[0])
         if entry is None:
             if is_gguf(folder):
-                return _prefixed(sizes_and_config(config_of_gguf(folder), path))
+                return sizes_and_config(config_of_gguf(folder), path)
             if folder.exists():
                 raise UsageError(f"model.path={path}: expected a directory or a .gguf file")
             raise UsageError(f"model.path={path}: no such directory{nearest_path_hint(path)}")
-        return _prefixed(sizes_and_config(entry["config"], path))
+        return sizes_and_config(entry["config"], path)
     if is_foreign_model(folder):
-        return settings_of_file(folder / CONFIG_JSON)
+        return _settings_of_file(folder / CONFIG_JSON)
     stored = _stored_settings(folder)
     if str(stored.get("model")).startswith(SCRIPT_PREFIX):
         raise UsageError(f"model.path={path}: {NO_DECODER}")
@@ -211,24 +202,19 @@ def model_settings(path: str) -> dict[str, str]:
         problem = f"no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
         raise UsageError(f"model.path={path}: {problem}")
     if CONFIG_JSON_KEY not in settings:
-        problem = "model.config_json: missing; written by another version"
+        problem = f"{CONFIG_JSON_KEY}: missing; written by another version"
         raise UsageError(f"model.path={path}: {problem}")
     return settings
 
 
-def settings_of_file(file: Path) -> dict[str, str]:
-    return _prefixed(sizes_and_config(read_json(file, dict[str, Any]), str(file)))
-
-
-def _prefixed(settings: dict[str, str]) -> dict[str, str]:
-    return {f"model.{name}": text for name, text in settings.items()}
+def _settings_of_file(file: Path) -> dict[str, str]:
+    return sizes_and_config(read_json(file, dict[str, Any]), str(file))
 
 
 def is_foreign_model(path: Path) -> bool:
     """Return whether a path is a GGUF file or a directory of transformers, not of fsdpctl."""
-    if is_gguf(path):
-        return True
-    return (path / CONFIG_JSON).is_file() and not _stored_settings(path, above=False)
+    has_config = (path / CONFIG_JSON).is_file()
+    return is_gguf(path) or (has_config and not _stored_settings(path, above=False))
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -241,11 +227,12 @@ def is_checkpoint(folder: Path) -> bool:
 def _stored_settings(folder: Path, *, above: bool = True) -> dict[str, Any]:
     """Return the settings in a run or checkpoint, or an empty mapping.
 
-    With `above`, the directory `checkpoints` of a run has the settings of the run.
+    With `above`, `folder` may be the directory `checkpoints` of a run.
     """
     if is_checkpoint(folder):
         settings = read_checksummed(folder).get("config", {})
         location = f"{folder / MANIFEST}: corrupted"
+        # The key "of" makes the settings of a checkpoint true even if the manifest has none.
         return {"of": MANIFEST, **as_type(settings, dict[str, str], location, CheckpointError)}
     folders = [folder, folder.parent] if above else [folder]
     for file in (each / RUN_CONFIG for each in folders):

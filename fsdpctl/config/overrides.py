@@ -28,7 +28,8 @@ def merge_overrides(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         return [*pairs]
     content = parse_json(dict(pairs).get(OVERRIDES_KEY, "{}"), dict[str, Any], OVERRIDES_KEY)
     for name, text in inside:
-        mapping, (*path, last) = content, name.split(".")[2:]
+        *path, last = name.split(".")[2:]
+        mapping = content
         for key in path:
             mapping = mapping.setdefault(key, {}) if isinstance(mapping, dict) else mapping
         if not isinstance(mapping, dict) or last in mapping:
@@ -58,12 +59,10 @@ def apply_overrides(content: Mapping[str, Any], changes: str, location: str) -> 
     model_type = overrides.get("model_type", content["model_type"])
     keys = known_names(read_hf_config({**content, "model_type": model_type}, location))
     rope_key, other_key = (_ROPE, _OLD_ROPE) if _ROPE in content else (_OLD_ROPE, _ROPE)
-    overrides = {
-        rope_key if name == other_key else name: value for name, value in overrides.items()
-    }
+    overrides = {rope_key if x == other_key else x: value for x, value in overrides.items()}
     if rope_key == _ROPE and "rope_theta" in overrides:
         overrides.setdefault(_ROPE, {})["rope_theta"] = overrides.pop("rope_theta")
-    if overrides.get(rope_key, "") is None:
+    if overrides.get(rope_key, "") is None:  # null: no scaling
         overrides[rope_key] = {"rope_type": "default"}
     result = _merged(content, overrides, keys, OVERRIDES_KEY)
     rope = result.get(rope_key)
@@ -80,13 +79,13 @@ def _merged(
     keys: Mapping[str, Collection[str]],
     location: str,
 ) -> dict[str, Any]:
+    """Return `content` with `changes`, recursively. If `keys` is empty, each name is allowed."""
     result = dict(content)
     for name, value in changes.items():
         if keys and name not in keys:
             raise UsageError(f"{location}.{name}: no such key{did_you_mean(name, [*keys])}")
         if isinstance(value, dict):
-            current = content.get(name)
-            current = current if isinstance(current, dict) else {}
+            current = content[name] if isinstance(content.get(name), dict) else {}
             inner = dict.fromkeys([*current, *keys.get(name, ())], keys.get(name, ()))
             result[name] = _merged(current, value, inner, f"{location}.{name}")
         else:

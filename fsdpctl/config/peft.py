@@ -52,11 +52,8 @@ def _read_config(path: str) -> _AdapterConfig:
         raise UsageError(f"{location}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
     content = read_json(file, dict[str, Any])
     config = as_type(content, _AdapterConfig, str(file))
-    for name, value, expected in (
-        ("peft_type", config.peft_type, "LORA"),
-        ("bias", config.bias, "none"),
-    ):
-        if value != expected:
+    for name, expected in {"peft_type": "LORA", "bias": "none"}.items():
+        if (value := getattr(config, name)) != expected:
             raise UsageError(f"{location}: {name}={value}: expected {expected}")
     if str(config.init_lora_weights).lower() not in _INITIALIZATIONS:
         raise UsageError(
@@ -85,14 +82,13 @@ def adapter_settings(path: str) -> dict[str, str]:
     }
     modules = config.target_modules
     if isinstance(modules, list) or (modules is None and config.target_parameters):
-        # `target_modules` as a string is a regular expression, which is not run since the file is
-        # untrusted: the names of tensors are checked instead. As in PEFT, one of the listed modules
-        # has to exist, not all.
+        # A string would be a regular expression of an untrusted file: the names of tensors are
+        # checked instead. As in PEFT, one listed module must exist, not all.
         targets = {*(modules or ()), *map(_layer_of_parameter, config.target_parameters or ())}
         settings["model.lora.targets"] = rf"(^|\.)({'|'.join(map(re.escape, sorted(targets)))})$"
-    if fully_trained := sorted({*(config.modules_to_save or ())}):
+    if modules_to_save := sorted({*(config.modules_to_save or ())}):
         # As in PEFT, a name also matches the end of a longer word: norm matches input_layernorm.
-        settings["model.lora.also"] = f"({'|'.join(map(re.escape, fully_trained))})$"
+        settings["model.lora.also"] = f"({'|'.join(map(re.escape, modules_to_save))})$"
     if isinstance(modules, str) and config.target_parameters:
         raise UsageError(
             f"{location}: target_parameters with target_modules={str(modules)[:80]}: set "
@@ -102,6 +98,7 @@ def adapter_settings(path: str) -> dict[str, str]:
 
 
 def _layer_of_parameter(name: str) -> str:
+    """Return the layer of a name in target_parameters; for stacked experts, `experts.PARAMETER`."""
     layer = name.removesuffix(".weight")
     return layer if layer != name or "experts" in name else f"experts.{name}"
 
@@ -114,7 +111,5 @@ def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]
     """Return a note if the directory of the model has adapters that the run does not read."""
     if path is None or adapters is not None or not has_adapters(Path(path)):
         return ()
-    return (
-        f"{path}: only the weights of the model are read, not the adapters next to them; to train "
-        f"with these adapters, set model.lora.path={path}",
-    )
+    note = "only the weights of the model are read, not the adapters next to them"
+    return (f"{path}: {note}; to train with these adapters, set model.lora.path={path}",)

@@ -16,7 +16,7 @@ from fsdpctl.io.untrusted import read_yaml
 
 MISSING = "???"  # Hydra's mark of a required value
 MISSING_REASON = "MISSING: "  # begins the comment above a required value, which has the reason
-# Keys that only files of one tool have.
+# Keys that only files of one tool have, for tools whose files fsdpctl reads.
 _READ_TOOLS = {
     "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
     "model_name_or_path": "TRL", "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
@@ -58,8 +58,7 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> list[Setting]:
     """Return the settings of a recipe in the order of the file.
 
-    UsageError if the file isn't a YAML mapping of keys to plain values, or is a file of another
-    tool.
+    UsageError if the file isn't a YAML mapping of keys to plain values, or is another tool's file.
     """
     content = read_yaml(path)
     if (tool := tool_of(path, content)) is not None:
@@ -81,14 +80,16 @@ def without_missing(path: Path, pairs: Sequence[Setting], typed: Collection[str]
     `typed` are the names on the command line. UsageError if another value is missing; the
     message has the reason from the comment above the value.
     """
-    replaced = {name for each in (LENGTH_KEYS, BATCH_KEYS) if {*each} & {*typed} for name in each}
+    replaced = set[str]()
+    for alternatives in (LENGTH_KEYS, BATCH_KEYS):
+        replaced |= {*alternatives} if {*alternatives} & {*typed} else set()
     remaining = [(name, text) for name, text in pairs if text != MISSING or name not in replaced]
     for name, text in remaining:
         if text == MISSING and (name in (*KEYS, *GROUPS) or name.startswith(_JSON_KEYS)):
-            expected = (
-                KEYS[name].expected if name in KEYS else shorten_list(options_of(name)) or "a value"
-            )
-            why = f": {reason}" if (reason := _reason(path, name)) else f"; expected {expected}"
+            options = shorten_list(options_of(name)) or "a value"
+            expected = KEYS[name].expected if name in KEYS else options
+            reason = _reason(path, name)
+            why = f": {reason}" if reason else f"; expected {expected}"
             raise UsageError(f"{path}: {name} is missing{why}")
     return remaining
 
@@ -127,17 +128,16 @@ def tool_of(file: Path, content: object) -> str | None:
 
     UsageError if the content isn't a mapping, or if fsdpctl does not read files of this tool.
     """
-    keys = [key for key, _ in flat_items(content)]
-
-    def has(name: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for key in keys)
-
     if not isinstance(content, Mapping):
         raise UsageError(f"{file}: expected a mapping of keys to values")
-    if unsupported := next((tool for name, tool in _UNREAD_TOOLS.items() if has(name)), ""):
-        advice = "write a recipe: the error for a key of another tool names fsdpctl's key"
-        raise UsageError(f"{file}: a file of {unsupported}: not supported; {advice}")
-    return next((tool for name, tool in _READ_TOOLS.items() if has(name)), None)
+    keys = [f"{key}." for key, _ in flat_items(content)]
+    for name, tool in (_UNREAD_TOOLS | _READ_TOOLS).items():
+        if any(key.startswith(f"{name}.") for key in keys):
+            if name in _READ_TOOLS:
+                return tool
+            advice = "write a recipe; the error for each unknown key names fsdpctl's key"
+            raise UsageError(f"{file}: a file of {tool}: not supported; {advice}")
+    return None
 
 
 def flat_items(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,8 +41,8 @@ class Origin(Enum):
     OPTION = "option"  # the file of the selected option of a group
     RECIPE = "recipe"
     TYPED = "typed"  # the command line
-    AUTO = "auto"  # computed from other values, or selected by an estimate, later
-    SELECTED = "selected"  # an estimate
+    AUTO = "auto"  # `auto`: computed from other values, or to be selected by an estimate
+    SELECTED = "selected"  # selected by an estimate
     DERIVED = "derived"  # the files of the model or the data
 
 
@@ -62,8 +62,8 @@ class StrategyConfig:
     offload: str = key(
         "none",
         "model states in host memory; states: master weights and moments, and the optimizer step; "
-        "gradients: reduced gradients, only with states; params: frozen parameters, and with "
-        "states all parameters, from where units are gathered",
+        "gradients: reduced gradients, only with states; params: frozen parameters (with states: "
+        "all), from which units are gathered",
         choices=("none", "states", "gradients", "params", "all"),
         normalize=lambda text: str(Offload.parse(text)),
         is_list=True,
@@ -77,13 +77,13 @@ class StrategyConfig:
         """Return the section for another strategy, without keys that the strategy doesn't use."""
         if name not in STRATEGIES:  # auto
             return replace(self, name=name)
-        row = STRATEGIES[name]
-        size = self.dp_shard_size if row.replicates else None
-        preset = STRATEGIES.get(self.name)
-        is_unused = self.owner_map == "even" and preset is not None and not preset.has_owner_map
-        keeps = row.has_owner_map and not is_unused
-        on_host = self.offloaded if row.can_offload_params else self.offloaded & ~Offload.PARAMS
-        return StrategyConfig(name, size, self.owner_map if keeps else None, str(on_host))
+        new, old = STRATEGIES[name], STRATEGIES.get(self.name)
+        size = self.dp_shard_size if new.replicates else None
+        # A strategy that has no owner map computes "even", which the user did not choose.
+        is_unused = self.owner_map == "even" and old is not None and not old.has_owner_map
+        owner_map = self.owner_map if new.has_owner_map and not is_unused else None
+        offload = self.offloaded if new.can_offload_params else self.offloaded & ~Offload.PARAMS
+        return StrategyConfig(name, size, owner_map, str(offload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class PrecisionConfig:
     @property
     def planned(self) -> Precision:
         dtypes = (self.param_dtype, self.reduce_dtype, self.master_dtype)
-        param, reduce, master = (name or "float32" for name in dtypes)
-        plain = master.removesuffix("+int8")
-        return Precision(param, reduce, plain, has_remainders=master == SPLIT)
+        param, reduce, master = (dtype or "float32" for dtype in dtypes)
+        master_dtype = master.removesuffix("+int8")
+        return Precision(param, reduce, master_dtype, has_remainders=master == SPLIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,12 @@ class LrSchedulerConfig:
         within=(0, 1),
     )
     start_lr_ratio: float | None = auto_key(
-        "learning rate of the first step of the warmup / peak; auto: 1 / (warmup steps + 1)",
+        "first learning rate of warmup, as a fraction of the peak; auto: 1 / (warmup steps + 1)",
         within=(0, 1),
     )
-    min_lr_ratio: float = key(0.1, "final learning rate / peak", within=(0, 1))
+    min_lr_ratio: float = key(0.1, "final learning rate, as a fraction of the peak", within=(0, 1))
     reaches_min: bool = key(
-        True,
-        "whether the last step has the final learning rate; false: the step after the last one",
+        True, "the last step has the final learning rate; false: the step after the last one"
     )
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
     decay_type: str = key("linear", "wsd: form of decay", choices=("linear", "cosine", "1-sqrt"))
@@ -192,9 +191,7 @@ class ActivationCheckpointingConfig:
     """The activations that are recomputed in backward."""
 
     name: str = "none"
-    offload: bool = key(
-        False, "inputs of recomputed blocks in host memory from forward to backward"
-    )
+    offload: bool = key(False, "inputs of recomputed blocks in host memory until backward")
     blocks: str | None = optional_key(
         "counts of the first blocks, which are recomputed more than the other blocks, such as "
         "full:20,selective:8; offload: full, with the inputs of blocks in host memory",
@@ -214,14 +211,14 @@ class ActivationCheckpointingConfig:
 
     @property
     def title(self) -> str:
-        """The treatment of all blocks, as text."""
+        """The modes of all blocks, as text."""
         counts = parse_counts(self.blocks) if self.blocks else []
         first = [f"{mode} in {count} block{'s' * (count > 1)}, " for mode, count in counts]
         rest = f"{self.name}{', inputs in host memory' * self.offload}"
         return f"{''.join(first)}{rest} in the others" if first else rest
 
     def per_block(self, num_blocks: int) -> tuple[BlockCheckpointing, ...]:
-        """Return the treatment of each block; UsageError if `blocks` counts more blocks."""
+        """Return the checkpointing of each block; UsageError if `blocks` counts more blocks."""
         return block_checkpointing(self.name, self.blocks, num_blocks, offload=self.offload)
 
 
@@ -254,8 +251,13 @@ class Config:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of groups of ranks that share samples; requires known ranks."""
+        """The number of context-parallel groups, each with its own samples; needs known ranks."""
         return self.num_ranks // self.train.context_parallel
+
+    @property
+    def samples_per_group(self) -> int:
+        """The share of a step of each context-parallel group."""
+        return -(-self.train.global_batch_size // self.data_parallel_size)
 
     @property
     def uses_tf32(self) -> bool:
@@ -314,19 +316,19 @@ def _set(node: Any, path: list[str], value: Any) -> Any:
     return replace(node, **{first: _set(getattr(node, first), rest, value) if rest else value})
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)  # for functions that return the stage that they receive
 # Stages of a configuration; mypy keeps them apart. `replace` and `changed` keep the stage.
 WithRanks = NewType("WithRanks", Config)  # device, ranks and dtypes are known
 Filled = NewType("Filled", WithRanks)  # values that follow from the data and the model are known
 Resolved = NewType("Resolved", Filled)  # checked for a number of ranks, without `auto`
+ConfigT = TypeVar("ConfigT", bound=Config)  # for functions that return the stage they receive
 SECTIONS: dict[str, type] = {
     each.name: type(getattr(Config(), each.name)) for each in fields(Config) if each.compare
 }
-GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
-KEYS: dict[str, Key] = {
-    name: each
-    for section, schema in SECTIONS.items()
-    for name, each in keys_of(section, schema).items()
-}
+# The section of a group has the field `name`: the selected option.
+GROUPS = tuple(section for section, schema in SECTIONS.items() if hasattr(schema, "name"))
+KEYS: dict[str, Key] = {}
+for _section, _schema in SECTIONS.items():
+    KEYS |= keys_of(_section, _schema)
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
-BATCH_KEYS = ("train.global_batch_size", "train.global_batch_tokens")
+BATCH_SIZE = "train.global_batch_size"
+BATCH_KEYS = (BATCH_SIZE, "train.global_batch_tokens")

@@ -17,7 +17,7 @@ MICRO_BATCH = "train.micro_batch_size"
 PREFETCHES = (
     PrefetchConfig("none", 0, 0), PrefetchConfig("backward", 0, 1), PrefetchConfig("both", 1, 1),
 )  # fmt: skip
-_SELECTED_IF_FULL = (RECOMPUTATION, PREFETCH, MICRO_BATCH)
+_SELECTED_IF_FULL = (RECOMPUTATION, PREFETCH, MICRO_BATCH)  # if defaults exceed the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,16 @@ class Selection:
     @staticmethod
     def of(config: Config) -> "Selection":
         """Return the values of a configuration."""
-        return Selection(
-            config.strategy.name,
-            Recomputation(
-                config.activation_checkpointing.name, config.activation_checkpointing.blocks
-            ),
-            config.prefetch,
-            config.train.micro_batch_size,
-        )
+        mode = config.activation_checkpointing
+        recomputation = Recomputation(mode.name, mode.blocks)
+        size = config.train.micro_batch_size
+        return Selection(config.strategy.name, recomputation, config.prefetch, size)
 
     @staticmethod
     def default(config: Config) -> "Selection":
         """Return the defaults of a configuration with ranks; `strategy` is empty."""
-        share = -(-config.train.global_batch_size // config.data_parallel_size)
-        return replace(Selection.of(Config()), strategy="", micro_batch_size=share)
+        size = config.samples_per_group
+        return replace(Selection.of(Config()), strategy="", micro_batch_size=size)
 
     def settings(self, names: Sequence[str], default: "Selection | None" = None) -> list[str]:
         """Return the settings of `names`, except for values that `default` has too."""
@@ -68,16 +64,13 @@ def unset_names(config: Config) -> tuple[str, ...]:
     """
     keys = {name: [x for x in KEYS if x.startswith(f"{name}.")] for name in _SELECTED_IF_FULL}
     keys[MICRO_BATCH] = ["accumulation.steps"]  # determines the micro-batch
-    return tuple(
-        name
-        for name, inner in keys.items()
-        if config.origin(name) is Origin.DEFAULT and not config.is_set(*inner)
-    )
+    defaults = (name for name in keys if config.origin(name) is Origin.DEFAULT)
+    return tuple(name for name in defaults if not config.is_set(*keys[name]))
 
 
 def with_fixed_defaults(config: ConfigT) -> ConfigT:
     """Return a configuration that keeps its defaults even if they do not fit into memory."""
-    fixed = dict.fromkeys(unset_names(config), Origin.DERIVED)
+    fixed = dict.fromkeys(unset_names(config), Origin.DERIVED)  # any origin but DEFAULT
     return replace(config, origins={**config.origins, **fixed})
 
 
@@ -92,12 +85,13 @@ def with_auto(config: ConfigT, names: Collection[str]) -> ConfigT:
     values = {name: None if name == MICRO_BATCH else AUTO for name in names}
     if RECOMPUTATION in names:
         values[BLOCKS] = None
-    unset = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
-    return unset.changed(values, Origin.AUTO)
+    config = replace(config, prefetch=PrefetchConfig()) if PREFETCH in names else config
+    return config.changed(values, Origin.AUTO)
 
 
 def with_defaults(config: ConfigT, names: Collection[str]) -> ConfigT:
     """Return a configuration in which the settings of `names` have their defaults."""
+    # Unlike `Selection.default`, this needs no ranks: without a micro-batch, the share is whole.
     return with_selection(with_auto(config, names), Selection.of(Config()))
 
 
@@ -109,9 +103,9 @@ def auto_names(config: Config) -> tuple[str, ...]:
 def with_selection(config: ConfigT, selection: Selection) -> ConfigT:
     """Return a configuration with the selected value of each setting that is `auto`."""
     names = auto_names(config)
+    mode = selection.recomputation
     values: dict[str, Value] = {}
     if RECOMPUTATION in names:
-        mode = selection.recomputation
         values = {RECOMPUTATION: mode.name, BLOCKS: mode.blocks}
     if MICRO_BATCH in names:
         values[MICRO_BATCH] = selection.micro_batch_size

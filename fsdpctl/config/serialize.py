@@ -36,15 +36,11 @@ def config_from_settings(settings: Settings) -> Config:
     """
     for name in settings.keys() - {*GROUPS}:
         known_key(name)
-    values = {
-        name: each.parse(settings[name])
-        if name in settings
-        else None
-        if each.optional
-        else each.default
-        for name, each in KEYS.items()
-    }
-    return to_config(values, {name: settings[name] for name in GROUPS if name in settings})
+    # `to_settings` omits optional keys without a value.
+    unset = {name: None if key.optional else key.default for name, key in KEYS.items()}
+    values = {name: KEYS[name].parse(settings[name]) for name in KEYS if name in settings}
+    groups = {name: settings[name] for name in GROUPS if name in settings}
+    return to_config(unset | values, groups)
 
 
 def config_of_checkpoint(settings: Settings, location: str, *, is_decoder: bool = True) -> Config:
@@ -70,11 +66,11 @@ def to_settings(config: Config) -> dict[str, str]:
             settings[section] = config.value(section)
         if config.model.is_script_module and section in ("model", "data"):
             continue
-        for name, each in KEYS.items():
-            is_in_section = name.startswith(f"{section}.")
-            is_of_this = is_in_section and not _is_in_unused_subsection(config, name)
-            text = each.text(value := config.value(name)) if is_of_this else ""
-            if is_of_this and value is None and each.auto_and_none:
+        for name, key in KEYS.items():
+            if not name.startswith(f"{section}.") or _is_in_unused_subsection(config, name):
+                continue
+            text = key.text(value := config.value(name))
+            if value is None and key.auto_and_none:
                 text = AUTO if config.is_auto(name) else NONE if config.is_set(name) else ""
             if text:
                 settings[name] = text
@@ -88,6 +84,7 @@ def user_settings(config: Config) -> dict[str, str]:
 
 
 def _is_in_unused_subsection(config: Config, name: str) -> bool:
+    """Return whether a key is in a subsection whose keys all have their defaults."""
     section = name.rpartition(".")[0]
     return "." in section and (value := config.value(section)) == type(value)()
 
@@ -107,12 +104,12 @@ def settings_to_yaml(settings: Settings, notes: Mapping[str, str] = {}) -> str:
     lines = []
     for name, text in settings.items():
         key = KEYS.get(name)
-        is_text = key is None or (key.type == "text" and not key.is_mapping) or text == "auto"
+        is_text = key is None or (key.type == "text" and not key.is_mapping) or text == AUTO
         value = text
         if not text.isprintable():
             value = escaped(json.dumps(text, ensure_ascii=False))
-        elif is_text:
-            value = yaml.safe_dump(text, allow_unicode=True, width=10**6)
+        elif is_text:  # safe_dump ends a plain text with `...`, the end of the document
+            value = yaml.safe_dump(text, allow_unicode=True, width=10**6).removesuffix("...\n")
         note = f"  # {notes[name]}" if name in notes else ""
-        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}{note}")
+        lines.append(f"{name}: {value.strip()}{note}")
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdpctl.config.data_files import kind_of_path
 from fsdpctl.config.data_sources import sources_in
 from fsdpctl.config.hub import hub_models
-from fsdpctl.config.keys import Setting
+from fsdpctl.config.keys import Setting, Settings
 from fsdpctl.config.options import options_of, ranks_per_node
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.io.gguf_header import is_gguf
@@ -33,7 +33,7 @@ def is_model_name(text: str) -> bool:
 
 
 def expand_shorthands(pairs: Sequence[Setting], recipe: Sequence[Setting]) -> list[Setting]:
-    """Replace the shorthands in settings; `recipe` are the settings of the recipe below them.
+    """Replace the shorthands in settings; `recipe` are the settings that they override.
 
     UsageError if a number of GPUs isn't a number of full nodes, or conflicts with set ranks.
     """
@@ -43,39 +43,36 @@ def expand_shorthands(pairs: Sequence[Setting], recipe: Sequence[Setting]) -> li
         if name == "model" and ("/" in text or is_model_name(text)):
             expanded += [("model", "hf"), ("model.path", text)]
         elif name == "cluster" and (match := _GPUS.fullmatch(text)) is not None:
-            card = _cluster_name(match[2])
-            expanded += _cluster_settings(text, int(match[1]), card, texts, ranks_per_node(card))
+            expanded += _cluster_settings(text, int(match[1]), _cluster_name(match[2]), texts)
         elif name == "cluster":
             expanded.append((name, _cluster_name(text)))
         else:
             expanded.append((name, text))
     path = texts.get("data.path")
     if path is not None and "data" not in {**dict(recipe), **texts}:
-        first = sources_in(path)[0].path if path else path
+        first = sources_in(path)[0].path if path else path  # the first source decides
         expanded.append(("data", kind_of_path(os.path.expanduser(first))))
     return expanded
 
 
-def _cluster_name(cluster: str) -> str:
-    return cluster.lower() if cluster.lower() in options_of("cluster") else cluster
+def _cluster_name(text: str) -> str:
+    return next((x for x in options_of("cluster") if x == text.lower()), text)
 
 
-def _cluster_settings(
-    text: str, count: int, name: str, texts: dict[str, str], per_node: int | None
-) -> list[Setting]:
-    if clash := next((each for each in RANK_KEYS if each in texts), None):
-        advice = f"set the ranks with one of them, such as cluster={name} and {clash}"
+def _cluster_settings(text: str, count: int, cluster: str, texts: Settings) -> list[Setting]:
+    if clash := next((key for key in RANK_KEYS if key in texts), None):
+        advice = f"set the ranks with one of them, such as cluster={cluster} and {clash}"
         raise UsageError(f"cluster={text}: conflicts with {clash}; {advice}")
+    per_node = ranks_per_node(cluster)
     if per_node is None or count <= per_node:
-        return [("cluster", name), (RANK_KEYS[0], str(count)), (RANK_KEYS[1], "1")]
+        return [("cluster", cluster), *zip(RANK_KEYS, (str(count), "1"), strict=True)]
     if count % per_node:
         raise UsageError(
             f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "
-            f"{name} has {per_node} GPUs"
+            f"{cluster} has {per_node} GPUs"
         )
-    return [
-        ("cluster", name), (RANK_KEYS[0], str(per_node)), (RANK_KEYS[1], str(count // per_node))
-    ]  # fmt: skip
+    ranks = (str(per_node), str(count // per_node))
+    return [("cluster", cluster), *zip(RANK_KEYS, ranks, strict=True)]
 
 
 def translate_strategy(pairs: list[Setting]) -> tuple[list[Setting], tuple[str, ...]]:

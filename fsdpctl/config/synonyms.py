@@ -11,7 +11,10 @@ from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 
 def _by_name(table: str) -> dict[str, str]:
-    """Return the answer for each name, from lines `answer | names`. Indented lines continue."""
+    """Return the answer for each name, from lines `answer | names`.
+
+    Indented lines continue the line above.
+    """
     rows = (row.split(" | ") for row in table.replace("\n  ", " ").strip().splitlines())
     return {name: answer for answer, names in rows for name in names.split()}
 
@@ -277,9 +280,7 @@ trackers other than those of log.trackers | comet swanlab
 losses other than cross-entropy | loss_type
 thresholds of early stopping: any lower validation loss counts | early_stopping_threshold
 """)
-_IGNORED_SUFFIXES = re.compile(
-    r"_degree$|_size$|(?<=^liger)_.*"
-)  # suffixes that are ignored in a second look
+_IGNORED_SUFFIXES = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # in the last attempt
 
 
 def hint(name: str, names: list[str]) -> str:

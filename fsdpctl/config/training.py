@@ -19,12 +19,24 @@ def default_seq_len(model: str | None, max_seq_len: int) -> int:
     return _TOY_LENGTH if is_toy else min(max_seq_len, _DEFAULT_LENGTH)
 
 
+def _tracker_list(text: str) -> str:
+    """Return the trackers in a list, with or without brackets, separated by commas."""
+    names = [each.strip().lower() for each in text.strip("[] ").split(",")]
+    if text.strip("[] ") in ("", NONE):
+        return NONE
+    for name in names:
+        if name not in TRACKERS:
+            expected = f"none, or a list of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
+            raise UsageError(f"log.trackers={text}: expected {expected}")
+    return ",".join(dict.fromkeys(names))
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """The training loop."""
 
     run_dir: str | None = auto_key(
-        "directory for all files of the run; auto: runs/NAME-HASH", is_path=True
+        "directory of the run's files; auto: runs/NAME-HASH", is_path=True
     )
     steps: int | None = key(
         None,
@@ -34,13 +46,11 @@ class TrainConfig:
         optional=True,
         auto=True,
     )
-    epochs: float | None = optional_key(
-        "length of the run in passes over the data", within=(1e-9, 1e6)
-    )
+    epochs: float | None = optional_key("length of the run in passes over data", within=(1e-9, 1e6))
     tokens: int | None = optional_key("length of the run in tokens", minimum=1)
     seq_len: int = auto_key(
         "tokens per sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096; less "
-        "if the data is less or its conversations are shorter",
+        "for shorter data or conversations",
         within=(1, _MAX_LENGTH),
     )
     context_parallel: int = key(
@@ -69,7 +79,7 @@ class TrainConfig:
         minimum=0,
     )
     patience: int | None = optional_key(
-        "validations in a row without a lower loss after which the run ends; not set: none",
+        "consecutive validations without a lower loss that end the run; not set: unlimited",
         minimum=1,
     )
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
@@ -80,14 +90,11 @@ class TrainConfig:
         choices=("stop", "skip"),
     )
     spike_factor: float | None = optional_key(
-        "threshold of a spike, in deviations (1.4826 MAD) above the median of the last 128 applied "
-        "steps",
+        "spike threshold: deviations (1.4826 MAD) above the median of the last 128 applied steps",
         within=(1, 1e6),
     )
-    max_skips: int = key(10, "skipped steps after which the next one stops the run", minimum=0)
-    loss_chunk_tokens: int | None = auto_key(
-        "tokens whose logits are computed at a time; 0: all", minimum=0
-    )
+    max_skips: int = key(10, "skipped steps per run; one more stops the run", minimum=0)
+    loss_chunk_tokens: int | None = auto_key("tokens per chunk of logits; 0: all", minimum=0)
     mlp_chunk_tokens: int | None = key(
         0,
         "tokens that feed-forward layers run on at a time, for long samples; the layers are "
@@ -97,8 +104,8 @@ class TrainConfig:
     )
     self_check: str = key(
         "auto",
-        "check the first step of each start: gradients, packed documents on CUDA; auto: "
-        "exit with code 77 if a check fails; warn: only print the failure",
+        "check of the first step after each start (gradients; on CUDA also packed documents); "
+        "auto: a failure exits with code 77; warn: it is only printed",
         choices=("auto", "warn", "off"),
     )
     require_fit: bool = key(
@@ -117,9 +124,7 @@ class CheckpointConfig:
     every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
     keep_last: int = key(2, "number of newest checkpoints to keep; 0: all", minimum=0)
     keep_every: int = key(0, "also keep checkpoints of every N-th step; 0: none", minimum=0)
-    keep_best: bool = key(
-        False, "also save and keep the checkpoint with the lowest validation loss"
-    )
+    keep_best: bool = key(False, "also keep the checkpoint with the lowest validation loss")
     mode: str = key("async", "async: write in the background", choices=("async", "sync"))
     remote: str | None = optional_key(
         "directory in an object store to upload each checkpoint to, such as s3://BUCKET/runs"
@@ -135,29 +140,15 @@ class LogConfig:
         "programs that get the metrics: event files in the run directory for TensorBoard; Weights "
         "& Biases; Trackio; MLflow",
         choices=TRACKERS,
-        normalize=lambda text: _trackers(text),
+        normalize=_tracker_list,
         is_list=True,
     )
     project: str | None = optional_key(
         "project in trackers, experiment in MLflow; not set: WANDB_PROJECT, TRACKIO_PROJECT, "
         "MLFLOW_EXPERIMENT_NAME, else fsdpctl"
     )
-    memory_snapshot: bool = key(
-        False, "CUDA: record allocations, for a memory snapshot if memory runs out"
-    )
+    memory_snapshot: bool = key(False, "CUDA: record allocations for a snapshot if memory runs out")
 
     @property
     def tracker_names(self) -> list[str]:
         return [] if self.trackers == NONE else self.trackers.split(",")
-
-
-def _trackers(text: str) -> str:
-    """Return the trackers in a list, with or without brackets, separated by commas."""
-    names = [each.strip().lower() for each in text.strip("[] ").split(",")]
-    if text.strip("[] ") in ("", NONE):
-        return NONE
-    for name in names:
-        if name not in TRACKERS:
-            expected = f"none, or a list of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
-            raise UsageError(f"log.trackers={text}: expected {expected}")
-    return ",".join(dict.fromkeys(names))

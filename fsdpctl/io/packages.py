@@ -3,6 +3,7 @@
 import platform
 import re
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def package_folder(name: str) -> Path:
     package = Path(fsdpctl.__file__).parent
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is installed, not only a directory such as one that wandb leaves."""
+    try:
+        spec = find_spec(module)
+    except ImportError:  # the parent package is missing
+        return False
+    return spec is not None and spec.origin is not None
 
 
 def import_package(module: str, location: str) -> Any:

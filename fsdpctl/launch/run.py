@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdpctl.config.schema import Origin
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Reporter, doing
 from fsdpctl.io.resources import is_pinned
@@ -39,8 +40,8 @@ def train_on_node(
     Returns the outcome and the run directory, or None if the run is finished already.
     """
     os.environ.setdefault(_STARTED, str(time.time()))
-    launch = composed.config.launch
-    if composed.has_cluster_of_recipe and launch.name == "local":
+    config = composed.config
+    if config.origins.get("cluster") is Origin.RECIPE and config.launch.name == "local":
         # The recipe's number of ranks must not decide the role of this process.
         from fsdpctl.resolve.machine import without_other_cluster
 

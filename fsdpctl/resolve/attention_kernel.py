@@ -1,11 +1,10 @@
 """The attention kernel of a configuration: the value of `auto`, and checks of support."""
 
-from importlib.util import find_spec
-
 import torch
 
 from fsdpctl.config.schema import Config, WithRanks
 from fsdpctl.errors import UsageError
+from fsdpctl.io.packages import is_installed
 from fsdpctl.plan.attention_kernels import (
     AUTO_KERNELS,
     CPU_KERNELS,
@@ -31,14 +30,17 @@ _FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not div
 def kernel_of(config: Config, *, is_here: bool = False) -> str | None:
     """Return the kernel of a configuration with ranks; None is torch's choice, for CPU ranks.
 
-    `auto` selects a kernel of torch for the GPU of the cluster or, with `local`, of this host. If
+    `auto` selects a kernel of torch for the GPU of the cluster or, with `is_here`, of this host. If
     the kernel does not support an input, such as a mask, torch falls back to another kernel.
     """
     kernel = config.model.attention
-    if kernel not in (None, TRANSFORMERS) or config.launch.device == "cpu":
+    if config.launch.device == "cpu":
         return None if kernel == TRANSFORMERS else kernel
+    if kernel not in (None, TRANSFORMERS):  # the attention of transformers runs a kernel of torch
+        return kernel
     supported = [name for name in AUTO_KERNELS if not _problem(config, name, is_here=is_here)]
-    if CUDNN in supported and (torch.backends.cudnn.version() or _FIRST_CUDNN) < _FIRST_CUDNN:
+    cudnn = torch.backends.cudnn.version()  # None without cuDNN here: assume a new one
+    if CUDNN in supported and cudnn is not None and cudnn < _FIRST_CUDNN:
         supported.remove(CUDNN)
     shares = PEAK_FRACTIONS.get(_architecture(config, is_here=is_here) or "", {})
     return max(supported, key=lambda name: shares.get(name, 0.0), default=EFFICIENT)
@@ -55,15 +57,13 @@ def notes_on_kernel(config: WithRanks) -> tuple[str, ...]:
         return ()
     for name in KERNEL_PACKAGES if architecture_here() else ():
         if not _problem(config, name, is_here=True):
-            line = (
-                f"package {KERNEL_PACKAGES[name]} is not used; set model.attention={name} to use it"
-            )
-            return (f"model.attention=auto: {line}",)
+            note = f"package {KERNEL_PACKAGES[name]} is not used"
+            return (f"model.attention=auto: {note}; set model.attention={name} to use it",)
     return ()
 
 
 def check_attention(config: Config, *, is_here: bool = False) -> None:
-    """Check that the kernel supports a configuration with ranks; with `local`, also its package."""
+    """Check that the kernel supports a configuration with ranks and, if `is_here`, is installed."""
     kernel = config.model.attention
     if problem := _problem(config, kernel, is_here=is_here):
         supported = [name for name in KERNELS if not _problem(config, name, is_here=is_here)]
@@ -72,7 +72,7 @@ def check_attention(config: Config, *, is_here: bool = False) -> None:
 
 
 def architecture_here() -> str | None:
-    """Return the generation of this machine's first GPU, if its attention kernels are known."""
+    """Return the generation of this machine's first GPU, or None if unknown. Requires a GPU."""
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
 
 
@@ -82,6 +82,7 @@ def _architecture(config: Config, *, is_here: bool) -> str | None:
 
 
 def _problem(config: Config, kernel: str | None, *, is_here: bool) -> str:
+    """Return why a kernel cannot run a configuration; empty if it can."""
     if kernel in (None, TRANSFORMERS):
         return ""
     if config.launch.device == "cpu":
@@ -93,13 +94,6 @@ def _problem(config: Config, kernel: str | None, *, is_here: bool) -> str:
         return "not supported with train.deterministic=true"
     if kernel != MATH and architecture is not None and kernel not in PEAK_FRACTIONS[architecture]:
         return f"not supported on {architecture.capitalize()} GPUs"
-    if is_here and kernel in KERNEL_PACKAGES and not _is_installed(KERNEL_PACKAGES[kernel]):
+    if is_here and kernel in KERNEL_PACKAGES and not is_installed(KERNEL_PACKAGES[kernel]):
         return f"package {KERNEL_PACKAGES[kernel]} not found"
     return ""
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ImportError:  # the parent package is missing
-        return False

@@ -1,9 +1,9 @@
-"""Values of `auto` that are computed from other values: one row per key, in order of the stages.
+"""Values of `auto` that are computed from other values: one row per key and stage, by stage.
 
-Note: a key is filled in at the stage at which the inputs of its row are known. Values that decide
-the losses do not depend on the number of ranks, except for the minimum of samples per step, since
-a run may resume on another number of ranks. Code that reads keys without a row, such as
-`launch.share_memory`, computes their `auto` itself.
+Note: a key is filled in at the stage at which the inputs of its row are known. A run may resume on
+another number of ranks: values that decide the losses do not depend on it, except for the minimum
+of samples per step. Code that reads keys without a row, such as `launch.share_memory`, computes
+their `auto` itself.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from torch import nn
 from fsdpctl.checkpoint.pretrained import find_tokenizer
 from fsdpctl.config.data import CHAT, TOKENS
 from fsdpctl.config.model import SCRIPT_PREFIX
-from fsdpctl.config.schema import BATCH_KEYS, Config, ConfigT
+from fsdpctl.config.schema import BATCH_SIZE, Config, ConfigT
 from fsdpctl.config.serialize import to_settings
 from fsdpctl.config.training import default_seq_len
 from fsdpctl.data.batches import Batches
@@ -39,8 +39,7 @@ from fsdpctl.resolve.run_data import DATE_KEY, check_amount, vocabulary_of
 # Default samples per step and warmup steps, which small data and short runs reduce.
 _SAMPLES, _DEFAULT_WARMUP = 16, 50
 _STEPS, _EPOCHS = 500, 3  # default length of a run on text, and on conversations
-# A run on conversations has fewer samples per step if it would have fewer steps than this, and at
-# least this number of samples per step.
+# If a run on conversations would have fewer steps, it has fewer samples per step, at least these.
 _MIN_STEPS, _MIN_SAMPLES = 50, 4
 _PACKED_SAMPLES = 8  # samples per step that the length of packed sequences is computed for
 _CHUNK_BYTES = 128 << 20  # bytes of float32 logits in a chunk
@@ -60,7 +59,7 @@ class Stage(Enum):
     MODEL = auto()  # the files of the model
     DECODER = auto()  # the attention kernels that the decoder supports
     DATA = auto()  # the data; an estimate may lack it
-    MODULE = auto()  # the data and the module
+    MODULE = auto()  # the module, and the steps of a run
     STRATEGY = auto()  # the strategy, which may have been selected
     BATCHES = auto()  # the division of a step among ranks
 
@@ -81,8 +80,9 @@ class AutoValue(NamedTuple):
     key: str
     stage: Stage
     value: Callable[[Config, AutoInputs], Any]
-    # Whether the row replaces a value too, such as the value of an earlier row.
-    replaces: Callable[[Config, str], bool] = lambda c, key: False
+    # Whether the row replaces a value too, such as the value of an earlier row. Keys with
+    # `Config.is_auto` have their first value in `run_identity`.
+    replaces: Callable[[Config, str], bool] = lambda config, key: False
     kept_on_resume: bool = False  # a resumed run keeps the value, since losses depend on it
 
 
@@ -100,127 +100,137 @@ def has_bf16() -> bool:
     return not is_here or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _compute_dtype(c: Config, f: AutoInputs) -> str:
+def _compute_dtype(config: Config, inputs: AutoInputs) -> str:
     """Return bfloat16 for GPUs, except for GPUs that emulate it, which are much slower with it."""
-    on_gpu = c.launch.device == "cuda" and has_bf16()
-    is_split = c.precision.master_dtype == SPLIT  # the bf16 half of the weights is gathered
+    on_gpu = config.launch.device == "cuda" and has_bf16()
+    is_split = config.precision.master_dtype == SPLIT  # the bf16 half of the weights is gathered
     return "bfloat16" if on_gpu or is_split else "float32"
 
 
-def _final_eval_batches(c: Config, f: AutoInputs) -> int:
+def _final_eval_batches(config: Config, inputs: AutoInputs) -> int:
     """Return 0 (all data), unless validation losses are compared with one another."""
-    return c.train.eval_batches if c.compares_losses else 0
+    return config.train.eval_batches if config.compares_losses else 0
 
 
-def _default_warmup(c: Config, f: AutoInputs) -> int | None:
-    return None if c.lr_scheduler.warmup_ratio is not None else _DEFAULT_WARMUP
+def _default_warmup(config: Config, inputs: AutoInputs) -> int | None:
+    return None if config.lr_scheduler.warmup_ratio is not None else _DEFAULT_WARMUP
 
 
-def _tokenizer(c: Config, f: AutoInputs) -> str | None:
-    path = Path(str(c.model.path))
-    reads_text = c.data.name != TOKENS or c.model.is_pretrained
-    return find_tokenizer(path) if c.model.path and reads_text and path.exists() else None
+def _tokenizer(config: Config, inputs: AutoInputs) -> str | None:
+    path = Path(str(config.model.path))
+    reads_text = config.data.name != TOKENS or config.model.is_pretrained
+    return find_tokenizer(path) if config.model.path and reads_text and path.exists() else None
 
 
-def _seq_len(c: Config, f: AutoInputs) -> int:
+def _seq_len(config: Config, inputs: AutoInputs) -> int:
     """Return the length of samples, at most the default.
 
     Samples of text are no longer than the smaller of training and validation data. Sequences of
     conversations hold the longest conversation; packed ones are longer if enough steps remain.
     """
-    default = c.train.seq_len
-    if f.data is None:  # an estimate without data is an upper bound
+    default, data = config.train.seq_len, inputs.data
+    if data is None:  # an estimate without data is an upper bound
         return default
-    parts = [f.data.train] if f.data.val is None else [f.data.train, f.data.val]
+    parts = [data.train] if data.val is None else [data.train, data.val]
     contents = [each for part in parts for each in contents_of(part)]
     if chats := [each for each in contents if isinstance(each, DocumentSet)]:
-        longest = max(int(part.lengths.max(initial=2)) for part in chats) - 1
-        length = 1 << max(6, (longest - 1).bit_length())
+        longest = max(int(part.lengths.max(initial=2)) for part in chats) - 1  # inputs: n of n + 1
+        length = 1 << max(6, (longest - 1).bit_length())  # the next power of two, at least 64
         if chats[0].packing.shares_sequences:
-            tokens = _epochs(c) * f.data.train.num_tokens / (_MIN_STEPS * _PACKED_SAMPLES)
+            tokens = _epochs(config) * data.train.num_tokens / (_MIN_STEPS * _PACKED_SAMPLES)
             length = max(length, _power_of_two_up_to(tokens))
         return min(default, length)
-    check_amount(c, f.data)
+    check_amount(config, data)
     max_len = min(part.num_tokens for part in parts) - 1
     return default if default <= max_len or max_len < 1 else _power_of_two_up_to(max_len)
 
 
-def _global_batch_size(c: Config, f: AutoInputs) -> int:
+def _global_batch_size(config: Config, inputs: AutoInputs) -> int:
     """Return the samples per step: the default, or as many as `train.global_batch_tokens` hold.
 
     Each rank gets at least one micro-batch. For conversations, the number is reduced if the run
     would have too few steps.
     """
-    if (tokens := c.train.global_batch_tokens) is not None:
-        if tokens < c.train.seq_len:
-            problem = f"fewer than the train.seq_len={c.train.seq_len} of one sample"
+    if (tokens := config.train.global_batch_tokens) is not None:
+        if tokens < config.train.seq_len:
+            problem = f"fewer than the train.seq_len={config.train.seq_len} of one sample"
             raise UsageError(f"train.global_batch_tokens={tokens}: {problem}")
-        return tokens // c.train.seq_len
-    size = c.train.global_batch_size
-    if c.data.name == CHAT and f.data is not None:
-        target = _power_of_two_up_to(
-            _epochs(c) * len(f.data.train.samples(c.train.seq_len)) / _MIN_STEPS
-        )
-        size = min(size, max(target, _MIN_SAMPLES))
-    micro, passes = c.train.micro_batch_size or 1, c.accumulation.steps or 1
-    return max(size, c.data_parallel_size * micro * passes)
+        return tokens // config.train.seq_len
+    size = config.train.global_batch_size
+    if config.data.name == CHAT and inputs.data is not None:
+        samples = _epochs(config) * len(inputs.data.train.samples(config.train.seq_len))
+        size = min(size, max(_power_of_two_up_to(samples / _MIN_STEPS), _MIN_SAMPLES))
+    micro, passes = config.train.micro_batch_size or 1, config.accumulation.steps or 1
+    return max(size, config.data_parallel_size * micro * passes)
 
 
-def _epochs(c: Config) -> float:
-    return c.train.epochs or _EPOCHS
+def _epochs(config: Config) -> float:
+    return config.train.epochs or _EPOCHS
 
 
 def _power_of_two_up_to(count: float) -> int:
     return 1 << max(0, int(count).bit_length() - 1)
 
 
-def _vocab_size(c: Config, f: AutoInputs) -> int | None:
-    return None if f.data is None else vocabulary_of(c, f.data)
+def _attention(config: Config, inputs: AutoInputs) -> str | None:
+    return kernel_of(config, is_here=inputs.is_here)
 
 
-def _lr(c: Config, f: AutoInputs) -> float | None:
+def _date(config: Config, inputs: AutoInputs) -> str | None:
+    return None if inputs.data is None else inputs.data.date
+
+
+def _steps(config: Config, inputs: AutoInputs) -> int | None:
+    return total_steps(config, inputs.data)
+
+
+def _vocab_size(config: Config, inputs: AutoInputs) -> int | None:
+    return None if inputs.data is None else vocabulary_of(config, inputs.data)
+
+
+def _lr(config: Config, inputs: AutoInputs) -> float | None:
     """Return a learning rate for the model's size: 3e-4 at 8 B, 1.5e-4 at 70 B, as for Llama 3.
 
     Pretrained weights are usually trained with a tenth of the rate, LoRA adapters with all of it.
     """
-    if f.module is None:  # an estimate
+    if inputs.module is None:  # an estimate
         return None
-    millions = sum(count_weights(f.module).values()) / 1e6
-    tunes_all_weights = c.model.is_pretrained and c.model.lora.rank is None
+    millions = sum(count_weights(inputs.module).values()) / 1e6
+    tunes_all_weights = config.model.is_pretrained and config.model.lora.rank is None
     rate = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
     return float(f"{rate:.2g}")
 
 
-def _warmup_steps(c: Config, f: AutoInputs) -> int | None:
+def _warmup_steps(config: Config, inputs: AutoInputs) -> int | None:
     """Return the warmup steps: the default, or a tenth of all steps if that is less."""
-    default, steps = c.lr_scheduler.warmup_steps, c.train.steps
+    default, steps = config.lr_scheduler.warmup_steps, config.train.steps
     if default is None or steps is None:  # `warmup_ratio` is set
         return default
     return min(default, -(-steps // 10))
 
 
-def total_steps(c: Config, data: DataSet | None) -> int | None:
+def total_steps(config: Config, data: DataSet | None) -> int | None:
     """Return the steps of a run; None if they depend on data that is unknown.
 
     UsageError if there is too little data for one sample.
     """
-    train, set_steps = c.train, None if c.is_auto("train.steps") else c.train.steps
-    epochs = None if data is None else steps_of_epochs(c, data)
+    train = config.train
+    set_steps = None if config.is_auto("train.steps") else train.steps
+    epochs = None if data is None else steps_of_epochs(config, data)
     if train.epochs is not None:
         return epochs if set_steps is None or epochs is None else min(set_steps, epochs)
     if set_steps is not None:
         return set_steps
     if train.tokens is not None:
         return math.ceil(train.tokens / (train.global_batch_size * train.seq_len))
-    return epochs if c.data.name == CHAT else _STEPS
+    return epochs if config.data.name == CHAT else _STEPS
 
 
-def steps_of_epochs(c: Config, data: DataSet) -> int:
+def steps_of_epochs(config: Config, data: DataSet) -> int:
     """Return the steps of all epochs; UsageError without a sample to train on or to validate."""
-    train = c.train
-    plan = plan_batches(
-        train.global_batch_size, c.num_ranks, context_parallel=train.context_parallel
-    )
+    train = config.train
+    size, shared = train.global_batch_size, train.context_parallel
+    plan = plan_batches(size, config.num_ranks, context_parallel=shared)
     batches = Batches(data.train.samples(train.seq_len), plan, train.seed, data.vocab_size)
     if data.val is not None and not len(data.val.samples(train.seq_len)):
         raise UsageError(
@@ -228,7 +238,7 @@ def steps_of_epochs(c: Config, data: DataSet) -> int:
             f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "
             "validation"
         )
-    return max(1, math.ceil(_epochs(c) * batches.num_samples / plan.global_batch_size))
+    return max(1, math.ceil(_epochs(config) * batches.num_samples / plan.global_batch_size))
 
 
 def decides_losses(name: str) -> bool:
@@ -247,7 +257,7 @@ def run_identity(config: Config) -> str:
     rows = (each for each in AUTO_VALUES if each.replaces is Config.is_auto)
     keys = {each.key for each in rows if config.is_auto(each.key)}
     if config.train.global_batch_tokens is not None:
-        keys.discard(BATCH_KEYS[0])
+        keys.discard(BATCH_SIZE)
     canonical = fill_auto(config.changed(dict.fromkeys(keys)), Stage.RANKS)
     defaults = to_settings(Config())
     deciding = {
@@ -258,54 +268,56 @@ def run_identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def _run_dir(c: Config, f: AutoInputs) -> str | None:
-    if f.module is None:  # an estimate
+def _run_dir(config: Config, inputs: AutoInputs) -> str | None:
+    if inputs.module is None:  # an estimate
         return None
-    return str(
-        Path(RUNS) / f"{f.recipe or c.model.name.removeprefix(SCRIPT_PREFIX)}-{run_identity(c)}"
-    )
+    name = inputs.recipe or config.model.name.removeprefix(SCRIPT_PREFIX)
+    return str(Path(RUNS) / f"{name}-{run_identity(config)}")
 
 
-def _owner_map(c: Config, f: AutoInputs) -> str:
-    has_map = get_strategy(c.strategy.name).has_owner_map
-    return MATRICES if has_map and c.optimizer.name == MUON else "even"
+def _owner_map(config: Config, inputs: AutoInputs) -> str:
+    has_map = get_strategy(config.strategy.name).has_owner_map
+    return MATRICES if has_map and config.optimizer.name == MUON else "even"
 
 
-def _dp_shard_size(c: Config, f: AutoInputs) -> int | None:
-    return c.launch.nproc_per_node if get_strategy(c.strategy.name).replicates else None
+def _dp_shard_size(config: Config, inputs: AutoInputs) -> int | None:
+    return config.launch.nproc_per_node if get_strategy(config.strategy.name).replicates else None
 
 
-def _loss_chunk_tokens(c: Config, f: AutoInputs) -> int:
+def _loss_chunk_tokens(config: Config, inputs: AutoInputs) -> int:
     """Return the tokens whose logits exist at a time, not so few that matmuls become slow."""
-    assert c.model.vocab_size is not None
-    chunk_tokens = _CHUNK_BYTES // (4 * c.model.vocab_size)
-    return 0 if c.engine.emulated.keeps_logits else _chunk(_micro_batch_tokens(c, f), chunk_tokens)
+    assert config.model.vocab_size is not None
+    if config.engine.emulated.keeps_logits:
+        return 0
+    preferred = _CHUNK_BYTES // (4 * config.model.vocab_size)
+    return _chunk(_micro_batch_tokens(config, inputs.batches), preferred)
 
 
-def _mlp_chunk_tokens(c: Config, f: AutoInputs) -> int:
+def _mlp_chunk_tokens(config: Config, inputs: AutoInputs) -> int:
     """Return the tokens whose MLP activations need about the memory of all hidden states."""
-    tokens = _micro_batch_tokens(c, f)
-    equal_memory = tokens * c.model.hidden_size // (3 * c.model.intermediate_size)
+    tokens = _micro_batch_tokens(config, inputs.batches)
+    mlp_size = 3 * config.model.intermediate_size  # gate, up and their product
+    equal_memory = tokens * config.model.hidden_size // mlp_size
     return _chunk(tokens, -(-equal_memory // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
 
 
-def _micro_batch_tokens(c: Config, f: AutoInputs) -> int:
-    assert f.batches is not None
-    shared = tokens_per_rank(c.train.seq_len, c.train.context_parallel)
-    return f.batches.micro_batch_size * shared
+def _micro_batch_tokens(config: Config, batches: BatchPlan | None) -> int:
+    assert batches is not None
+    per_sample = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
+    return batches.micro_batch_size * per_sample
 
 
 def _chunk(tokens: int, preferred: int) -> int:
-    """Return `few` tokens within limits; 0 if two chunks would not fit into `tokens`."""
+    """Return `preferred` tokens within limits; 0 if `tokens` are fewer than two chunks."""
     chunk = max(_MIN_CHUNK_TOKENS, preferred, -(-tokens // _MAX_CHUNKS))
     return chunk if tokens >= 2 * chunk else 0
 
 
-def check_chunks(c: Config, batches: BatchPlan) -> None:
-    tokens = _micro_batch_tokens(c, AutoInputs(batches=batches))
+def check_chunks(config: Config, batches: BatchPlan) -> None:
+    tokens = _micro_batch_tokens(config, batches)
     least = -(-tokens // _MAX_CHUNKS)
     for key in _CHUNK_KEYS:
-        if 0 < (size := c.value(key) or 0) < least:
+        if 0 < (size := config.value(key) or 0) < least:
             raise UsageError(
                 f"{key}={size}: {tokens:,} tokens of a micro-batch would be more than "
                 f"{_MAX_CHUNKS} chunks; expected at least {least}"
@@ -313,39 +325,35 @@ def check_chunks(c: Config, batches: BatchPlan) -> None:
 
 
 def _from_batches(name: str) -> Callable[[Config, AutoInputs], int]:
-    return lambda c, f: int(getattr(f.batches, name))
+    return lambda config, inputs: int(getattr(inputs.batches, name))
 
 
-def _computes_steps(c: Config, key: str) -> bool:
-    return c.is_auto(key) or c.train.epochs is not None
+def _computes_steps(config: Config, key: str) -> bool:
+    """Return whether train.steps is `auto`, or limited by train.epochs."""
+    return config.is_auto(key) or config.train.epochs is not None
 
 
 _WARMUP_KEY, _LENGTH_KEY = "lr_scheduler.warmup_steps", "train.seq_len"
 AUTO_VALUES = (
     AutoValue("precision.param_dtype", Stage.RANKS, _compute_dtype, kept_on_resume=True),
-    AutoValue("precision.reduce_dtype", Stage.RANKS, lambda c, f: "float32"),
-    AutoValue("precision.master_dtype", Stage.RANKS, lambda c, f: "float32"),
+    AutoValue("precision.reduce_dtype", Stage.RANKS, lambda c, _: "float32"),
+    AutoValue("precision.master_dtype", Stage.RANKS, lambda c, _: "float32"),
     AutoValue("train.final_eval_batches", Stage.RANKS, _final_eval_batches),
     AutoValue(
-        "model.lora.alpha", Stage.RANKS, lambda c, f: c.model.lora.rank and c.model.lora.used_alpha
+        "model.lora.alpha", Stage.RANKS, lambda c, _: c.model.lora.rank and c.model.lora.used_alpha
     ),
     AutoValue(
-        _LENGTH_KEY, Stage.RANKS, lambda c, f: default_seq_len(c.model.name, c.model.max_seq_len)
+        _LENGTH_KEY, Stage.RANKS, lambda c, _: default_seq_len(c.model.name, c.model.max_seq_len)
     ),
-    AutoValue(BATCH_KEYS[0], Stage.RANKS, lambda c, f: _SAMPLES),
+    AutoValue(BATCH_SIZE, Stage.RANKS, lambda c, _: _SAMPLES),
     AutoValue(_WARMUP_KEY, Stage.RANKS, _default_warmup),
     AutoValue("data.tokenizer", Stage.MODEL, _tokenizer),
-    AutoValue(
-        "model.attention",
-        Stage.DECODER,
-        lambda c, f: kernel_of(c, is_here=f.is_here),
-        kept_on_resume=True,
-    ),
+    AutoValue("model.attention", Stage.DECODER, _attention, kept_on_resume=True),
     AutoValue(_LENGTH_KEY, Stage.DATA, _seq_len, Config.is_auto, kept_on_resume=True),
     AutoValue("model.vocab_size", Stage.DATA, _vocab_size),
-    AutoValue(DATE_KEY, Stage.DATA, lambda c, f: f.data and f.data.date, kept_on_resume=True),
-    AutoValue(BATCH_KEYS[0], Stage.DATA, _global_batch_size, Config.is_auto, kept_on_resume=True),
-    AutoValue("train.steps", Stage.MODULE, lambda c, f: total_steps(c, f.data), _computes_steps),
+    AutoValue(DATE_KEY, Stage.DATA, _date, kept_on_resume=True),
+    AutoValue(BATCH_SIZE, Stage.DATA, _global_batch_size, Config.is_auto, kept_on_resume=True),
+    AutoValue("train.steps", Stage.MODULE, _steps, _computes_steps),
     AutoValue("optimizer.lr", Stage.MODULE, _lr),
     AutoValue(_WARMUP_KEY, Stage.MODULE, _warmup_steps, Config.is_auto, kept_on_resume=True),
     AutoValue("train.run_dir", Stage.MODULE, _run_dir),

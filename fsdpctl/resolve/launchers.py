@@ -1,6 +1,6 @@
 """The rank of this process, from the environment variables of a launcher such as torchrun.
 
-If the variables contradict `launch`, the command fails: a rank that believed it was alone would
+If the variables contradict `launch`, the command fails: a rank started as a single process would
 train a second copy of the model.
 """
 
@@ -22,7 +22,7 @@ _TASKS = {
 _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
 _ENV_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STEP_NAMES = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
-_UNIFORM_TASKS = re.compile(r"\d+(\(x\d+\))?")
+_UNIFORM_TASKS = re.compile(r"\d+(\(x\d+\))?")  # equal numbers of tasks, such as 8 or 8(x4)
 _ENDPOINT = re.compile(
     r"(\[(?P<address>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[^][:]+)):(?P<port>[0-9]{1,5})"
 )
@@ -45,7 +45,7 @@ class LauncherRank:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRole:
-    """The part of this process in a launch, or the ranks of a cluster for an estimate."""
+    """The role of this process: a launcher, a rank, or an estimate of a described cluster."""
 
     launch: LaunchConfig | None  # has the launcher's number of nodes; None: an estimate
     rank: LauncherRank | None = None  # this process, if another launcher has started it
@@ -58,7 +58,6 @@ class LaunchRole:
 
     @property
     def starts_all_ranks(self) -> bool:
-        """Whether this process starts all ranks."""
         return self.rank is None and self.launch is not None and self.launch.nnodes == 1
 
 
@@ -73,7 +72,7 @@ def role_of(
     `are_ranks`: Slurm's tasks are ranks, even one per node. UsageError if the variables
     are missing, contradict `launch`, or belong to another launcher.
     """
-    rank: LauncherRank | None = None
+    rank = None
     if launch.name == "env":
         rank = _rank_from_env(launch, environ)
     elif launch.name == "slurm":
@@ -95,7 +94,7 @@ def role_of(
 def role_of_script(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> LaunchRole:
     """Return the role of a script: a rank of torchrun or srun, or else the only one.
 
-    UsageError if the variables are missing, contradict `launch`, or belong to another launcher.
+    Raises as `role_of`.
     """
     name = launch.name
     if name == "local" and _RANKS[0] in environ:
@@ -132,10 +131,8 @@ def check_nodes(launch: LaunchConfig) -> None:
     if launch.rdzv_endpoint is not None:
         host_and_port(launch.rdzv_endpoint)
     if launch.name == "local" and nodes == 1 and (node or launch.rdzv_endpoint):
-        advice = "set launch.nnodes to the number of nodes"
-        raise UsageError(
-            f"launch.node_rank and launch.rdzv_endpoint require several nodes; {advice}"
-        )
+        problem = "require several nodes; set launch.nnodes to the number of nodes"
+        raise UsageError(f"launch.node_rank and launch.rdzv_endpoint: {problem}")
     if nodes > 1 and node is not None and node >= nodes:
         problem = f"expected 0 to {nodes - 1} with launch.nnodes={nodes}"
         raise UsageError(f"launch.node_rank={node}: {problem}")
@@ -194,12 +191,12 @@ def _rank_from_env(launch: LaunchConfig, environ: Mapping[str, str]) -> Launcher
             f"LOCAL_WORLD_SIZE={ranks} are inconsistent; expected consecutive ranks on every node, "
             "and the same number on each"
         )
-    attempt = "TORCHELASTIC_RESTART_COUNT"
+    restarts = "TORCHELASTIC_RESTART_COUNT"
     return LauncherRank(
         rank, world, local, ranks,
         address=environ["MASTER_ADDR"].strip("[]"),
         port=_number("MASTER_PORT", environ),
-        restarts=_number(attempt, environ) if attempt in environ else 0,
+        restarts=_number(restarts, environ) if restarts in environ else 0,
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )  # fmt: skip
 
@@ -233,7 +230,7 @@ def _rank_from_slurm(
         problem = "expected consecutive tasks on every node; set srun -m block"
         raise UsageError(f"SLURM_PROCID={task}: {problem}")
     endpoint = launch.rdzv_endpoint
-    if endpoint is None:  # derive a port that all tasks of this step know, and few other steps use
+    if endpoint is None:  # the port is equal in all tasks of the step, rarely that of another step
         job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
         endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _NUM_PORTS}"
     if tasks == nodes and not tasks_are_ranks:

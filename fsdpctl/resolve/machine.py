@@ -9,7 +9,6 @@ import torch
 from fsdpctl.chats.values import with_count
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.launch import LaunchConfig
 from fsdpctl.config.schema import KEYS, Config, ConfigT, Origin, WithRanks
 from fsdpctl.config.shorthands import RANK_KEYS
 from fsdpctl.errors import UsageError
@@ -43,16 +42,13 @@ def assign_ranks(
     the cluster is filled in too. The host memory of another machine is unknown unless it is set.
     UsageError if this machine lacks the devices, or limits open files to too few.
     """
-    placed = (
-        with_cluster_ranks(config)
-        if role.launch is None
-        else _with_local_ranks(config, role.launch, role)
-    )
-    return WithRanks(fill_auto(placed, Stage.RANKS, inputs))
+    config = with_cluster_ranks(config) if role.launch is None else _with_local_ranks(config, role)
+    return WithRanks(fill_auto(config, Stage.RANKS, inputs))
 
 
-def _with_local_ranks(config: Config, launch: LaunchConfig, role: LaunchRole) -> Config:
-    has_cuda = torch.cuda.is_available()
+def _with_local_ranks(config: Config, role: LaunchRole) -> Config:
+    launch, has_cuda = role.launch, torch.cuda.is_available()
+    assert launch is not None
     if launch.device == "cuda" and not has_cuda:
         has_support = torch.version.cuda or torch.version.hip
         why = "" if has_support else f" (torch {torch.__version__} is a CPU build)"
@@ -90,10 +86,8 @@ def with_cluster_ranks(config: ConfigT) -> ConfigT:
     default = local_ranks(device) if device == "cpu" else 1
     ranks = launch.nproc_per_node or cluster.ranks_per_node or devices or default
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
-    if device == "cpu":
-        host: float | None = memory * ranks
-    else:
-        host = host_memory() / _GIB if is_here else None
+    here = host_memory() / _GIB if is_here else None
+    host = memory * ranks if device == "cpu" else here
     values = {
         "launch.device": device, "launch.nproc_per_node": ranks, "cluster.memory": memory,
         "cluster.host_memory": cluster.host_memory or host, "cluster.ranks_per_node": ranks,
@@ -103,16 +97,17 @@ def with_cluster_ranks(config: ConfigT) -> ConfigT:
 
 
 def without_other_cluster(composed: Composed) -> Composed:
-    """Return the configuration of a run without a cluster of the recipe that isn't this machine.
+    """Drop the recipe's cluster if it isn't this machine.
 
     UsageError if the command line sets such a cluster.
     """
     cluster, config = composed.cluster, composed.config
     device = config.launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = gpu_by_name(_machine(config)) if device == "cuda" else None
+    # `device` is also the name of the cluster `cpu`.
     if cluster is None or config.cluster.name in (LOCAL, device, gpu and gpu.cluster):
         return composed
-    if not composed.has_cluster_of_recipe:
+    if config.origins.get("cluster") is not Origin.RECIPE:
         raise UsageError(
             f"cluster={cluster}: this machine is {_machine(config)}; leave cluster out, or size "
             f"the run for that machine with fsdpctl estimate-memory cluster={cluster}"
@@ -169,8 +164,8 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
     if (threads := threads_per_rank(ranks)) * ranks <= cores:
         return ()
     total = f"{with_count(ranks, 'rank')} x {with_count(threads, 'thread')}"
-    who = f"{total} on {with_count(cores, 'core')}"
-    return (f"{who} wait for one another; set launch.nproc_per_node or OMP_NUM_THREADS",)
+    note = f"{total} on {with_count(cores, 'core')} wait for one another"
+    return (f"{note}; set launch.nproc_per_node or OMP_NUM_THREADS",)
 
 
 def note_on_tf32(config: Config) -> str:
@@ -179,7 +174,7 @@ def note_on_tf32(config: Config) -> str:
     if config.precision.name == TF32:
         note = f"precision={TF32}: not supported by {_machine(config)}; matmuls are in float32"
         return "" if has_tf32 else note
-    faster = f"matmuls are in float32; precision={TF32} is faster, with operands of 10 bits"
+    faster = f"matmuls are in float32; precision={TF32} is faster, with 10-bit mantissas"
     return faster if has_tf32 and config.precision.param_dtype == "float32" else ""
 
 
@@ -197,7 +192,7 @@ def raise_file_limit(ranks: int) -> None:
 
 
 def notes_on_memory(config: Config) -> tuple[str, ...]:
-    """Return a line if an estimate assumes a GPU because only `cluster.memory` is set."""
+    """Return a line about an assumed GPU."""
     if not assumes_gpu(config):
         return ()
     size = f"{config.cluster.memory:g} GiB"
@@ -218,18 +213,13 @@ def may_share_memory(config: Config) -> bool:
 
 
 def executed_strategy(config: Config, strategy: Strategy, size: int | None) -> tuple[Strategy, int]:
-    """Return the strategy that ranks execute for the requested one, and its shard size.
+    """Return the strategy that ranks execute for the requested `strategy`, and its shard size.
 
-    `row` is the requested strategy. `size` is the number of ranks of a replica; None: all ranks.
+    `size` is the number of ranks of a replica; None: all ranks.
     """
-    ranks = config.num_ranks
-    return effective_strategy(
-        strategy,
-        size or ranks,
-        ranks,
-        shares_memory=shares_memory(config),
-        offloads_params=Offload.PARAMS in config.strategy.offloaded,
-    )
+    ranks, offloads_params = config.num_ranks, Offload.PARAMS in config.strategy.offloaded
+    options = {"shares_memory": shares_memory(config), "offloads_params": offloads_params}
+    return effective_strategy(strategy, size or ranks, ranks, **options)
 
 
 def owner_map_of(config: Config) -> str:
@@ -243,6 +233,7 @@ def owner_map_of(config: Config) -> str:
 
 
 def _memory_here(device: str, ranks: int) -> float:
+    """Return the bytes of a GPU here; without a GPU, each rank's share of the host's memory."""
     if device == "cuda" and torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return host_memory() / ranks
@@ -251,9 +242,11 @@ def _memory_here(device: str, ranks: int) -> float:
 def supported_strategies(config: Config) -> list[str]:
     """Return the strategies that the engine and the optimizer of a configuration support."""
     is_muon = config.optimizer.name == MUON
+    offloads_params = Offload.PARAMS in config.strategy.offloaded
+    strategies = {name: STRATEGIES[name] for name in engine_strategies(config.engine.name)}
     return [
         name
-        for name in engine_strategies(config.engine.name)
-        if not (is_muon and STRATEGIES[name].shards_params)
-        and (STRATEGIES[name].can_offload_params or Offload.PARAMS not in config.strategy.offloaded)
+        for name, strategy in strategies.items()
+        if not (is_muon and strategy.shards_params)
+        if strategy.can_offload_params or not offloads_params
     ]

@@ -20,7 +20,7 @@ from fsdpctl.config.hub import Part, local_model, part_for_training, print_missi
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.overrides import read_run_config
 from fsdpctl.config.peft import notes_on_adapters
-from fsdpctl.config.schema import BATCH_KEYS, Config, ConfigT, Filled, Origin, WithRanks
+from fsdpctl.config.schema import BATCH_SIZE, Config, ConfigT, Filled, Origin, WithRanks
 from fsdpctl.config.serialize import config_from_settings
 from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.blocks import missing_compiler
@@ -55,7 +55,7 @@ from fsdpctl.resolve.run_data import (
 from fsdpctl.resolve.script_module import ScriptTask
 from fsdpctl.resolve.vocabulary import notes_on_new_rows, with_vocabulary
 
-_DATA_KEYS = ("train.seq_len", BATCH_KEYS[0])  # `auto` of these keys depends on the data
+_DATA_KEYS = ("train.seq_len", BATCH_SIZE)  # `auto` of these keys depends on the data
 # Keys that are replaced by steps and samples once the data is known.
 _REPLACED_KEYS = ("train.epochs", "train.tokens", "train.global_batch_tokens")
 
@@ -135,16 +135,16 @@ class _Preparation:
         inputs = AutoInputs(self.role.is_here, recipe=self.composed.recipe)
         config, notes = self._placed(inputs)
         if self.task is None:
-            config, more = self._with_model(config, inputs)
-            notes += more
-        data, on_cache = self._data(config)
+            config, model_notes = self._with_model(config, inputs)
+            notes += model_notes
+        data, cache_notes = self._data(config)
         inputs = inputs._replace(data=data if isinstance(data, DataSet) else None)
         config = fill_auto(config, Stage.DATA, inputs)
         if inputs.data is not None and self.task is None:
             config = with_data(config, inputs.data)
-        module, more = self._module(config, inputs)
+        module, module_notes = self._module(config, inputs)
         config = fill_auto(config, Stage.MODULE, inputs._replace(module=module))
-        notes = (*notes, *on_cache, *more)
+        notes += cache_notes + module_notes
         if inputs.data is not None and self.is_run:
             steps_of_epochs(config, inputs.data)  # raises UsageError if there is no sample
             steps = config.train.steps or 0
@@ -152,8 +152,7 @@ class _Preparation:
             config = config.changed(dict.fromkeys(_REPLACED_KEYS))
         run_dir = config.train.run_dir
         if run_dir is not None and Path(run_dir).is_symlink():  # the link may change: runs/latest
-            run_dir = os.path.relpath(os.path.realpath(run_dir))
-            config = config.changed({"train.run_dir": run_dir})
+            config = config.changed({"train.run_dir": os.path.relpath(os.path.realpath(run_dir))})
         return Prepared(Filled(config), notes, data, module)
 
     def _placed(self, inputs: AutoInputs) -> tuple[WithRanks, Notes]:
@@ -163,7 +162,7 @@ class _Preparation:
         try:  # report errors before reading data
             validate(config.with_strategy(AUTO) if self.all_strategies else config)
         except UsageError as error:
-            key = str(error).partition("=")[0]
+            key = str(error).partition("=")[0]  # messages of rules begin with KEY=VALUE
             is_of_recipe = config.origins.get(key) is Origin.RECIPE
             cause = f" (recipe {self.composed.recipe} sets {key})" if is_of_recipe else ""
             raise UsageError(f"{error}{cause}") from None
@@ -178,20 +177,18 @@ class _Preparation:
         return config.changed({"train.compile": False}), (note, *notes)
 
     def _with_model(self, config: WithRanks, inputs: AutoInputs) -> tuple[WithRanks, Notes]:
-        notes: Notes = ()
-        if self.role.is_here:
-            notes = notes_on_cores(config) + notes_on_kernel(config)
+        notes = notes_on_cores(config) + notes_on_kernel(config) if self.role.is_here else ()
         if self.is_run:
             config = _with_fetched_model(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # raises an error if tensors contradict the metadata
         config = with_vocabulary(fill_auto(config, Stage.MODEL, inputs))
-        config, on_packing = adapt_to_decoder(config)
-        config = fill_auto(config, Stage.DECODER, inputs)
-        if not self.is_run:
-            return config, ()
-        notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
-        return config, notes + notes_on_gguf(config.model.path)
+        config, packing_notes = adapt_to_decoder(config)
+        model = config.model
+        if self.is_run:
+            notes += packing_notes + notes_on_adapters(model.path, model.lora.path)
+            notes += notes_on_gguf(model.path)
+        return fill_auto(config, Stage.DECODER, inputs), notes
 
     def _data(self, config: WithRanks) -> tuple[DataSet | UsageError | None, Notes]:
         """Open the data. An estimate that can do without it may return None or the error."""
@@ -227,8 +224,9 @@ class _Preparation:
         check_trained_params(config, module_units(module, None))
         if self.task is not None:
             return module, self.task.notes
-        are_here = not (self.role.is_dry and print_missing_weights(str(config.model.path)))
-        if config.model.is_pretrained and are_here:
+        # A dry run prints what a run would fetch.
+        has_weights = not (self.role.is_dry and print_missing_weights(str(config.model.path)))
+        if config.model.is_pretrained and has_weights:
             check_weights(open_initial_weights(config.model, module, config.train.seed), module)
         assert inputs.data is not None
         return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
@@ -250,23 +248,24 @@ def _stored_values(config: Config) -> dict[str, Any]:
 
     They may depend on the length of the run, on the ranks, or on the date of a chat template.
     """
-    if (begun := _stored_config(config)) is None:
+    if (stored := _stored_config(config)) is None:
         return {}
-    before, typed = begun
-    keys = {x.key for x in AUTO_VALUES if x.kept_on_resume and config.is_auto(x.key)} - typed
+    first, typed_keys = stored
+    keys = {x.key for x in AUTO_VALUES if x.kept_on_resume and config.is_auto(x.key)} - typed_keys
     if config.is_set("train.global_batch_tokens"):
-        keys.discard(BATCH_KEYS[0])
-    if not can_run(config, before.model.attention):
+        keys.discard(BATCH_SIZE)
+    if not can_run(config, first.model.attention):
         keys.discard("model.attention")
-    values = {key: (before.value(key), config.value(key)) for key in keys}
+    values = {key: (first.value(key), config.value(key)) for key in keys}
     changed = {x: old for x, (old, new) in values.items() if None not in (old, new) and old != new}
-    return changed and {**changed, "train.run_dir": config.train.run_dir}
+    # Values that are no longer `auto` would change the hash in the name of the directory.
+    return {**changed, "train.run_dir": config.train.run_dir} if changed else {}
 
 
 def _stored_config(config: Config) -> tuple[Config, set[str]] | None:
     """Return the stored configuration of a run, and the names of its settings on the command line.
 
-    It is in the run directory or in the object store. None if there is none.
+    It is read from the run directory, else from the object store; None if neither has it.
     """
     run_dir = Path(str(config.train.run_dir))
     with suppress(UsageError):  # `inspect_run_dir` reports errors

@@ -4,8 +4,7 @@ A row has a message, in which `{section.key}` is a value, and a condition. A con
 text, which replaces `{detail}` in the message. A setting that is still `auto` breaks no rule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fsdpctl.config.data import check_data_keys
@@ -14,7 +13,7 @@ from fsdpctl.config.launch import NO_EMULATION
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.config.schema import KEYS, SECTIONS, Config, ConfigT
 from fsdpctl.errors import UsageError
-from fsdpctl.io.packages import install_hint
+from fsdpctl.io.packages import install_hint, is_installed
 from fsdpctl.io.stores import is_remote
 from fsdpctl.models.decoder_check import check_shared_rows
 from fsdpctl.plan.optimizers import (
@@ -43,7 +42,7 @@ from fsdpctl.resolve.machine import executed_strategy, may_share_memory
 
 
 class Rule(NamedTuple):
-    """A mistake that a configuration can have."""
+    """A rule: its message, and the condition that breaks it."""
 
     message: str
     is_broken: Callable[[Config], bool | str]
@@ -61,7 +60,7 @@ def validate(config: ConfigT) -> ConfigT:
         config = fill_auto(config, Stage.STRATEGY)
         ranks_per_replica(strategy, config.num_ranks, config.strategy.dp_shard_size)
     check_data_keys(config.data, {*filter(config.is_typed, KEYS)})
-    for message in _broken_rules(config):
+    if message := next(_broken_rules(config), None):
         raise UsageError(message)
     check_attention(config)
     check_shared_rows(config)
@@ -78,21 +77,19 @@ def _broken_rules(config: Config) -> Iterator[str]:
 
 
 def _unused_key_messages(config: Config) -> Iterator[str]:
-    defaults = Config()
-
-    def set_keys(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-        for key in sorted(keys):
-            if (value := config.value(key)) != defaults.value(key) or config.is_typed(key):
-                yield key, f"{key}={KEYS[key].text(value)}"
-
-    names = {name for each in OPTIMIZERS.values() for name in each.keys}
-    names -= {*get_optimizer(config.optimizer.name).keys}
-    for key, text in set_keys(f"optimizer.{name}" for name in names):
-        valid = [each.name for each in OPTIMIZERS.values() if key[10:] in each.keys]
-        yield f"{text}: only valid with optimizer={' or '.join(valid)}"
+    names = {name for each in OPTIMIZERS.values() for name in each.keys} - {
+        *_optimizer(config).keys
+    }
+    problems = {}
+    for name in sorted(names):
+        valid = [each.name for each in OPTIMIZERS.values() if name in each.keys]
+        problems[f"optimizer.{name}"] = f"only valid with optimizer={' or '.join(valid)}"
     if config.is_auto("prefetch"):
-        for _, text in set_keys(("prefetch.forward", "prefetch.backward")):
-            yield f"{text}: conflicts with prefetch=auto; leave one of them out"
+        problem = "conflicts with prefetch=auto; leave one of them out"
+        problems |= dict.fromkeys(("prefetch.backward", "prefetch.forward"), problem)
+    for key, problem in problems.items():
+        if (value := config.value(key)) != KEYS[key].default or config.is_typed(key):
+            yield f"{key}={KEYS[key].text(value)}: {problem}"
 
 
 def _optimizer(config: Config) -> OptimizerRow:
@@ -100,6 +97,7 @@ def _optimizer(config: Config) -> OptimizerRow:
 
 
 def _has_several_ranks(config: Config) -> bool:
+    """Return whether several ranks execute a strategy that is not `auto`."""
     return not config.is_auto("strategy") and config.num_ranks > 1
 
 
@@ -131,9 +129,9 @@ def _cannot_offload(config: Config) -> str:
         return f"requires optimizer=adamw, got optimizer={config.optimizer.name}"
     if config.is_auto("strategy"):
         return ""
-    row = get_strategy(strategy.name)
-    runs, _ = executed_strategy(config, row, strategy.dp_shard_size)
-    return strategy.offloaded.conflict(row, runs, config.num_ranks)
+    requested = get_strategy(strategy.name)
+    executed, _ = executed_strategy(config, requested, strategy.dp_shard_size)
+    return strategy.offloaded.conflict(requested, executed, config.num_ranks)
 
 
 def _is_uneven_on_nodes(config: Config) -> bool:
@@ -198,7 +196,7 @@ RULES = (
         "ranks; set precision.master_dtype=float32",
         lambda c: (
             (c.optimizer.name, c.launch.device) == ("sgd", "cpu")
-            and c.precision.master_dtype in ("bfloat16", "float16")
+            and c.precision.master_dtype == "bfloat16"
         ),
     ),
     Rule("{detail}: requires engine={FSDPCTL}, got engine={engine.name}", _requires_fsdpctl),
@@ -247,12 +245,11 @@ RULES = (
         lambda c: c.model.num_heads % c.train.context_parallel > 0,
     ),
     Rule(
-        "model.base_dtype={model.base_dtype}: only valid with adapters; set model.lora.rank=16, or "
-        "another one",
+        "model.base_dtype={model.base_dtype}: only valid with adapters; set model.lora.rank=16",
         lambda c: c.model.lora.rank is None and c.model.base_dtype is not None,
     ),
     Rule(
-        "model.lora: requires a rank; set model.lora.rank=16, or another rank",
+        "model.lora: requires a rank, such as model.lora.rank=16",
         lambda c: c.model.lora.rank is None and c.model.lora != LoraConfig(),
     ),
     Rule(
@@ -261,8 +258,7 @@ RULES = (
         lambda c: c.model.lora.rank is not None and c.model.trainable is not None,
     ),
     Rule(
-        "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
-        "optimizer=adamw",
+        "optimizer=muon: updates whole matrices, of which model.lora has none; use optimizer=adamw",
         lambda c: _optimizer(c).steps_matrices and c.model.lora.rank is not None,
     ),
     Rule(
@@ -299,18 +295,12 @@ def check_preflight(config: Config) -> None:
         price = f"cluster.price={config.cluster.price:g}"
         raise UsageError(f"{price}: for estimates and compare --simulate only")
     for name in config.log.tracker_names:
-        if not _is_installed(name):
+        if not is_installed(name):
             raise UsageError(f"log.trackers={name}: {install_hint(name)}")
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote, f"checkpoint.remote={remote}"):
         problem = "expected a directory in an object store, such as s3://BUCKET/runs"
         raise UsageError(f"checkpoint.remote={remote}: {problem}")
-
-
-def _is_installed(package: str) -> bool:
-    """Return whether a package is installed, not only a directory that wandb has left behind."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:

@@ -17,7 +17,7 @@ from fsdpctl.data.token_formats import TokenFile, check_tokens
 from fsdpctl.errors import UsageError
 
 _CHECKED_BYTES = 1 << 30  # token files up to this size in all are checked at each start
-# If the data has fewer samples of this length, the length must be set.
+# With fewer than _LEAST_SAMPLES of _LEAST_LENGTH tokens, train.seq_len must be set.
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
 _MANY_EPOCHS = 100
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
@@ -45,10 +45,9 @@ def check_validation(config: Config, data: DataSet) -> None:
     """Refuse settings that compare validation losses if there is no validation data."""
     if data.val is None and config.compares_losses:
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
-        option = (
-            "val_data" if config.model.is_script_module else "data.val_fraction or data.val_path"
-        )
-        raise UsageError(f"{key}: requires validation data; set {option}")
+        keys = "data.val_fraction or data.val_path"
+        keys = "val_data" if config.model.is_script_module else keys
+        raise UsageError(f"{key}: requires validation data; set {keys}")
 
 
 def are_small(files: Sequence[TokenFile]) -> bool:
@@ -115,7 +114,7 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
         action = "truncated" if config.data.too_long == "truncate" else "dropped"
         text += f"; {too_long:,} samples are longer: {action} (data.too_long)"
     if untrained := sum(each.num_untrained for each in packed):
-        text += f"; {untrained:,} dropped, without a trained token in a sequence"
+        text += f"; {untrained:,} dropped, with no trained token within train.seq_len"
     return (*data.notes, text)
 
 
@@ -132,7 +131,5 @@ def is_data_here(data: DataConfig) -> bool:
     """Return whether all files of the data are on this machine."""
     texts = {"data.path": data.path, "data.val_path": data.val_path}
     paths = [x.path for key, text in texts.items() if text for x in sources_in(text, key)]
-    return bool(paths) and all(
-        is_cached(each) if each.startswith(HUB) else glob(each) or os.path.exists(each)
-        for each in paths
-    )
+    are_here = (is_cached(x) if x.startswith(HUB) else glob(x) or os.path.exists(x) for x in paths)
+    return bool(paths) and all(are_here)

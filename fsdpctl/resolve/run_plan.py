@@ -33,7 +33,7 @@ def make_run_plan(
         config = with_selection(config, selection)
     requested, config = config, validate(config)
     if config.origin(MICRO_BATCH) is Origin.SELECTED:
-        share = -(-config.train.global_batch_size // config.data_parallel_size)
+        share = config.samples_per_group
         size = min(config.train.micro_batch_size or share, share)
         config = config.changed({MICRO_BATCH: size})
     batches = _batches(config)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from fsdpctl.checkpoint.staging import DTYPE_NAMES
 from fsdpctl.comm.flat_shard import persistent_buffers
 from fsdpctl.config.compose import Composed, compose_config, parse_settings
-from fsdpctl.config.model import SCRIPT_PREFIX
+from fsdpctl.config.model import SCRIPT_DATA, SCRIPT_PREFIX
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import Origin
 from fsdpctl.config.selection import auto_names
@@ -25,7 +25,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.plan.strategy import FSDPCTL
 
-# Sections and keys that only decoders and their tokens have, or estimates, which trace a decoder.
+# Sections and keys of decoders, of tokens, or of estimates, which trace a decoder.
 _DECODER_KEYS = (
     "model", "data", "cluster", "train.seq_len", "train.tokens", "train.global_batch_tokens",
     "train.context_parallel", "train.sample_tokens", "train.loss_chunk_tokens",
@@ -35,7 +35,7 @@ _DECODER_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """A module with values, and its data, which has the loss function."""
+    """A module that is not on the meta device, and its data with the loss function."""
 
     module: nn.Module
     data: DataSet
@@ -69,32 +69,29 @@ def make_task(
         raise UsageError("module: expected at least one trained parameter, got none")
     for name, buffer in persistent_buffers(module).items():
         if buffer.dtype not in DTYPE_NAMES:
-            raise UsageError(
-                f"module: buffer {name} is {buffer.dtype}, which checkpoints do not hold; register "
-                "it with persistent=False"
-            )
+            problem = f"buffer {name} is {buffer.dtype}, which checkpoints do not hold"
+            raise UsageError(f"module: {problem}; register it with persistent=False")
     for name, each in {"loss": loss, "collate_fn": collate or default_collate}.items():
         if not callable(each):
             raise UsageError(f"{name}: expected a function, got {type(each).__name__}")
     parts = {"data": data} if val_data is None else {"data": data, "val_data": val_data}
     for name, each in parts.items():
         if (advice := _data_advice(name, each)) is not None:
-            raise UsageError(
-                f"{name}: expected a map-style Dataset, with __getitem__ and __len__, got "
-                f"{type(each).__name__}{advice}"
-            )
+            expected = "expected a map-style Dataset, with __getitem__ and __len__"
+            raise UsageError(f"{name}: {expected}, got {type(each).__name__}{advice}")
         if not len(each):
             raise UsageError(f"{name}: expected at least one sample, got none")
     train, *val = (ScriptData(each, collate or default_collate, loss) for each in parts.values())
-    val_set = val[0] if val else None
-    return ScriptTask(module, DataSet(train, val_set, ByteTokenizer(), 1, type(data).__name__))
+    val_set, description = val[0] if val else None, type(data).__name__
+    # A module of a script has no vocabulary: the tokenizer and its size are placeholders.
+    return ScriptTask(module, DataSet(train, val_set, ByteTokenizer(), 1, description))
 
 
 def _data_advice(name: str, data: Any) -> str | None:
     """Return advice for data that isn't a map-style data set; None if it is one."""
     if isinstance(data, DataLoader):
         return f"; pass its dataset: {name}=loader.dataset, collate_fn=loader.collate_fn"
-    if isinstance(data, Mapping):  # a mapping of splits or columns
+    if isinstance(data, Mapping):  # maps splits, columns or indexes
         keys = ", ".join(map(repr, islice(data, 3)))
         return None if 0 in data else f"; pass one of its values, or a list of samples ({keys}, …)"
     if hasattr(data, "iloc"):
@@ -129,10 +126,10 @@ def compose_task(
                 why = "only valid with a decoder, not with a module of a script"
                 raise UsageError(f"{location}{name}={text}: {why}")
     composed = compose_config(settings, recipe)
-    for name in auto_names(composed.config):
-        raise UsageError(f"{name}=auto: selected by an estimate of a decoder; set a value")
+    if names := auto_names(composed.config):
+        raise UsageError(f"{names[0]}=auto: selected by an estimate of a decoder; set a value")
     values = {
-        "model": SCRIPT_PREFIX + task.name, "model.vocab_size": 1, "data": "own",
+        "model": SCRIPT_PREFIX + task.name, "model.vocab_size": 1, "data": SCRIPT_DATA,
         "train.seq_len": 1, "train.sample_tokens": 0, "train.loss_chunk_tokens": 0,
         "train.mlp_chunk_tokens": 0,
     }  # fmt: skip

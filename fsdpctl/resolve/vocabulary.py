@@ -24,7 +24,7 @@ _ROW_MULTIPLE = 64  # rows of embeddings are a multiple, which is fast on GPUs
 
 
 def with_vocabulary(config: ConfigT) -> ConfigT:
-    """Return a configuration with the rows of embeddings, and the ties, that training will have.
+    """Return a configuration with the vocabulary size and the weight tying of the trained model.
 
     UsageError if the new tokens can't be added to the tokenizer.
     """
@@ -52,12 +52,12 @@ def notes_on_new_rows(config: Config, module: nn.Module) -> tuple[str, ...]:
     """Return lines about rows of embeddings for new tokens, and about ones that aren't trained."""
     if (first := config.model.first_new_token) is None:
         return ()
-    names, _ = vocabulary_shapes(module)
-    frozen = [name for name in names if not module.get_parameter(name).requires_grad]
-    line = f"rows of {', '.join(names)} from {first:,}: initialized with the mean of earlier rows"
+    shapes, _ = vocabulary_shapes(module)
+    frozen = [name for name in shapes if not module.get_parameter(name).requires_grad]
+    line = f"rows of {', '.join(shapes)} from {first:,}: initialized with the mean of earlier rows"
     if not frozen:
         return (line,)
-    modules = ",".join(name.rpartition(".")[0].rpartition(".")[2] for name in names)
+    modules = ",".join(name.split(".")[-2] for name in shapes)
     key = "model.lora.also" if config.model.lora.rank is not None else "model.trainable"
     return (line, f"{', '.join(frozen)}: has rows of new tokens, not trained; set {key}={modules}")
 
@@ -67,6 +67,7 @@ def _padded(count: int) -> int:
 
 
 def _as_in_peft(config: ConfigT, path: str) -> ConfigT:
+    """Return a configuration with the embeddings, tying and tokenizer of a PEFT directory."""
     model = config.model
     module = build_base_model(model)
     shapes, names = vocabulary_shapes(module)

@@ -69,8 +69,8 @@ def tiny_config(family: str) -> Any:
     content = hf.AutoConfig.for_model(
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
-    words = sizes_and_config(json.loads(content), family)
-    return read_hf_config(json.loads(words["config_json"]), family)
+    settings = sizes_and_config(json.loads(content), family)
+    return read_hf_config(json.loads(settings["model.config_json"]), family)
 
 
 def save_decoder(family: str, folder: Path, **settings: Any) -> None:

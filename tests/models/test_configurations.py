@@ -72,8 +72,9 @@ def theirs_of(content: dict[str, Any]) -> nn.Module:
 
 
 def model_of(content: dict[str, Any]) -> ModelConfig:
-    words = sizes_and_config(content, "config.json")
-    return ModelConfig(**{n: KEYS[f"model.{n}"].parse(text) for n, text in words.items()})  # type: ignore[arg-type]
+    settings = sizes_and_config(content, "config.json")
+    values: dict[str, Any] = {x[6:]: KEYS[x].parse(text) for x, text in settings.items()}
+    return ModelConfig(**values)
 
 
 def ours_of(model: ModelConfig, theirs: nn.Module) -> nn.Module:

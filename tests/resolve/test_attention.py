@@ -111,9 +111,9 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
 
 def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):
     config = placed("cluster=h100").changed({KERNEL: None})
-    monkeypatch.setattr("fsdpctl.resolve.attention_kernel._is_installed", lambda name: False)
+    monkeypatch.setattr("fsdpctl.resolve.attention_kernel.is_installed", lambda name: False)
     assert notes_on_kernel(config) == ()
-    monkeypatch.setattr("fsdpctl.resolve.attention_kernel._is_installed", lambda name: True)
+    monkeypatch.setattr("fsdpctl.resolve.attention_kernel.is_installed", lambda name: True)
     (line,) = notes_on_kernel(config)
     assert "set model.attention=flash3 to use it" in line
     assert notes_on_kernel(placed("launch.device=cpu")) == ()
