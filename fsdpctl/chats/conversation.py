@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,11 +27,15 @@ def fillers_for(message: Message) -> list[str]:
     return [each for each in FILLERS if each[0] != text[:1] and each[-1] != text[-1:]][:2]
 
 
-class Conversation:
-    """A chat with a template to render it."""
+class RenderedChat:
+    """A chat that a template renders, in full and in part."""
 
-    def __init__(self, renderer: Renderer, chat: Chat, controls: re.Pattern[str] | None) -> None:
-        self.renderer, self.chat, self.control_pattern = renderer, chat, controls
+    def __init__(
+        self, renderer: Renderer, chat: Chat, control_pattern: re.Pattern[str] | None
+    ) -> None:
+        self.chat, self.control_pattern = chat, control_pattern
+        self.has_generation_blocks = renderer.has_generation_blocks
+        self.render = partial(renderer.render, tools=chat.tools, options=chat.options)
         self._cache: dict[tuple[int, bool], Rendered] = {}
 
     @property
@@ -42,26 +46,17 @@ class Conversation:
     def assistant_indices(self) -> list[int]:
         return [i for i, each in enumerate(self.messages) if each["role"] == ASSISTANT]
 
-    def render_prefix(self, count: int) -> Rendered:
+    def render_prefix(self, count: int, *, add_generation_prompt: bool = False) -> Rendered:
         """Render the first `count` messages."""
-        return self._render_prefix(count, has_prompt=False)
+        key = (count, add_generation_prompt)
+        if key not in self._cache:
+            messages = self.messages[:count]
+            self._cache[key] = self.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._cache[key]
 
     def prompt_for(self, index: int) -> Rendered:
         """Render the messages before `index`, followed by the header of an assistant message."""
-        return self._render_prefix(index, has_prompt=True)
-
-    def _render_prefix(self, count: int, *, has_prompt: bool) -> Rendered:
-        key = (count, has_prompt)
-        if key not in self._cache:
-            self._cache[key] = self.render(self.messages[:count], has_prompt=has_prompt)
-        return self._cache[key]
-
-    def render(self, messages: Sequence[Message], *, has_prompt: bool = False) -> Rendered:
-        """Render `messages` with the tools and variables of this chat."""
-        tools, options = self.chat.tools, self.chat.options
-        return self.renderer.render(
-            messages, tools=tools, options=options, add_generation_prompt=has_prompt
-        )
+        return self.render_prefix(index, add_generation_prompt=True)
 
 
 def with_filler(message: Message, filler: str) -> Message:
@@ -77,7 +72,7 @@ def with_filler(message: Message, filler: str) -> Message:
         changed["content"] = filler
     if message.get("tool_calls"):
         changed["tool_calls"] = [_filled_call(call, filler) for call in message["tool_calls"]]
-    if changed == message:
+    if changed == message:  # neither content nor calls
         changed |= {name: filler for name in REASONING if message.get(name)}
     return changed
 
@@ -95,8 +90,7 @@ def _filled_call(call: dict[str, Any], filler: str) -> dict[str, Any]:
 def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
     """Return the chat with the arguments of all calls as objects, or as JSON text.
 
-    Data has either form, and a template may support only one of the two. UsageError if arguments
-    are text that isn't JSON.
+    A template may support only one of the two. UsageError if arguments are text that isn't JSON.
     """
     messages = [
         {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}

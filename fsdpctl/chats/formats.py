@@ -1,7 +1,7 @@
 """Parses a row of data, in any published format, into a conversation or plain text.
 
 The first row of a file determines the format of all its rows. Keys that change what is trained on
-are followed or rejected. `parse_row` returns the names of all other keys.
+are followed or rejected, all others ignored. `parse_row` names the followed and the ignored keys.
 """
 
 import re
@@ -14,7 +14,7 @@ from fsdpctl.chats.messages import (
     ASSISTANT,
     LOSS_KEYS,
     MEDIA,
-    ROW_LOSS_KEYS,
+    ROW_LOSS_LIKE_KEYS,
     is_empty,
     loss_flag,
     normalize_messages,
@@ -38,13 +38,14 @@ _KWARGS_KEY = "chat_template_kwargs"
 _RESERVED_VARIABLES = {
     "messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message",
 }  # fmt: skip
+# TEXT_COLUMN is a format that reads only the key `text`, selected in place of data.prompt.
 _TEXT_FORMAT, TEXT_COLUMN = "text", "the column text"
 _INSTRUCTION_FORMAT = "instruction and output"
 ALPACA_FORMAT = f"{_INSTRUCTION_FORMAT}, as Alpaca's text"
 _INSTRUCTION_KEYS, _INPUT_KEYS, _OUTPUT_KEYS = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
 )  # fmt: skip
-# Keys of other data sets for the instruction and the output, from which a hint suggests names.
+# Keys that a hint suggests to rename.
 _SIMILAR_TO_INSTRUCTION = (*_INSTRUCTION_KEYS, "prompt", "input", "problem", "source", "user")
 _SIMILAR_TO_OUTPUT = (*_OUTPUT_KEYS, "answer", "completion", "target", "solution", "assistant")
 _FORMAT_KEYS = ("messages", "conversations", "prompt", "completion", "history", "text")
@@ -60,9 +61,9 @@ _TEXT_KEY = "text"
 
 
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
-    """A conversation to be rendered by a chat template."""
+    """The messages of a conversation, in the form of chat templates."""
 
-    messages: list[Message]  # in the form of chat templates, with `role` and `content`
+    messages: list[Message]  # with `role` and `content`
     trained: list[bool]  # per message; only used for assistant messages
     tools: list[Any] | None = None
     options: dict[str, Any] = {}  # additional variables of the template
@@ -97,7 +98,7 @@ class _RowFields:
         self.keys = RowKeys()
 
     def take_only(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        """Take the only nonempty field among `keys`; return its key and value ("": all are empty).
+        """Take the only nonempty field among `keys`; return its key and value, or a key and "".
 
         UsageError if two fields have different values.
         """
@@ -114,11 +115,11 @@ class _RowFields:
         return expect_text({key: self.unused.pop(key, "")}, key)
 
 
-def is_used(key: str) -> bool:
-    """Return whether a format may use or reject a key of rows."""
+def needs_value(key: str) -> bool:
+    """Return whether a format reads the value of a key of rows, to use or reject it."""
     used = {*_FORMAT_KEYS, *_INSTRUCTION_KEYS, *_INPUT_KEYS, *_OUTPUT_KEYS, *LOSS_KEYS}
     used |= {*SYSTEM_KEYS, *TOOLS_KEYS, _KWARGS_KEY, *_UNSUPPORTED_KEYS}
-    return key in used or any(x.fullmatch(key) for x in (_PREFERENCE, ROW_LOSS_KEYS))
+    return key in used or any(x.fullmatch(key) for x in (_PREFERENCE, ROW_LOSS_LIKE_KEYS))
 
 
 def detect_format(fields: Mapping[str, Any], prompt: str = PROMPT_TEMPLATE) -> str:
@@ -131,6 +132,7 @@ def detect_format(fields: Mapping[str, Any], prompt: str = PROMPT_TEMPLATE) -> s
         return TEXT_COLUMN
     fields = {k: value for k, value in fields.items() if value is not None or k == _TEXT_KEY}
     for format_name, (keys, _) in _FORMATS.items():
+        # Two formats have a prompt: a text, or a list of messages.
         is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
         if not _missing(keys, fields) and is_list == format_name.endswith("of messages"):
             _check_supported(fields, format_name)
@@ -153,13 +155,14 @@ def _rename_hint(fields: Mapping[str, Any]) -> str:
 
 
 def parse_row(format_name: str, fields: Mapping[str, Any]) -> tuple[Chat | PlainText, RowKeys]:
-    """Return the content of a row in the format `name`, and the keys that are reported.
+    """Return the content of a row in the format `format_name`, and the keys that are reported.
 
     UsageError if the row has another format, or can't be trained on.
     """
     if format_name == TEXT_COLUMN:
         return _parse_column(fields)
     _check_supported(fields, format_name)
+    # A null text is an empty text.
     empty = {_TEXT_KEY: ""} if format_name == _TEXT_FORMAT and _TEXT_KEY in fields else {}
     fields = empty | without_nulls(fields)
     keys, parse = _FORMATS[format_name]
@@ -167,15 +170,15 @@ def parse_row(format_name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain
         raise UsageError(f"{missing}: required, as in the file's first row")
     row = _RowFields(fields)
     content = parse(row)
-    flag = loss_flag(row.unused, "", ROW_LOSS_KEYS)
+    flag = loss_flag(row.unused, "", ROW_LOSS_LIKE_KEYS)
     if isinstance(content, PlainText):
         for key in (*SYSTEM_KEYS, *TOOLS_KEYS, _KWARGS_KEY):
             if not is_empty(row.unused.get(key, "")):
                 hint = "; to ignore it, set data=text" if format_name == _TEXT_FORMAT else ""
                 raise UsageError(f"{key}: only valid with messages{hint}")
-    if flag is False:
-        if isinstance(content, PlainText):
+        if flag is False:
             raise UsageError("loss: only valid with messages")
+    elif flag is False:
         content = msgspec.structs.replace(content, trained=[False] * len(content.trained))
     row.keys.followed.update(row.unused.keys() & set(LOSS_KEYS))
     row.keys.ignored.update(row.unused.keys() - set(LOSS_KEYS))
@@ -229,11 +232,8 @@ def _parse_alpaca(row: _RowFields) -> PlainText:
 
     Source: axolotl 0.18.0, prompters.py and prompt_tokenizers.py.
     """
-    instruction, context, answer = (
-        row.take_text(*_INSTRUCTION_KEYS),
-        row.take_text(*_INPUT_KEYS),
-        row.take_text(*_OUTPUT_KEYS),
-    )
+    keys = _INSTRUCTION_KEYS, _INPUT_KEYS, _OUTPUT_KEYS
+    instruction, context, answer = (row.take_text(*each) for each in keys)
     if not is_empty(row.unused.get("history", [])):
         raise UsageError("history: only valid with data.prompt=template")
     if not answer:
@@ -264,18 +264,15 @@ def _parse_messages(row: _RowFields, key: str) -> Chat:
 
 
 _Parser = Callable[[_RowFields], Chat | PlainText]
-# The keys that a row must have and the parser, by format, in the order of detection. A tuple of
-# keys has synonyms.
+# The required keys (tuples of synonyms) and the parser of each format, in the order of detection.
 _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], _Parser]] = {
     "messages": ((("messages",),), lambda row: _parse_messages(row, "messages")),
     "conversations": ((("conversations",),), lambda row: _parse_messages(row, "conversations")),
     "prompt and completion": ((("prompt",), ("completion",)), _parse_prompt),
     "prompt and completion, of messages": ((("prompt",), ("completion",)), _parse_prompt_messages),
     _INSTRUCTION_FORMAT: ((_INSTRUCTION_KEYS, _OUTPUT_KEYS), _parse_instruction),
-    ALPACA_FORMAT: (
-        (_INSTRUCTION_KEYS, _OUTPUT_KEYS),
-        _parse_alpaca,
-    ),  # selected by data.prompt=alpaca
+    # Selected by data.prompt=alpaca.
+    ALPACA_FORMAT: ((_INSTRUCTION_KEYS, _OUTPUT_KEYS), _parse_alpaca),
     _TEXT_FORMAT: (((_TEXT_KEY,),), _parse_text),
 }
 

@@ -25,10 +25,10 @@ _ROLE_SYNONYMS = {
     "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
 }  # fmt: skip
 LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
-# Keys of messages that look like loss flags. Rows also have metadata such as `train_split`, so
-# ROW_LOSS_KEYS lists the keys of rows.
+# Other keys that look like loss flags: a pattern for messages, and a list for rows, which also have
+# metadata such as `train_split`.
 _LOSS_LIKE_KEYS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
-ROW_LOSS_KEYS = re.compile(
+ROW_LOSS_LIKE_KEYS = re.compile(
     r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
 )
 _USED_KEYS = {
@@ -54,8 +54,8 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
     for number, message in enumerate(messages, start=1):
         location = f"message {number}"
         raw_role = expect(message, dict, location).get("role", message.get("from"))
-        role = str(raw_role).lower().replace("-", "_")
-        renamed = _rename_keys(message, role, location)
+        role_name = str(raw_role).lower().replace("-", "_")
+        renamed = _rename_keys(message, role_name, location)
         flag = loss_flag(renamed, f"{location}: ")
         if flag and renamed["role"] != ASSISTANT:
             key = next(key for key in LOSS_KEYS if key in renamed)
@@ -65,7 +65,8 @@ def normalize_messages(messages: Sequence[Any], keys: RowKeys) -> tuple[list[Mes
             del renamed[key]
         _normalize_content(renamed, location)
         keys.ignored.update(_ignored_paths(renamed))
-        if role in _CALL_KEYS and checked and checked[-1]["role"] == ASSISTANT:
+        # Some data has a message per call: add it to the assistant message.
+        if role_name in _CALL_KEYS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
                 raise UsageError(f"{location}: loss: conflicts with message {number - 1}")
             calls = [*checked[-1].get("tool_calls", []), *renamed["tool_calls"]]
@@ -83,8 +84,7 @@ def loss_flag(
 ) -> bool | None:
     """Return the loss flag of a message or row, None without a flag.
 
-    UsageError if a flag is neither 0 nor 1, or if another key, by the pattern `others`, seems to be
-    a loss flag.
+    UsageError if a flag is neither 0 nor 1, or if another key matches the pattern `others`.
     """
     flag = None
     for key, value in fields.items():
@@ -92,14 +92,14 @@ def loss_flag(
             if isinstance(value, str) or value not in (0, 1):
                 problem = "not supported; expected true, false, 0 or 1"
                 raise UsageError(f"{location}{key} {value!s:.20}: {problem}")
-            flag = bool(value) and flag is not False
+            flag = bool(value) and flag is not False  # all flags must be true
         elif key not in _NOT_LOSS_KEYS and others.fullmatch(key) and not is_empty(value):
             raise UsageError(f"{location}{key}: not supported; expected {', '.join(LOSS_KEYS)}")
     return flag
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is empty, as in tables that have all keys in all rows."""
+    """Return whether a text, list or object is empty; tables fill missing keys with these."""
     return isinstance(value, str | list | dict) and not value
 
 

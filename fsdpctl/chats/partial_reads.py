@@ -28,8 +28,8 @@ class PartialRow(NamedTuple):
     """A row, and how much of the row is in a span."""
 
     row: ChatRow
-    size: float  # bytes of the file
-    fraction: float = 1.0  # the part of the row
+    size: float  # bytes of the file in the span
+    fraction: float = 1.0  # share of the row in the span
 
 
 def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator[PartialRow]:
@@ -38,19 +38,19 @@ def rows_in_spans(path: str, spans: Sequence[ByteSpan], prompt: str) -> Iterator
     A span cuts its first and its last row. Rows are weighted by the bytes within spans, so that a
     long row does not decide the ratio of tokens to bytes.
     """
-    name, _ = read_rows(path, prompt=prompt)
+    format_name, _ = read_rows(path, prompt=prompt)
     with open(open_regular(Path(path), follow_links=True), "rb") as raw:
         start = raw.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()
         if start.startswith(b"PAR1"):
-            yield from _rows_of_groups(path, name, raw, spans)
+            yield from _rows_of_groups(path, format_name, raw, spans)
         elif start.startswith(b"{") and not path.endswith((".csv", ".tsv")):
             for begin, end in spans:
                 raw.seek(line := _line_start(raw, begin))
                 span = begin - line, end - line
-                yield from _rows_from_position(path, name, raw, span, end - line)
+                yield from _rows_from_position(path, format_name, raw, span, end - line)
         else:  # at least a MiB, since decompression reads that many bytes at once
             total = sum(end - begin for begin, end in spans)
-            yield from _rows_from_position(path, name, raw, (0, total), max(total, MIB))
+            yield from _rows_from_position(path, format_name, raw, (0, total), max(total, MIB))
 
 
 def _line_start(raw: BufferedReader, position: int) -> int:
@@ -64,27 +64,30 @@ def _line_start(raw: BufferedReader, position: int) -> int:
 
 
 def _rows_from_position(
-    path: str, name: str, raw: BufferedReader, span: ByteSpan, min_bytes: int
+    path: str, format_name: str, raw: BufferedReader, span: ByteSpan, min_bytes: int
 ) -> Iterator[PartialRow]:
     """Yield the rows within `span` of the text that begins at the position of `raw`.
 
     At least `min_bytes` are read, to measure the ratio of the file's bytes to the text's bytes.
     """
     begin = last_position = raw.tell()
-    rows, size, rows_size = list[tuple[ChatRow, int]](), 0, 0
+    rows, text_bytes, kept_bytes = list[tuple[ChatRow, int]](), 0, 0
     after = f" after byte {begin:,}" if begin else ""
-    for row, row_bytes in parse_objects(path, name, read_objects(path, raw, after), Counter()):
+    objects = read_objects(path, raw, after)
+    for row, row_bytes in parse_objects(path, format_name, objects, Counter()):
         buffer_end = raw.tell()  # a buffer may have several rows
-        if size and buffer_end != last_position and last_position - begin >= min_bytes:
+        if text_bytes and buffer_end != last_position and last_position - begin >= min_bytes:
             break
-        if rows_size < span[1]:
+        if kept_bytes < span[1]:
             rows.append((row, len(row_bytes)))
-            rows_size += len(row_bytes)
-        size += len(row_bytes)
+            kept_bytes += len(row_bytes)
+        text_bytes += len(row_bytes)
         last_position = buffer_end
-    else:
+    else:  # all rows were read
         last_position = os.path.getsize(path)
-    scale, position = (last_position - begin) / max(1, size), 0.0
+    scale = (last_position - begin) / max(1, text_bytes)  # bytes of the file per byte of text
+    position = 0.0
+    # In a compressed file, `span` counts bytes of text.
     start, stop = (each * min(1, scale) for each in span)
     for row, length in rows:
         num_bytes = min(position + length * scale, stop) - max(position, start)
@@ -94,15 +97,17 @@ def _rows_from_position(
 
 
 def _rows_of_groups(
-    path: str, name: str, raw: BufferedReader, spans: Sequence[ByteSpan]
+    path: str, format_name: str, raw: BufferedReader, spans: Sequence[ByteSpan]
 ) -> Iterator[PartialRow]:
     from pyarrow.parquet import ParquetFile
 
     metadata = ParquetFile(raw).metadata
-    ends = [0, *accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))]
-    share = os.fstat(raw.fileno()).st_size / ends[-1]
-    for group, group_spans in groupby(spans, lambda span: bisect_right(ends, span[0] / share) - 1):
-        objects = read_table(path, raw, is_parquet=True, group=group, number=ends[group])
-        num_rows = math.ceil(sum(end - begin for begin, end in group_spans) / share)
-        rows = parse_objects(path, name, islice(objects, num_rows), Counter())
-        yield from (PartialRow(row, share) for row, _ in rows)
+    # The spans are in order, as `groupby` requires.
+    counts = (metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+    starts = [0, *accumulate(counts)]
+    row_size = os.fstat(raw.fileno()).st_size / starts[-1]
+    for group, group_spans in groupby(spans, lambda x: bisect_right(starts, x[0] / row_size) - 1):
+        objects = read_table(path, raw, is_parquet=True, group=group, rows_before=starts[group])
+        num_rows = math.ceil(sum(end - begin for begin, end in group_spans) / row_size)
+        rows = parse_objects(path, format_name, islice(objects, num_rows), Counter())
+        yield from (PartialRow(row, row_size) for row, _ in rows)

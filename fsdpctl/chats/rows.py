@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import msgspec
 
-from fsdpctl.chats.formats import ChatRow, PlainText, detect_format, is_used, parse_row
+from fsdpctl.chats.formats import ChatRow, PlainText, detect_format, needs_value, parse_row
 from fsdpctl.chats.messages import is_empty
 from fsdpctl.chats.values import clipped
 from fsdpctl.config.data import PROMPT_TEMPLATE, TEXT
@@ -32,6 +32,7 @@ from fsdpctl.io.untrusted import parse_json
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 # The magic number of Zstandard, or of a skippable frame, which pzstd writes.
 _ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
+_BATCH = 64  # rows of a table that are read at a time
 _TABLE_MAGIC = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXPECTED = "expected one JSON object per line (.jsonl), a JSON array of objects, or .parquet"
@@ -52,11 +53,11 @@ def read_rows(
     if first is None:
         raise UsageError(f"{path}: empty; expected at least one row")
     try:
-        name = detect_format(first[1], prompt)
+        format_name = detect_format(first[1], prompt)
     except UsageError as error:
         raise UsageError(f"{path}, {first[0]}: {clipped(error)}") from None
     counts = Counter() if counts is None else counts
-    return name, parse_objects(path, name, chain([first], objects), counts)
+    return format_name, parse_objects(path, format_name, chain([first], objects), counts)
 
 
 def first_row(path: str) -> dict[str, Any]:
@@ -68,18 +69,18 @@ def first_row(path: str) -> dict[str, Any]:
 
 def check_unambiguous(path: str) -> None:
     """Raise a UsageError if the first row of a file may be either a text or a conversation."""
-    fields, name = first_row(path), TEXT
+    fields, format_name = first_row(path), TEXT
     with suppress(UsageError):  # the reader reports an unknown format
-        name = detect_format(fields)
-    if name != TEXT and not is_empty(fields.get(TEXT) or ""):
-        kinds = f"has text and {name.removesuffix(', of messages')}"
+        format_name = detect_format(fields)
+    if format_name != TEXT and not is_empty(fields.get(TEXT) or ""):
+        kinds = f"has text and {format_name.removesuffix(', of messages')}"
         raise UsageError(f"{path}: its first row {kinds}; set data=text or data=chat")
 
 
 def parse_objects(
     path: str, format_name: str, objects: LocatedObjects, counts: Counter[str]
 ) -> Iterator[tuple[ChatRow, bytes]]:
-    """Yield objects of a file as rows of the format `name`, as `read_rows` does."""
+    """Yield objects of a file as rows in a format, as `read_rows` does."""
     for position, fields in objects:
         location = f"{path}, {position}"
         try:
@@ -136,7 +137,7 @@ class _Reader:
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: by pyarrow
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
-    def check(self, content: bytes, hint: str) -> None:
+    def check_size(self, content: bytes, hint: str) -> None:
         if len(content) > MAX_READ_BYTES:
             raise self.error(f"larger than the limit of {MAX_READ_BYTES >> 20:,} MiB; {hint}")
 
@@ -150,7 +151,7 @@ def _text_lines(reader: _Reader) -> Iterator[tuple[str, str]]:
         line = reader.call("readline", MAX_READ_BYTES + 1)
         if not line:
             return
-        reader.check(line, _EXPECTED)
+        reader.check_size(line, _EXPECTED)
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not line.strip():
             continue
@@ -168,7 +169,7 @@ def _elements(reader: _Reader) -> Iterator[tuple[str, str]]:
     # In pieces: one read of the limit would allocate all that memory.
     pieces = iter(lambda: reader.call("read", MIB), b"")
     content = b"".join(islice(pieces, MAX_READ_BYTES // MIB + 1)).removeprefix(codecs.BOM_UTF8)
-    reader.check(content, "convert it to JSON Lines")
+    reader.check_size(content, "convert it to JSON Lines")
     try:
         elements = msgspec.json.decode(content, type=list[msgspec.Raw])
         for number, element in enumerate(elements, start=1):
@@ -187,13 +188,10 @@ def _object(text: str, location: str) -> dict[str, Any]:
         raise UsageError(f"{location}: {problem}{hint}") from None
 
 
-_BATCH = 64  # rows that are read at a time
-
-
 def read_table(
-    path: str, raw: IO[bytes], *, is_parquet: bool, group: int | None = None, number: int = 0
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table, or of one row group; the first row has the number `number` + 1.
+    path: str, raw: IO[bytes], *, is_parquet: bool, group: int | None = None, rows_before: int = 0
+) -> LocatedObjects:
+    """Yield the rows of a table, or of one row group that follows `rows_before` rows.
 
     Columns that no format uses are not read: their value is True in all rows, so that notes can
     name them. UsageError if the file is damaged.
@@ -201,28 +199,33 @@ def read_table(
     arrow = import_package("pyarrow", path)
     try:
         names, batches = _parquet(raw, group) if is_parquet else _stream(arrow, raw)
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise UsageError(f"{path}: column {repeated[0]}: appears twice; rename one of them")
-        unused = {name: True for name in names if not is_used(name)}
+        _check_columns(path, names)
+        unused = {name: True for name in names if not needs_value(name)}
         for batch in batches:
             selected = batch.select([n for n in names if n not in unused])
             for row in selected.to_pylist() if selected.num_columns else [{}] * selected.num_rows:
-                number += 1
-                yield f"row {number}", {**unused, **row}
+                rows_before += 1
+                yield f"row {rows_before}", {**unused, **row}
     except (arrow.ArrowException, OSError, ValueError) as error:
         reason = f"{' '.join(str(error).split()):.200}"
-        raise UsageError(f"{path}, row {number + 1}: cannot be read: {reason}") from None
+        raise UsageError(f"{path}, row {rows_before + 1}: cannot be read: {reason}") from None
 
 
-def read_csv(path: str, raw: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _check_columns(path: str, names: list[str]) -> None:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise UsageError(f"{path}: column {repeated[0]}: appears twice; rename one of them")
+
+
+def read_csv(path: str, raw: IO[bytes]) -> LocatedObjects:
     """Yield the rows of a CSV or TSV file, whose first line has the names of columns."""
     csv.field_size_limit(MAX_READ_BYTES)
     text = codecs.iterdecode(raw, "utf-8-sig")
     rows = csv.reader(text, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
     try:
         names = next(rows, [])
+        _check_columns(path, names)
         for number, row in enumerate(filter(None, rows), start=1):
-            if not len(row) == len(names) == len(set(names)):
+            if len(row) != len(names):
                 problem = f"{len(row)} values for the columns {', '.join(names):.100}"
                 raise UsageError(f"{path}, row {number}: {problem}")
             yield f"row {number}", dict(zip(names, row, strict=True))
@@ -236,7 +239,7 @@ def _parquet(raw: IO[bytes], group: int | None) -> tuple[list[str], Iterator[Any
     # With pre_buffer, whole row groups would be read into memory.
     file = ParquetFile(raw, buffer_size=MIB, pre_buffer=False)
     names, groups = file.schema_arrow.names, None if group is None else [group]
-    return names, file.iter_batches(_BATCH, groups, [name for name in names if is_used(name)])
+    return names, file.iter_batches(_BATCH, groups, [name for name in names if needs_value(name)])
 
 
 def _stream(arrow: Any, raw: IO[bytes]) -> tuple[list[str], Iterator[Any]]:

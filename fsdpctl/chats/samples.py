@@ -4,11 +4,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from fsdpctl.chats.conversation import Conversation, text_of, with_arguments
+from fsdpctl.chats.conversation import RenderedChat, text_of, with_arguments
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer, RenderError, Spans
 from fsdpctl.chats.turns import Turn, find_turn
@@ -39,15 +39,8 @@ class LossPolicy:
     rewritten_turns: str
 
 
-@dataclass(slots=True)
-class _Work:
-    dialog: Conversation
-    policy: LossPolicy
-    counts: Counter[str] = field(default_factory=Counter)
-
-
 def samples_of(
-    renderer: Renderer, chat: Chat, policy: LossPolicy, controls: re.Pattern[str] | None
+    renderer: Renderer, chat: Chat, policy: LossPolicy, control_pattern: re.Pattern[str] | None
 ) -> ChatSamples:
     """Return the samples of a chat, in the first of its forms that the template supports.
 
@@ -57,19 +50,20 @@ def samples_of(
     """
     errors: list[RenderError] = []
     for form in _forms(chat, renderer.takes_json_arguments):
-        dialog = Conversation(renderer, form, controls)
+        rendering = RenderedChat(renderer, form, control_pattern)
         try:
-            text = dialog.render_prefix(len(form.messages)).text
+            text = rendering.render_prefix(len(form.messages)).text
         except RenderError as error:
             errors.append(error)
             continue
+        # Such a template writes the list of parts as Python does.
         if any(str(each["content"]) in text for each in _messages_with_parts(form)):
             errors.append(RenderError("the template does not support content in parts"))
             continue
         if any(_is_written_by_python(each, text) for each in _arguments(form)):
             errors.append(RenderError("the template writes arguments as Python does"))
             continue
-        return _make_samples(dialog, policy)
+        return _make_samples(rendering, policy)
     raise errors[0]
 
 
@@ -86,12 +80,12 @@ def _is_written_by_python(arguments: object, text: str) -> bool:
     return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
 
 
-def _forms(chat: Chat, takes_text: bool) -> Iterator[Chat]:
+def _forms(chat: Chat, takes_json_arguments: bool) -> Iterator[Chat]:
     """Yield a chat in all forms of its arguments and content.
 
     If a template accepts arguments as text, JSON text of the data stays unchanged.
     """
-    if takes_text and any(isinstance(each, str) for each in _arguments(chat)):
+    if takes_json_arguments and any(isinstance(each, str) for each in _arguments(chat)):
         yield chat
     try:
         objects = with_arguments(chat, as_text=False)
@@ -109,87 +103,82 @@ def _messages_with_parts(chat: Chat) -> list[Message]:
     return [each for each in chat.messages if isinstance(each["content"], list)]
 
 
-def _make_samples(dialog: Conversation, policy: LossPolicy) -> ChatSamples:
-    work = _Work(dialog, policy)
-    rendered = dialog.render_prefix(len(dialog.messages))
-    _count_texts(work, rendered.text)
-    trained = [index for index in dialog.assistant_indices if dialog.chat.trained[index]]
-    work.counts["answers"] = len(dialog.assistant_indices)
+def _make_samples(rendering: RenderedChat, policy: LossPolicy) -> ChatSamples:
+    rendered = rendering.render_prefix(len(rendering.messages))
+    counts = _count_texts(rendering, rendered.text)
+    counts["answers"] = len(rendering.assistant_indices)
     if policy.train_on == "all":
-        return ChatSamples([_sample_of_all(work, rendered.text)], work.counts)
+        return ChatSamples([_sample_of_all(rendering, rendered.text)], counts)
+    trained_indices = [i for i in rendering.assistant_indices if rendering.chat.trained[i]]
     if policy.train_on == "last":
-        trained = [index for index in trained if index == dialog.assistant_indices[-1]]
-    if not trained:
-        return ChatSamples([ChatSample(rendered.text, [])], work.counts)
-    return ChatSamples(_answer_samples(work, trained), work.counts)
+        trained_indices = [i for i in trained_indices if i == rendering.assistant_indices[-1]]
+    turns = [find_turn(rendering, index, index + 1) for index in trained_indices]
+    has_marks = rendering.has_generation_blocks
+    if not turns:
+        samples = [ChatSample(rendered.text, [])]
+    elif not all(_is_unchanged(rendering, each, rendered.text) for each in turns):
+        counts["rewritten_chats"] += 1
+        if policy.rewritten_turns == "keep":
+            samples = [ChatSample(rendered.text, _spans_of(rendering, trained_indices), has_marks)]
+        else:
+            samples = _split(rendering, turns)
+    elif has_marks and trained_indices == rendering.assistant_indices:
+        samples = [ChatSample(rendered.text, rendered.generation_spans, is_marked=True)]
+    else:
+        samples = [_sample(rendering, len(rendering.messages), turns)]
+    return ChatSamples(samples, counts)
 
 
-def _answer_samples(work: _Work, trained: list[int]) -> list[ChatSample]:
-    dialog = work.dialog
-    rendered = dialog.render_prefix(len(dialog.messages))
-    answers = [find_turn(dialog, index, index + 1) for index in trained]
-    if all(_is_unchanged(dialog, each, rendered.text) for each in answers):
-        if dialog.renderer.has_generation_blocks and trained == dialog.assistant_indices:
-            return [ChatSample(rendered.text, rendered.generation_spans, is_marked=True)]
-        return [_sample(dialog, len(dialog.messages), answers)]
-    work.counts["rewritten_chats"] += 1
-    if work.policy.rewritten_turns == "keep":
-        return [_sample_of_rewritten(dialog, trained)]
-    return _split(dialog, answers)
-
-
-def _split(dialog: Conversation, answers: list[Turn]) -> list[ChatSample]:
-    """Return the fewest samples in which each answer has its text as the last message."""
-    samples, remaining = [], answers
+def _split(rendering: RenderedChat, turns: list[Turn]) -> list[ChatSample]:
+    """Return the fewest samples in which each turn is rendered as if it were last."""
+    samples, remaining = [], turns
     while remaining:
         last = remaining[-1]
-        text = dialog.render_prefix(last.index + 1).text
-        equal = [each for each in remaining if each is last or _is_unchanged(dialog, each, text)]
-        samples.append(_sample(dialog, last.index + 1, equal))
+        text = rendering.render_prefix(last.index + 1).text
+        equal = [each for each in remaining if each is last or _is_unchanged(rendering, each, text)]
+        samples.append(_sample(rendering, last.index + 1, equal))
         remaining = [each for each in remaining if each not in equal]
     return samples[::-1]
 
 
-def _is_unchanged(dialog: Conversation, answer: Turn, text: str) -> bool:
-    return text.startswith(dialog.render_prefix(answer.index + 1).text[: answer.end_of_turn])
+def _is_unchanged(rendering: RenderedChat, turn: Turn, text: str) -> bool:
+    return text.startswith(rendering.render_prefix(turn.index + 1).text[: turn.end_of_turn])
 
 
-def _sample(dialog: Conversation, count: int, answers: list[Turn]) -> ChatSample:
-    """Return a sample of the first `count` messages, trained on `answers`, which are unchanged."""
-    rendered = dialog.render_prefix(count)
-    marked = dialog.renderer.has_generation_blocks
+def _sample(rendering: RenderedChat, count: int, turns: list[Turn]) -> ChatSample:
+    """Return a sample of the first `count` messages, trained on `turns`, which are unchanged."""
+    rendered = rendering.render_prefix(count)
+    marked = rendering.has_generation_blocks
     spans: Spans = []
-    for answer in answers:
-        # A block after the content may have marked the end of the shorter conversation.
-        within = rendered.generation_spans if marked and answer.index < count - 1 else answer.spans
-        spans += (each for each in answer.spans if each in within)
+    for turn in turns:
+        # The spans come from a shorter rendering, whose last block may mark only its end.
+        within = rendered.generation_spans if marked and turn.index < count - 1 else turn.spans
+        spans += (each for each in turn.spans if each in within)
     return ChatSample(rendered.text, spans, marked)
 
 
-def _sample_of_rewritten(dialog: Conversation, indices: list[int]) -> ChatSample:
-    """Return a sample of all messages, whose spans are the answers `indices`, even if rewritten."""
-    count = len(dialog.messages)
-    spans = [span for index in indices for span in find_turn(dialog, index, count).spans]
-    text = dialog.render_prefix(count).text
-    return ChatSample(text, spans, dialog.renderer.has_generation_blocks)
+def _spans_of(rendering: RenderedChat, indices: list[int]) -> Spans:
+    """Return the spans of the assistant messages `indices` in the full rendering."""
+    count = len(rendering.messages)
+    return [span for index in indices for span in find_turn(rendering, index, count).spans]
 
 
-def _sample_of_all(work: _Work, text: str) -> ChatSample:
-    """Return a sample of all messages, trained on everything but answers that the data masks."""
-    dialog = work.dialog
-    masked = [index for index in dialog.assistant_indices if not dialog.chat.trained[index]]
+def _sample_of_all(rendering: RenderedChat, text: str) -> ChatSample:
+    """Return a sample of all messages, trained on everything but turns that the data masks."""
+    masked = [index for index in rendering.assistant_indices if not rendering.chat.trained[index]]
     spans, position = [], 0
-    for start, stop in _sample_of_rewritten(dialog, masked).spans if masked else []:
+    for start, stop in _spans_of(rendering, masked):
         spans.append((position, start))
         position = stop
     return ChatSample(text, [*spans, (position, len(text))])
 
 
-def _count_texts(work: _Work, rendered: str) -> None:
-    controls = work.dialog.control_pattern
-    for message in work.dialog.messages:
+def _count_texts(rendering: RenderedChat, rendered: str) -> Counter[str]:
+    counts, controls = Counter[str](), rendering.control_pattern
+    for message in rendering.messages:
         text = text_of(message)
         if controls is not None and controls.search(text):
-            work.counts["control_tokens"] += 1
+            counts["control_tokens"] += 1
         if message["role"] in ("system", "developer", "user") and text.strip() not in rendered:
-            work.counts["left_out"] += 1
+            counts["left_out"] += 1
+    return counts

@@ -1,8 +1,7 @@
 """Processes that run chat templates, which are untrusted programs.
 
 A process reads a batch of chats in MessagePack from one file, and writes a line of JSON per chat to
-another file. The kernel limits the memory, CPU time and output of the process, and kills it beyond
-these limits.
+another file. The kernel limits the memory, CPU time and output of the process.
 
 Note: `concurrent.futures.ProcessPoolExecutor` would unpickle results, so a template that escapes
 its sandbox could run code in the process that trains.
@@ -20,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -27,6 +27,7 @@ from typing import IO
 import msgspec
 
 import fsdpctl
+from fsdpctl.chats.conversation import RenderedChat
 from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.render import Renderer, RenderError
 from fsdpctl.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_of
@@ -47,7 +48,7 @@ class TemplateSetup(msgspec.Struct, array_like=True):
     template: str
     tool_template: str  # for conversations with tools; usually the same
     special_tokens: dict[str, str]
-    controls: str  # a pattern; empty: no control tokens
+    control_pattern: str  # a pattern; empty: no control tokens
     date: str
     train_on: str
     rewritten_turns: str
@@ -67,12 +68,13 @@ _REPLY_DECODER = msgspec.json.Decoder(ChatSamples | str)
 def render_chats(
     setup: TemplateSetup, location: str, chats: Iterable[tuple[Chat, str]]
 ) -> Iterator[ChatSamples]:
-    """Yield the samples of each chat, in order; `location` is the template's.
+    """Yield the samples of each chat, which comes with its location; `location` is the template's.
 
     UsageError if the template can't be compiled, rejects a chat or exceeds a limit. The message
     begins with a location.
     """
-    encoded = ((msgspec.msgpack.encode(x), name, setup.seconds_for(x)) for x, name in chats)
+    encode, seconds_for = msgspec.msgpack.encode, setup.seconds_for
+    encoded = ((encode(chat), its_location, seconds_for(chat)) for chat, its_location in chats)
     running = deque[_Batch]()
 
     def results(max_running: int) -> Iterator[ChatSamples]:
@@ -88,8 +90,8 @@ def render_chats(
                 input_file.write(msgspec.msgpack.encode((setup, content)))
                 input_file.seek(0)
                 output_file = TemporaryFile()  # noqa: SIM115  # closed with the batch
-                locations = [(location, setup.max_seconds), *(each[1:] for each in batch)]
-                running.append(_Batch(_start(input_file, output_file), output_file, locations))
+                limits = [(location, setup.max_seconds), *(each[1:] for each in batch)]
+                running.append(_Batch(_start(input_file, output_file), output_file, limits))
         yield from results(0)
     finally:
         for each in running:
@@ -102,7 +104,7 @@ class _Batch:
 
     process: subprocess.Popen[bytes]
     replies_file: IO[bytes]
-    locations: list[tuple[str, float]]
+    limits: list[tuple[str, float]]
 
     def result(self) -> list[ChatSamples]:
         """Wait for the samples of the chats. UsageError as in `render_chats`."""
@@ -111,11 +113,11 @@ class _Batch:
         content = self.replies_file.read()
         with suppress(msgspec.MsgspecError):
             replies = _REPLY_DECODER.decode_lines(content[: content.rfind(b"\n") + 1])
-        for reply, (location, _) in zip(replies, self.locations, strict=False):
+        for reply, (location, _) in zip(replies, self.limits, strict=False):
             if isinstance(reply, str) and reply:
                 raise UsageError(f"{location}: {reply}")
-        if len(replies) < len(self.locations):
-            location, seconds = self.locations[len(replies)]
+        if len(replies) < len(self.limits):
+            location, seconds = self.limits[len(replies)]
             problem = "ended its process"
             if code == -signal.SIGXCPU:
                 problem = f"computes for longer than {seconds:g} s"
@@ -168,21 +170,17 @@ def _replies(setup: TemplateSetup, chats: list[Chat]) -> Iterator[ChatSamples | 
 
 
 def _make_renderer(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
-    without_tools = Renderer(setup.template, setup.special_tokens, setup.date)
-    with_tools = without_tools
-    if setup.tool_template != setup.template:
-        with_tools = Renderer(setup.tool_template, setup.special_tokens, setup.date)
-    controls = re.compile(setup.controls) if setup.controls else None
+    make = cache(lambda source: Renderer(source, setup.special_tokens, setup.date))
+    without_tools, with_tools = make(setup.template), make(setup.tool_template)
+    control_pattern = re.compile(setup.control_pattern) if setup.control_pattern else None
     policy = LossPolicy(setup.train_on, setup.rewritten_turns)
 
     def render(chat: Chat) -> ChatSamples:
         renderer = with_tools if chat.tools else without_tools
         if chat.add_generation_prompt:
-            prompt = renderer.render(
-                chat.messages, tools=chat.tools, options=chat.options, add_generation_prompt=True
-            )
+            prompt = RenderedChat(renderer, chat, None).prompt_for(len(chat.messages))
             return ChatSamples([ChatSample(prompt.text, [])], {})
-        return samples_of(renderer, chat, policy, controls)
+        return samples_of(renderer, chat, policy, control_pattern)
 
     return render
 

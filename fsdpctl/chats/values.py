@@ -11,11 +11,11 @@ from fsdpctl.errors import UsageError, shorten_list
 from fsdpctl.io.untrusted import parse_json
 
 Message = dict[str, Any]
-_TYPES: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean", type(None): "null"
 }  # fmt: skip
 _MAX_NAMED_KEYS = 12
-_INTEGER = 1  # the extension code for integers above 64 bits, which MessagePack lacks
+_INTEGER_CODE = 1  # the extension code for integers above 64 bits, which MessagePack lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def without_nulls(value: Any, key: str = "row") -> Any:
     if isinstance(value, list):
         return [without_nulls(each, key) for each in value]
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return Ext(_INTEGER, str(value).encode())
+        return Ext(_INTEGER_CODE, str(value).encode())
     if value is None or isinstance(value, int | Ext):
         return value
     if not isinstance(value, float):
@@ -55,7 +55,7 @@ def clipped(text: object, max_chars: int = 300) -> str:
 
 def from_extension(code: int, data: memoryview) -> int:
     """Return the integer of an extension that `without_nulls` made."""
-    assert code == _INTEGER
+    assert code == _INTEGER_CODE
     return int(bytes(data))
 
 
@@ -63,8 +63,8 @@ def expect(value: Any, kind: type, location: str) -> Any:
     """Return a value of the type `kind`; UsageError if it has another type."""
     if isinstance(value, kind):
         return value
-    got = _TYPES.get(type(value), "a number")
-    raise UsageError(f"{location}: expected {_TYPES[kind]}, got {got}")
+    got = _TYPE_NAMES.get(type(value), "a number")
+    raise UsageError(f"{location}: expected {_TYPE_NAMES[kind]}, got {got}")
 
 
 def expect_text(fields: Mapping[str, Any], key: str, location: str = "") -> str:
@@ -87,14 +87,12 @@ def as_object(value: object, key: str) -> dict[str, Any]:
     return content
 
 
-def with_counts(counts: Mapping[str, int]) -> str:
+def list_counts(counts: Mapping[str, int]) -> str:
     """List keys with the number of rows that have them, most frequent first."""
-    names = [
-        f"{clipped(key)} ({with_count(count, 'row')})"
-        for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
-    ]
+    ranked = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    names = [f"{clipped(key)} ({count_of(count, 'row')})" for key, count in ranked]
     return shorten_list(names, _MAX_NAMED_KEYS)
 
 
-def with_count(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -16,7 +16,7 @@ import xxhash
 
 from fsdpctl.chats.formats import TEXT_COLUMN, PlainText
 from fsdpctl.chats.rows import read_rows
-from fsdpctl.chats.values import with_count, with_counts
+from fsdpctl.chats.values import count_of, list_counts
 from fsdpctl.config.data import CHAT
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.tokenizer import CONTEXT_CHARS, TextPiece
@@ -42,8 +42,8 @@ class SkippedInput:
 
     def notes(self) -> tuple[str, ...]:
         """Return a line about empty documents and a line about ignored columns, if any."""
-        empty = f"{with_count(self.empty_documents, 'document')} without text, skipped"
-        columns = f"columns ignored: {with_counts(self.ignored_columns)}"
+        empty = f"{count_of(self.empty_documents, 'document')} without text, skipped"
+        columns = f"columns ignored: {list_counts(self.ignored_columns)}"
         return (empty,) * bool(self.empty_documents) + (columns,) * bool(self.ignored_columns)
 
 

@@ -14,7 +14,7 @@ import xxhash
 from fsdpctl.chats.formats import TOOLS_KEYS
 from fsdpctl.chats.rows import check_unambiguous
 from fsdpctl.chats.template_processes import MAX_BYTES_PER_CHAT, MAX_SECONDS_PER_CHAT, TemplateSetup
-from fsdpctl.chats.values import with_count, with_counts
+from fsdpctl.chats.values import count_of, list_counts
 from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.config.data_files import DataFiles
 from fsdpctl.data.chat_template import ChatTemplate, control_pattern, open_template
@@ -242,8 +242,8 @@ def _notes(
     for (name, part), chats in zip(parts, ("chats", "val_chats"), strict=False):
         if part is not None:
             lines.append(
-                f"{name}: {with_count(counts.get(chats, 0), 'conversation')}, "
-                f"{with_count(len(part), 'sample')}, {part.num_tokens:,} tokens, "
+                f"{name}: {count_of(counts.get(chats, 0), 'conversation')}, "
+                f"{count_of(len(part), 'sample')}, {part.num_tokens:,} tokens, "
                 f"{part.num_trained / part.num_tokens:.0%} of them trained on"
             )
         elif config.used_val_fraction:
@@ -253,7 +253,7 @@ def _notes(
             )
     policy = f"{_POLICIES[config.rewritten_turns]} (data.rewritten_turns)"
     lines += (
-        f"{with_count(counts[name], noun)} {text.format(policy=policy)}"
+        f"{count_of(counts[name], noun)} {text.format(policy=policy)}"
         for name, (noun, text) in _EVENTS.items()
         if counts.get(name)
     )
@@ -264,7 +264,7 @@ def _about_template(
     config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
 ) -> list[str]:
     lines = [f"chat template: {template.source}"]
-    answers = with_count(counts.get("answers", 0), "assistant message")
+    answers = count_of(counts.get("answers", 0), "assistant message")
     if config.train_on == "all":
         lines.append("all tokens are trained on (data.train_on=all)")
     elif counts.get("marked"):
@@ -293,10 +293,10 @@ def _notes_on_files(
         if number >= _MAX_NAMED_FILES:
             more_ignored.update(ignored)
             continue
-        more = f", with {with_counts(followed)}" if followed else ""
+        more = f", with {list_counts(followed)}" if followed else ""
         lines.append(f"{file}: format {name}{more}")
-        lines += [f"{file}: ignored: {with_counts(ignored)}"] if ignored else []
+        lines += [f"{file}: ignored: {list_counts(ignored)}"] if ignored else []
     if len(files) > _MAX_NAMED_FILES:
-        text = with_count(len(files) - _MAX_NAMED_FILES, "more file")
-        lines.append(f"{text}, ignored: {with_counts(more_ignored)}" if more_ignored else text)
+        text = count_of(len(files) - _MAX_NAMED_FILES, "more file")
+        lines.append(f"{text}, ignored: {list_counts(more_ignored)}" if more_ignored else text)
     return lines

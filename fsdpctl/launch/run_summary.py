@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from fsdpctl.chats.values import with_count
+from fsdpctl.chats.values import count_of
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
 from fsdpctl.config.decoder_config import model_type_of
@@ -137,8 +137,8 @@ def _ranks(opened: Prepared, plan: RunPlan) -> str:
     engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     threads = ""
     if config.launch.device == "cpu" and not config.model.is_script_module:  # a script has its own
-        threads = f"{with_count(threads_per_rank(each or 1), 'thread')} each on "
-        threads += f"{with_count(num_cores(), 'core')}, "
+        threads = f"{count_of(threads_per_rank(each or 1), 'thread')} each on "
+        threads += f"{count_of(num_cores(), 'core')}, "
     return (
         f"{total}{each}{_origin(opened, 'launch.nproc_per_node')} on "
         f"{config.launch.device}{_origin(opened, 'launch.device')}, {threads}"

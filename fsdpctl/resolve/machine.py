@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fsdpctl.chats.values import with_count
+from fsdpctl.chats.values import count_of
 from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.schema import KEYS, Config, ConfigT, Origin, WithRanks
@@ -163,8 +163,8 @@ def notes_on_cores(config: Config) -> tuple[str, ...]:
         return ()
     if (threads := threads_per_rank(ranks)) * ranks <= cores:
         return ()
-    total = f"{with_count(ranks, 'rank')} x {with_count(threads, 'thread')}"
-    note = f"{total} on {with_count(cores, 'core')} wait for one another"
+    total = f"{count_of(ranks, 'rank')} x {count_of(threads, 'thread')}"
+    note = f"{total} on {count_of(cores, 'core')} wait for one another"
     return (f"{note}; set launch.nproc_per_node or OMP_NUM_THREADS",)
 
 
