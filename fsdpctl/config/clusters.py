@@ -24,9 +24,7 @@ class ClusterConfig:
         "memory per rank, as torch reports the memory of a device", unit="GiB", within=(0.001, 1e6)
     )
     host_memory: float | None = auto_key(
-        "host memory of a node; auto: of this machine or its control group",
-        unit="GiB",
-        within=(0.001, 1e6),
+        "node's host memory; auto: this machine's or its cgroup's", unit="GiB", within=(0.001, 1e6)
     )
     ranks_per_node: int | None = auto_key(
         "value of launch.nproc_per_node=auto in estimates", within=(1, MAX_RANKS)
@@ -43,25 +41,18 @@ class ClusterConfig:
     host_bandwidth: float = key(
         200.0, "GB/s of a node's host memory, which its ranks share", within=(1e-3, 1e6)
     )
-    pcie_bandwidth: float = key(
-        31.5, "GB/s between a GPU and its host, per direction", within=(1e-4, 1e6)
-    )
+    pcie_bandwidth: float = key(31.5, "GB/s between GPU and host per direction", within=(1e-4, 1e6))
     price: float | None = optional_key(
-        "estimates only: price of a GPU hour in USD; a named cluster has a price quoted on one day",
-        within=(0, 1e6),
+        "estimates only: USD per GPU hour; named clusters have one day's price", within=(0, 1e6)
     )
     architecture: str | None = auto_key(
         "GPU generation, which determines the supported attention kernels", choices=ARCHITECTURES
     )
     matmul_efficiency: float = key(
-        0.73,
-        "share of flops that large matmuls reach",
-        within=(0.01, 1),
-        user_key="cluster.flops",
+        0.73, "share of flops that large matmuls reach", within=(0.01, 1), user_key="cluster.flops"
     )
     attention_efficiency: float | None = auto_key(
-        "share of flops that attention reaches; auto: by architecture and model.attention",
-        within=(0.01, 1),
+        "share of flops that attention reaches; auto: by architecture and kernel", within=(0.01, 1)
     )
     step_efficiency: float = key(
         0.863,

@@ -76,8 +76,7 @@ def compose_config(
 
     If the recipe is the file of another tool, `converted` has its translated settings. `on_checked`
     is called before the model is read, since reading the model may import torch. `for_training` is
-    passed to `fetch_model_config`. UsageError if a setting is unknown or set twice, or if a value
-    is invalid.
+    passed to `fetch_model_config`. UsageError if a setting is unknown, set twice or invalid.
     """
     typed = parse_settings(settings)
     path = None if recipe is None else find_recipe(recipe)
@@ -104,7 +103,7 @@ def compose_config(
     parsed |= {name: KEYS[name].parse(text) for name, text in pairs if name == "model.path"}
     model = model_values(choices, dict(pairs), values["model.config_json"])
     adapters = adapter_values(choices, dict(pairs), typed_keys)
-    ignored_keys += tuple(x for x, value in adapters.items() if parsed.get(x, value) != value)
+    ignored_keys += [x for x, value in adapters.items() if parsed.get(x, value) != value]
     values |= model | parsed | adapters
     values["model.head_dim"] = model.get("model.head_dim")  # `parsed` has None for `auto`
     origins = dict.fromkeys(dict(option_settings(choices)), Origin.OPTION)
@@ -118,7 +117,7 @@ def compose_config(
     origins |= dict.fromkeys(_auto_keys(values, pairs), Origin.AUTO)
     values["data.is_inferred"] = "data" not in written
     config = replace(to_config(values, choices), origins=origins)
-    return Composed(config, recipe_name, ignored_keys, renamed, written.get("cluster"))
+    return Composed(config, recipe_name, tuple(ignored_keys), renamed, written.get("cluster"))
 
 
 def _may_be_none(name: str) -> bool:
@@ -142,9 +141,7 @@ def parse_settings(args: Sequence[str]) -> list[Setting]:
     UsageError with a message for each setting that is unknown, set twice or has an invalid value.
     """
     # The argument after an unknown --OPTION is its value, which needs no second message.
-    settings = [
-        x for last, x in pairwise(["", *args]) if last[:2] != "--" or "=" in last or "=" in x
-    ]
+    settings = [x for opt, x in pairwise(["", *args]) if opt[:2] != "--" or "=" in opt or "=" in x]
     typed = _check_all(_parse_setting, [(text,) for text in settings])
     _refuse_duplicates(typed)
     return typed
@@ -188,22 +185,20 @@ def _with_location(recipe: Path | None) -> Iterator[None]:
         raise UsageError(*(f"{recipe}: {x}" if recipe else x for x in error.args)) from None
 
 
-def _split_ignored(
-    in_recipe: list[Setting], typed_names: set[str]
-) -> tuple[list[Setting], tuple[str, ...]]:
+def _split_ignored(recipe: list[Setting], typed_keys: set[str]) -> tuple[list[Setting], list[str]]:
     """Return the settings of a recipe that apply, and the keys of ignored settings.
 
     If the command line selects an option of a group, it replaces the option and the keys that the
     recipe sets for this group, except for `FOR_ANY_OPTION`.
     """
-    groups = typed_names & {*GROUPS}
-    ignored_keys = tuple(
+    groups = typed_keys & {*GROUPS}
+    ignored_keys = [
         name
-        for name, _ in in_recipe
+        for name, _ in recipe
         if "." in name and name.split(".")[0] in groups
-        if name not in typed_names and not name.startswith(FOR_ANY_OPTION)
-    )
-    return [x for x in in_recipe if x[0] not in (*groups, *ignored_keys)], ignored_keys
+        if name not in typed_keys and not name.startswith(FOR_ANY_OPTION)
+    ]
+    return [x for x in recipe if x[0] not in (*groups, *ignored_keys)], ignored_keys
 
 
 def _split_setting(text: str) -> Setting:
@@ -237,12 +232,10 @@ def _split_setting(text: str) -> Setting:
     if is_hub_name(text):
         advice = f"if it is on the Hub, set model={text}"
         raise UsageError(f"{text}: unknown model{did_you_mean(text, hub_models())}; {advice}")
-    raise UsageError(
-        f"{text}: expected KEY=VALUE, without spaces around the ={_suggestion_for(text)}"
-    )
+    raise UsageError(f"{text}: expected KEY=VALUE, without spaces around the ={_suggestion(text)}")
 
 
-def _suggestion_for(text: str) -> str:
+def _suggestion(text: str) -> str:
     if text in KEYS or text in GROUPS:
         return ""
     if text in recipe_names():

@@ -36,10 +36,8 @@ def _token_list(text: str) -> str:
         tokens = None if re.search(r"[\[\]]", inner) else tokens
     is_list = isinstance(tokens, list) and len(tokens) == len({*map(str, tokens)}) > 0
     if not is_list or not all(isinstance(x, str) and x.strip() for x in tokens):
-        raise UsageError(
-            f"data.new_tokens={text}: expected different texts such as [<|user|>,<|end|>], or as "
-            'JSON ["<|user|>", "<|end|>"]'
-        )
+        expected = 'different texts such as [<|user|>,<|end|>], or as JSON ["<|user|>", "<|end|>"]'
+        raise UsageError(f"data.new_tokens={text}: expected {expected}")
     return json.dumps(tokens, ensure_ascii=False)
 
 
@@ -61,8 +59,7 @@ class DataConfig:
         within=(0, 0.5),
     )
     tokenizer: str | None = auto_key(
-        "tokenizer: bytes, or a GGUF file or directory that has one; auto: the model's, else bytes",
-        is_path=True,
+        "tokenizer: bytes, a directory or a GGUF file; auto: the model's, else bytes", is_path=True
     )
     new_tokens: str | None = optional_key(
         "tokens that are added to the tokenizer, and to embeddings as the mean of their rows, such "
@@ -71,9 +68,7 @@ class DataConfig:
         normalize=_token_list,
     )
     format: str = key(
-        "auto",
-        "tokens: format of the files; auto: by their headers and the files next to them",
-        choices=TOKEN_FORMATS,
+        "auto", "tokens: file format; auto: by headers and neighboring files", choices=TOKEN_FORMATS
     )
     template: str | None = auto_key(
         "chat: Jinja file with the chat template; auto: the tokenizer's template", is_path=True
@@ -102,16 +97,13 @@ class DataConfig:
         "masks attention between documents of a sequence"
     )
     too_long: str = key(
-        "truncate",
-        "chat: what to do with samples longer than train.seq_len",
-        choices=("truncate", "drop"),
+        "truncate", "chat: policy for samples above train.seq_len", choices=("truncate", "drop")
     )
     # Whether the files in data.path select the option, since no setting `data` does.
     is_inferred: bool = field(default=False, compare=False)
 
     @property
     def new_token_texts(self) -> tuple[str, ...]:
-        """The texts of `new_tokens`."""
         return tuple(json.loads(self.new_tokens or "[]"))
 
     @property

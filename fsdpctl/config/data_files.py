@@ -202,9 +202,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (each for each in entries if each.is_file())
 
 
-# ---- kinds and splits ---------------------------------------------------------------------------
-
-
 def select_files(
     files: Sequence[Path], root: Path, location: str, option: str | None, *, is_folder: bool
 ) -> DataFiles:
@@ -291,10 +288,8 @@ def _mixture_setting(*kinds: list[Path]) -> str:
         is_exact = len(matches) > 1 and matches <= kind_by_file[file]
         patterns[pattern if is_exact else str(file)] = None
     names = Counter(DataSource(each).name for each in patterns)
-    prefixes = (
-        "" if names[DataSource(x).name] == 1 else f"part{n}=" for n, x in enumerate(patterns)
-    )
-    return f"'data.path={','.join(map(''.join, zip(prefixes, patterns, strict=True)))}'"
+    labels = ("" if names[DataSource(x).name] == 1 else f"part{n}=" for n, x in enumerate(patterns))
+    return f"'data.path={','.join(map(''.join, zip(labels, patterns, strict=True)))}'"
 
 
 def _splits_of(parts: Sequence[str]) -> set[str]:

@@ -84,13 +84,12 @@ def config_value(model: ModelConfig, name: str) -> Any:
 
 def model_type_of(model: ModelConfig) -> str:
     """Return transformers' `model_type` of a model, such as llama."""
-    return model_type_of_json(str(model.config_json))
+    return _model_type(str(model.config_json))
 
 
 @lru_cache(maxsize=8)
-def model_type_of_json(content: str) -> str:
-    """Return the `model_type` of a config.json with this content."""
-    return str(parse_json(content, dict[str, Any], CONFIG_LOCATION).get("model_type"))
+def _model_type(text: str) -> str:
+    return str(parse_json(text, dict[str, Any], CONFIG_LOCATION).get("model_type"))
 
 
 def exported_config(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +175,9 @@ def read_hf_config(content: Mapping[str, Any], location: str, *, has_code: bool 
         problem += ", and fsdpctl runs no code from model directories" if has_code else ""
         raise UsageError(f"{location}: {problem}{did_you_mean(model_type, list(class_names))}")
     if not class_names[model_type].endswith(("ForCausalLM", "LMHeadModel")):
-        raise UsageError(
-            f"{location}: model_type {model_type}: {class_names[model_type]} is not a text "
-            f"decoder; expected the {CONFIG_JSON} of a text model"
-        )
+        problem = f"{class_names[model_type]} is not a text decoder"
+        expected = f"the {CONFIG_JSON} of a text model"
+        raise UsageError(f"{location}: model_type {model_type}: {problem}; expected {expected}")
     try:
         with _silent(transformers.logging):
             config_class = configuration_auto.CONFIG_MAPPING[model_type]

@@ -50,7 +50,7 @@ _NO_NOTE = (
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 )  # fmt: skip
 # Numbers of blocks of the 27B models, which scale attention by hidden_size / num_heads.
-_GEMMA_27B_DEPTHS = {"gemma2": 46, "gemma3": 62}
+_GEMMA_DEPTHS = {"gemma2": 46, "gemma3": 62}
 _ROPE_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -112,11 +112,7 @@ def _problem(header: GgufHeader) -> str:
     if arch == "falcon" and header.get("attention.head_count_kv", 1) != 1:
         return "falcon with several key heads: not supported; transformers orders heads differently"
     scale = header.get("attention.scale")
-    if (
-        scale is not None
-        and arch not in _GEMMA_27B_DEPTHS
-        and not math.isclose(scale, head_dim**-0.5)
-    ):
+    if scale is not None and arch not in _GEMMA_DEPTHS and not math.isclose(scale, head_dim**-0.5):
         return f"{arch}.attention.scale={scale}: not supported by transformers"
     return ""
 
@@ -138,14 +134,13 @@ def _convert(header: GgufHeader) -> tuple[dict[str, Any], tuple[str, ...]]:
     names = {*hf_config.to_dict(), *hf_config.attribute_map, "rope_theta"}
     names |= {"gemma3": {"rope_local_base_freq"}, "qwen3moe": {"head_dim"}}.get(arch, set())
     prefix = f"{arch}."
-    metadata = {
+    unread_keys = {
         x.removeprefix(prefix): y for x, y in header.metadata.items() if x.startswith(prefix)
     }
-    heads = metadata["attention.head_count"]
+    heads = unread_keys["attention.head_count"]
     defaults = {"attention.head_count_kv": heads, "attention.key_length": head_dim}
     config: dict[str, Any] = {"model_type": _MODEL_TYPES[arch]}
-    unread_keys = dict(metadata)
-    for key, value in (defaults | metadata).items():
+    for key, value in (defaults | unread_keys).items():
         for name in names.intersection(_NAMES.get(key, "").split()):
             config[name] = value or None  # 0: none, such as no sliding window
             unread_keys.pop(key, None)
@@ -189,11 +184,11 @@ def _add_attention_scale(config: dict[str, Any], header: GgufHeader) -> list[str
     arch, key = header.architecture, "query_pre_attn_scalar"
     if arch == "starcoder2" and header.get("attention.sliding_window") is None:
         return ["the file has no attention window; set model.overrides.sliding_window"]
-    if arch in _GEMMA_27B_DEPTHS and (scale := header.get("attention.scale")):
+    if arch in _GEMMA_DEPTHS and (scale := header.get("attention.scale")):
         config[key] = round(scale**-2)
-    elif arch in _GEMMA_27B_DEPTHS and config["num_hidden_layers"] == _GEMMA_27B_DEPTHS[arch]:
+    elif arch in _GEMMA_DEPTHS and config["num_hidden_layers"] == _GEMMA_DEPTHS[arch]:
         config[key] = config["hidden_size"] // config["num_attention_heads"]
-    elif arch in _GEMMA_27B_DEPTHS and config["head_dim"] != 256:
+    elif arch in _GEMMA_DEPTHS and config["head_dim"] != 256:
         note = "the file has no attention scale; fsdpctl uses 256**-0.5"
         return [f"{note}; set model.overrides.{key}"]
     return []

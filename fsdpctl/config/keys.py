@@ -54,11 +54,10 @@ class Key:
             text += f" of at least {_written(self.minimum)}"
         if self.unit:
             text += f" ({self.unit}), or a size such as 80GB"
-        if self.auto:
-            return f"{text}, or auto"
         if self.auto_and_none:
             return f"{text}, {AUTO}, or {NONE}"
-        return f"{text}, or {NONE}" if self._may_be_none else text
+        last = AUTO if self.auto else NONE if self._may_be_none else ""
+        return f"{text}, or {last}" if last else text
 
     @property
     def expected(self) -> str:
@@ -103,8 +102,11 @@ class Key:
 
     def _parse_number(self, text: str) -> int | float:
         try:
-            number = self._size(text) if self.unit and text[-1:].isalpha() else float(text)
-        except ValueError:
+            if self.unit and text[-1:].isalpha():
+                number = parse_bytes(text, self.name) / parse_bytes(f"1{self.unit}", self.name)
+            else:
+                number = float(text)
+        except (ValueError, UsageError):
             raise self._error(text) from None
         is_whole = self.type == "whole number"
         if not math.isfinite(number) or (is_whole and number != int(number)):
@@ -118,12 +120,6 @@ class Key:
             return int(text)  # exact, unlike the float above 2**53
         except ValueError:
             return int(number)
-
-    def _size(self, text: str) -> float:
-        try:
-            return parse_bytes(text, self.name) / parse_bytes(f"1{self.unit}", self.name)
-        except UsageError:
-            raise ValueError(text) from None
 
     def _error(self, text: str, hint: str = "") -> UsageError:
         return UsageError(f"{self.name}={text}: expected {self.expected}{hint}")

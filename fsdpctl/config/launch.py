@@ -72,18 +72,12 @@ class LaunchConfig:
     )
     device: str | None = auto_key("device of the ranks", choices=("cpu", "cuda"))
     share_memory: bool | None = auto_key(
-        "CPU: the ranks of one machine share memory; every strategy then runs as shard_optimizer; "
-        "auto: true if possible"
+        "CPU: ranks of a machine share memory; strategies run as shard_optimizer; auto: if possible"
     )
-    allocator: str = key(
-        "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
-    )
-    timeout: float = key(
-        600.0, "seconds after which a stuck collective stops the run", within=(1, 1e6)
-    )
+    allocator: str = key("expandable", "CUDA: memory allocator", choices=("expandable", "native"))
+    timeout: float = key(600.0, "seconds until a stuck collective stops the run", within=(1, 1e6))
     hang_timeout: float | None = auto_key(
-        "seconds after which a rank without progress is reported; auto: half of launch.timeout",
-        within=(1, 1e6),
+        "seconds until a stuck rank is reported; auto: half of launch.timeout", within=(1, 1e6)
     )
     max_restarts: int = key(0, "number of restarts after failures", within=(0, 1_000_000))
     nproc_min: int | None = auto_key(

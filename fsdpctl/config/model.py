@@ -21,7 +21,7 @@ class LoraConfig:
     """Low-rank adapters of linear layers (Hu et al., LoRA, 2021)."""
 
     rank: int | None = optional_key(
-        "rank of LoRA adapters; all other weights are frozen", within=(1, MAX_WIDTH)
+        "LoRA rank; all other weights are frozen", within=(1, MAX_WIDTH)
     )
     alpha: float | None = auto_key(
         "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank", minimum=0
@@ -43,7 +43,6 @@ class LoraConfig:
 
     @property
     def used_alpha(self) -> float:
-        """The alpha that applies: by default twice the rank."""
         return 2.0 * (self.rank or 1) if self.alpha is None else self.alpha
 
     @property
@@ -59,8 +58,7 @@ class ModelConfig:
 
     name: str = "llama_tiny"
     path: str | None = optional_key(
-        "hf: Hugging Face directory, name on its Hub, GGUF file, or run or checkpoint of fsdpctl",
-        is_path=True,
+        "hf: Hugging Face directory or Hub name, GGUF file, run or checkpoint", is_path=True
     )
     init: str = key(
         "auto",
@@ -68,8 +66,7 @@ class ModelConfig:
         choices=("auto", "pretrained", "random"),
     )
     overrides: str | None = optional_key(
-        "values merged into the model's config.json, such as rope_scaling.factor=32",
-        is_mapping=True,
+        "values merged into config.json, such as rope_scaling.factor=32", is_mapping=True
     )
     config_json: str | None = optional_key("the whole config.json", user_key="model.overrides")
     router_aux_loss: str = key(
@@ -82,25 +79,19 @@ class ModelConfig:
     hidden_size: int = key(128, "width of the residual stream", within=(1, MAX_WIDTH))
     intermediate_size: int = key(384, "width inside the MLP", within=(1, MAX_WIDTH))
     num_heads: int = key(4, "number of query heads", within=(1, MAX_WIDTH))
-    num_kv_heads: int = key(
-        2, "number of key-value heads; divides num_heads", within=(1, MAX_WIDTH)
-    )
-    head_dim: int | None = auto_key(
-        "head width; auto: hidden_size / num_heads", within=(2, MAX_WIDTH)
-    )
+    num_kv_heads: int = key(2, "number of KV heads; divides num_heads", within=(1, MAX_WIDTH))
+    head_dim: int | None = auto_key("head size; auto: hidden_size/num_heads", within=(2, MAX_WIDTH))
     vocab_size: int | None = auto_key(
-        "size of the vocabulary; auto: that of the tokenizer", within=(1, MAX_TOKENS)
+        "vocabulary size; auto: the tokenizer's", within=(1, MAX_TOKENS)
     )
-    max_seq_len: int = key(
-        2048, "longest sequence that the exported model declares", within=(1, MAX_TOKENS)
-    )
+    max_seq_len: int = key(2048, "longest sequence that an export declares", within=(1, MAX_TOKENS))
     first_new_token: int | None = optional_key(
         "first row of embeddings for added tokens, which start as the mean of the rows before",
         within=(1, MAX_TOKENS),
         user_key="data.new_tokens",
     )
     attention: str | None = auto_key(
-        "attention kernel; transformers: its own attention; auto: a kernel for the GPU",
+        "attention kernel; transformers: its own; auto: by the GPU",
         choices=(*KERNELS, TRANSFORMERS),
     )
     trainable: str | None = optional_key(

@@ -6,13 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.decoder_config import (
-    SIZE_NAMES,
-    model_type_of_json,
-    read_hf_config,
-    resize,
-    sizes_and_config,
-)
+from fsdpctl.config.decoder_config import SIZE_NAMES, read_hf_config, resize, sizes_and_config
 from fsdpctl.config.gguf_model import config_of_gguf
 from fsdpctl.config.hub import hub_models, local_model
 from fsdpctl.config.keys import AUTO, Setting, Settings, Value
@@ -75,7 +69,8 @@ def model_values(choices: Settings, settings: Settings, file_name: Value) -> dic
             if settings.get(name) not in (None, AUTO, "random"):
                 raise UsageError(f"{name}={settings[name]}: only valid with model={HF_OPTION}")
         file = package_folder("conf") / "model" / str(file_name)
-        stored, location = _settings_of_file(file), f"model={file.stem}"
+        stored = sizes_and_config(read_json(file, dict[str, Any]), str(file))
+        location = f"model={file.stem}"
     merged = {**stored, **_changed(stored, settings, location)}
     try:
         values = {name: known_key(name).parse(text) for name, text in merged.items()}
@@ -83,7 +78,7 @@ def model_values(choices: Settings, settings: Settings, file_name: Value) -> dic
         refusal = CheckpointError if is_checkpoint(file) else UsageError
         raise refusal(f"{location}: {error}") from None
     if option == HF_OPTION and settings.get("model.init") != "random":
-        _check_match_stored(settings, stored, merged, location)
+        _check_stored(settings, stored, merged, location)
     _check_sizes(settings, values, location)
     if option != HF_OPTION and "vocab_size" not in json.loads(str(values[CONFIG_JSON_KEY])):
         values["model.vocab_size"] = None  # follows from the data
@@ -105,9 +100,7 @@ def _changed(stored: Settings, settings: Settings, location: str) -> dict[str, s
     return sizes_and_config(content, location)
 
 
-def _check_match_stored(
-    settings: Settings, stored: Settings, merged: Settings, location: str
-) -> None:
+def _check_stored(settings: Settings, stored: Settings, merged: Settings, location: str) -> None:
     """Refuse settings that conflict with the stored weights."""
     lora_keys = LORA_KEYS if "model.lora.rank" in stored else ()
     # A run with new tokens has added rows to the embeddings.
@@ -116,18 +109,18 @@ def _check_match_stored(
         text, stored_text = {**merged, **settings}.get(name, ""), stored.get(name)
         value = KEYS[name].default if stored_text is None else KEYS[name].parse(stored_text)
         if text and value != KEYS[name].parse(text):
-            raise UsageError(
-                f"{name}={text}: conflicts with the weights in {location} of "
-                f"{stored_text or 'another value'}; set model.init=random to ignore them"
-            )
+            problem = f"the weights in {location} of {stored_text or 'another value'}"
+            next_step = "set model.init=random to ignore them"
+            raise UsageError(f"{name}={text}: conflicts with {problem}; {next_step}")
 
 
 def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str) -> None:
-    model_type = model_type_of_json(str(values[CONFIG_JSON_KEY]))
+    config_json = parse_json(str(values[CONFIG_JSON_KEY]), dict[str, Any], CONFIG_JSON_KEY)
     for name in _SIZES:
         requested = KEYS[name].parse(settings[name]) if name in settings else None
         if requested is not None and values.get(name) != requested:
-            raise UsageError(f"{name}={settings[name]}: {location}: {model_type} has no such size")
+            problem = f"{config_json['model_type']} has no such size"
+            raise UsageError(f"{name}={settings[name]}: {location}: {problem}")
     names = ("num_heads", "num_kv_heads", "head_dim")
     heads, kv_heads, width = (int(str(values.get(f"model.{name}") or 0)) for name in names)
     if "model.num_kv_heads" in settings and heads % kv_heads:
@@ -136,9 +129,8 @@ def _check_sizes(settings: Settings, values: Mapping[str, Value], location: str)
     if width % 2 and any(name in settings for name in _SIZES):
         raise UsageError(f"model.head_dim={width}: rotary embeddings need an even width")
     if CONFIG_JSON_KEY in settings:  # a run's config.json may spell out defaults
-        texts = (settings[CONFIG_JSON_KEY], str(values[CONFIG_JSON_KEY]))
-        stored, current = (parse_json(text, dict[str, Any], CONFIG_JSON_KEY) for text in texts)
-        if read_hf_config(stored, CONFIG_JSON_KEY) != read_hf_config(current, location):
+        stored = parse_json(settings[CONFIG_JSON_KEY], dict[str, Any], CONFIG_JSON_KEY)
+        if read_hf_config(stored, CONFIG_JSON_KEY) != read_hf_config(config_json, location):
             problem = f"differs from that of {location}; leave {CONFIG_JSON_KEY} out"
             raise UsageError(f"{CONFIG_JSON_KEY}: {problem}")
 
@@ -169,46 +161,35 @@ def adapter_values(choices: Settings, settings: Settings, typed_keys: set[str]) 
 def model_settings(path: str) -> dict[str, str]:
     """Return the settings (`model.KEY`) of a Hugging Face directory, GGUF file, run or checkpoint.
 
-    Args:
-        path: The directory or file, or the name on the Hub of a published model for estimates.
-
-    Raises:
-        UsageError: If the directory has no model, or one that isn't supported.
+    For estimates, `path` may be the name of a published model on the Hub. UsageError if `path` has
+    no model, or one that isn't supported.
     """
     folder = Path(path)
     if not folder.is_dir():
-        entry = hub_models().get(path.partition("@")[0])
-        if entry is None:
-            if is_gguf(folder):
-                return sizes_and_config(config_of_gguf(folder), path)
-            if folder.exists():
-                raise UsageError(f"model.path={path}: expected a directory or a .gguf file")
-            raise UsageError(f"model.path={path}: no such directory{nearest_path_hint(path)}")
-        return sizes_and_config(entry["config"], path)
+        if (entry := hub_models().get(path.partition("@")[0])) is not None:
+            return sizes_and_config(entry["config"], path)
+        if is_gguf(folder):
+            return sizes_and_config(config_of_gguf(folder), path)
+        problem = f"no such directory{nearest_path_hint(path)}"
+        problem = "expected a directory or a .gguf file" if folder.exists() else problem
+        raise UsageError(f"model.path={path}: {problem}")
     if is_foreign_model(folder):
-        return _settings_of_file(folder / CONFIG_JSON)
+        file = folder / CONFIG_JSON
+        return sizes_and_config(read_json(file, dict[str, Any]), str(file))
     stored = _stored_settings(folder)
     if str(stored.get("model")).startswith(SCRIPT_PREFIX):
         raise UsageError(f"model.path={path}: {NO_DECODER}")
-    settings = {
-        name: str(text)
-        for name, text in stored.items()
-        if name.startswith("model.") and name not in _RUN_KEYS
-    }
+    model_keys = [x for x in stored if x.startswith("model.") and x not in _RUN_KEYS]
+    settings = {name: str(stored[name]) for name in model_keys}
     if not settings and has_adapters(folder):
         advice = f"set model.path to their base model, and model.lora.path={path}"
         raise UsageError(f"model.path={path}: adapters without a model; {advice}")
     if not settings:
-        problem = f"no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
-        raise UsageError(f"model.path={path}: {problem}")
+        expected = f"{CONFIG_JSON}, a run, or a checkpoint"
+        raise UsageError(f"model.path={path}: no model found; expected {expected}")
     if CONFIG_JSON_KEY not in settings:
-        problem = f"{CONFIG_JSON_KEY}: missing; written by another version"
-        raise UsageError(f"model.path={path}: {problem}")
+        raise UsageError(f"model.path={path}: no {CONFIG_JSON_KEY}; written by another version")
     return settings
-
-
-def _settings_of_file(file: Path) -> dict[str, str]:
-    return sizes_and_config(read_json(file, dict[str, Any]), str(file))
 
 
 def is_foreign_model(path: Path) -> bool:

@@ -90,10 +90,9 @@ def adapter_settings(path: str) -> dict[str, str]:
         # As in PEFT, a name also matches the end of a longer word: norm matches input_layernorm.
         settings["model.lora.also"] = f"({'|'.join(map(re.escape, modules_to_save))})$"
     if isinstance(modules, str) and config.target_parameters:
-        raise UsageError(
-            f"{location}: target_parameters with target_modules={str(modules)[:80]}: set "
-            "model.lora.targets to the names of all layers and experts"
-        )
+        problem = f"target_parameters with target_modules={str(modules)[:80]}"
+        next_step = "set model.lora.targets to the names of all layers and experts"
+        raise UsageError(f"{location}: {problem}: {next_step}")
     return settings
 
 

@@ -28,9 +28,7 @@ _UNREAD_TOOLS = {
     "litgpt": "litgpt", "lr_warmup_fraction": "litgpt", "model._component_": "torchtune",
     "checkpointer._component_": "torchtune", "step_scheduler": "NeMo Automodel",
 }  # fmt: skip
-NO_TOML = (
-    "TOML files, such as torchtitan's, are not read; set fsdpctl's keys, see docs/from-others.md"
-)
+NO_TOML = "TOML files, such as torchtitan's, are not read; set fsdpctl's keys (docs/from-others.md)"
 YAML_NULLS = ("", "null", "~")  # texts of YAML's null, which `read_yaml` does not convert
 _JSON_KEYS = ("model.overrides.", "data.new_tokens")  # keys whose lists are JSON
 
@@ -67,10 +65,9 @@ def read_recipe(path: Path) -> list[Setting]:
             for key, value in flat_items(content)
             if key not in (*KEYS, *GROUPS) and str(value).strip().lower() not in YAML_NULLS
         ]
-        raise UsageError(
-            f"{path}: a file of {tool}; pass it as --from {path}, or write a recipe with `fsdpctl "
-            f"convert`; a recipe has fsdpctl's keys instead of {shorten_list(unknown)}"
-        )
+        problem = f"a recipe has fsdpctl's keys instead of {shorten_list(unknown)}"
+        next_step = f"pass it as --from {path}, or write a recipe with `fsdpctl convert`"
+        raise UsageError(f"{path}: a file of {tool}; {next_step}; {problem}")
     return list(_flatten(path, "", content))
 
 

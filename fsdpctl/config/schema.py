@@ -51,9 +51,7 @@ class StrategyConfig:
     """The sharding strategy, and where model states are stored."""
 
     name: str = "full_shard"
-    dp_shard_size: int | None = auto_key(
-        "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1
-    )
+    dp_shard_size: int | None = auto_key("hybrid_*: ranks per replica; auto: per node", minimum=1)
     owner_map: str | None = auto_key(
         "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
         "optimizer=muon, else even",
@@ -117,8 +115,7 @@ class PrecisionConfig:
     param_dtype: str | None = auto_key("dtype of computation and all-gathers", choices=DTYPES)
     reduce_dtype: str | None = auto_key("dtype of gradient reduction", choices=DTYPES)
     master_dtype: str | None = auto_key(
-        "dtype of the master weights; bfloat16+int8: 24 bits, of which bf16 is gathered",
-        choices=(*DTYPES, SPLIT),
+        "dtype of master weights; bfloat16+int8: 24-bit, gathered as bf16", choices=(*DTYPES, SPLIT)
     )
 
     @property
@@ -142,15 +139,11 @@ class OptimizerConfig:
     beta1: float = key(0.9, "adamw, muon: decay rate of the first moment", within=(0, 0.999999))
     beta2: float = key(0.95, "adamw, muon: decay rate of the second moment", within=(0, 0.999999))
     eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
-    momentum: float = key(
-        0.9, "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon", within=(0, 0.999999)
-    )
+    momentum: float = key(0.9, "sgd, muon: momentum (muon: 0.95); 0: none", within=(0, 0.999999))
     nesterov: bool = key(True, "muon: Nesterov momentum")
     ns_steps: int = key(NS_STEPS, "muon: Newton-Schulz steps per update", within=(1, 99))
     weight_decay: float = key(
-        0.1,
-        "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
-        minimum=0,
+        0.1, "weight decay of matrices; decoupled in adamw and muon, coupled in sgd", minimum=0
     )
     state_dtype: str | None = auto_key(
         "adamw: dtype of the moments of matrices of at least 4096 elements; other moments are "
@@ -171,17 +164,13 @@ class LrSchedulerConfig:
         minimum=0,
     )
     warmup_ratio: float | None = optional_key(
-        "warmup as a fraction of all steps, rounded up, or down if warmup_steps is set too",
-        within=(0, 1),
+        "warmup as a fraction of steps, rounded up, or down if warmup_steps is set", within=(0, 1)
     )
     start_lr_ratio: float | None = auto_key(
-        "first learning rate of warmup, as a fraction of the peak; auto: 1 / (warmup steps + 1)",
-        within=(0, 1),
+        "first warmup rate, as a fraction of the peak; auto: 1 / (warmup steps + 1)", within=(0, 1)
     )
     min_lr_ratio: float = key(0.1, "final learning rate, as a fraction of the peak", within=(0, 1))
-    reaches_min: bool = key(
-        True, "the last step has the final learning rate; false: the step after the last one"
-    )
+    reaches_min: bool = key(True, "the last step reaches the final rate; false: the step after it")
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", within=(0, 1))
     decay_type: str = key("linear", "wsd: form of decay", choices=("linear", "cosine", "1-sqrt"))
 

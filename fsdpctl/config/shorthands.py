@@ -67,10 +67,9 @@ def _cluster_settings(text: str, count: int, cluster: str, texts: Settings) -> l
     if per_node is None or count <= per_node:
         return [("cluster", cluster), *zip(RANK_KEYS, (str(count), "1"), strict=True)]
     if count % per_node:
-        raise UsageError(
-            f"cluster={text}: expected a number up to {per_node}, or a multiple of it: a node of "
-            f"{cluster} has {per_node} GPUs"
-        )
+        expected = f"a number up to {per_node}, or a multiple of it"
+        expected += f": a node of {cluster} has {per_node} GPUs"
+        raise UsageError(f"cluster={text}: expected {expected}")
     ranks = (str(per_node), str(count // per_node))
     return [("cluster", cluster), *zip(RANK_KEYS, ranks, strict=True)]
 

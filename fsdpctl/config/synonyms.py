@@ -11,10 +11,7 @@ from fsdpctl.plan.strategy import STRATEGY_ALIASES
 
 
 def _by_name(table: str) -> dict[str, str]:
-    """Return the answer for each name, from lines `answer | names`.
-
-    Indented lines continue the line above.
-    """
+    """Return the answer for each name in rows `answer | names`; an indented line continues one."""
     rows = (row.split(" | ") for row in table.replace("\n  ", " ").strip().splitlines())
     return {name: answer for answer, names in rows for name in names.split()}
 
@@ -223,7 +220,7 @@ train.tokens | max_tokens
 """) | {name: f"strategy={ours}" for name, ours in STRATEGY_ALIASES.items()}
 NOT_NEEDED = _by_name("""
 `auto` selects by prediction; `fsdpctl compare` measures | auto auto.probe
-`fsdpctl compare` runs each variant once; set --steps | rounds
+`fsdpctl compare` runs each variant once; set its length with --steps | rounds
 a message is trained on with the token that ends it | train_on_eos
 AdamW steps in one kernel | foreach optimizer.fused optimizer.implementation
 checkpoints can be read on any number of ranks | fsdp_state_dict_type
@@ -295,7 +292,7 @@ def _advice(name: str) -> str:
     for each in names:
         if each in SYNONYMS:
             return f"; use {SYNONYMS[each]}"
-    for each in (*names, section):
+    for each in (*names, section):  # a section may be unneeded or unsupported as a whole
         if each in NOT_NEEDED:
             return f"; not needed: {NOT_NEEDED[each]}"
         if each in NOT_SUPPORTED:

@@ -35,16 +35,12 @@ def _tracker_list(text: str) -> str:
 class TrainConfig:
     """The training loop."""
 
-    run_dir: str | None = auto_key(
-        "directory of the run's files; auto: runs/NAME-HASH", is_path=True
-    )
-    steps: int | None = key(
-        None,
+    run_dir: str | None = auto_key("directory of the run; auto: runs/NAME-HASH", is_path=True)
+    steps: int | None = auto_key(
         "length of the run in optimizer steps; auto: 500, or 3 epochs of conversations, unless "
         "epochs or tokens are set; with epochs in a recipe: the shorter of the two",
         minimum=1,
         optional=True,
-        auto=True,
     )
     epochs: float | None = optional_key("length of the run in passes over data", within=(1e-9, 1e6))
     tokens: int | None = optional_key("length of the run in tokens", minimum=1)
@@ -54,7 +50,7 @@ class TrainConfig:
         within=(1, _MAX_LENGTH),
     )
     context_parallel: int = key(
-        1, "number of adjacent ranks that share each sample; for long samples", minimum=1
+        1, "adjacent ranks that share a sample; for long samples", minimum=1
     )
     global_batch_size: int = auto_key(
         "samples per step, over all ranks; auto: 16, or 4 or 8 if conversations would train for "
@@ -79,15 +75,12 @@ class TrainConfig:
         minimum=0,
     )
     patience: int | None = optional_key(
-        "consecutive validations without a lower loss that end the run; not set: unlimited",
-        minimum=1,
+        "consecutive validations without lower loss that end the run; not set: unlimited", minimum=1
     )
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens to generate after training; 0: none", minimum=0)
     on_nonfinite: str = key(
-        "stop",
-        "reaction to a non-finite or spiking step: stop, or skip it",
-        choices=("stop", "skip"),
+        "stop", "reaction to a non-finite or spiking step: stop or skip", choices=("stop", "skip")
     )
     spike_factor: float | None = optional_key(
         "spike threshold: deviations (1.4826 MAD) above the median of the last 128 applied steps",
@@ -109,8 +102,7 @@ class TrainConfig:
         choices=("auto", "warn", "off"),
     )
     require_fit: bool = key(
-        True,
-        "do not start a run whose estimated memory exceeds that of its ranks or nodes; exit code 3",
+        True, "do not start runs whose estimated memory exceeds that of ranks or nodes; exit code 3"
     )
     compile: bool = key(False, "compile each block with torch.compile")
     profile: bool = key(False, "write a Chrome trace of three steps to the run directory")

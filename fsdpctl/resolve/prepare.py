@@ -179,7 +179,7 @@ class _Preparation:
     def _with_model(self, config: WithRanks, inputs: AutoInputs) -> tuple[WithRanks, Notes]:
         notes = notes_on_cores(config) + notes_on_kernel(config) if self.role.is_here else ()
         if self.is_run:
-            config = _with_fetched_model(config, "tokenizer" if self.role.is_dry else None)
+            config = _fetch_model(config, "tokenizer" if self.role.is_dry else None)
         elif is_gguf(Path(str(config.model.path))):
             open_weights(config.model)  # raises an error if tensors contradict the metadata
         config = with_vocabulary(fill_auto(config, Stage.MODEL, inputs))
@@ -200,20 +200,16 @@ class _Preparation:
             why = None if self.role.is_dry else ensure_cache(cache)
             data = open_checked_data(config)
             return data, (f"cache: {why}; using {cache}",) if why and cache.exists() else ()
-        needs_vocabulary = config.model.vocab_size is None
+        needs_vocab = config.model.vocab_size is None
         needs_counts = any(map(config.is_auto, _DATA_KEYS)) and is_data_here(config.data)
         train, is_chat = config.train, config.data.name == CHAT and is_data_here(config.data)
         needs_length = is_chat and train.tokens is None and train.steps is None
-        if not (needs_vocabulary or needs_counts or needs_length or train.epochs is not None):
+        if not (needs_vocab or needs_counts or needs_length or train.epochs is not None):
             return None, ()
         try:
-            return self.open_data(
-                fill_auto(_with_fetched_model(config, "tokenizer"), Stage.MODEL)
-            ), ()
+            return self.open_data(fill_auto(_fetch_model(config, "tokenizer"), Stage.MODEL)), ()
         except UsageError as error:
-            if needs_vocabulary or (
-                needs_counts and os.path.exists(config.model.path or os.curdir)
-            ):
+            if needs_vocab or (needs_counts and os.path.exists(config.model.path or os.curdir)):
                 raise
             return error, ()  # without a tokenizer, the estimate assumes the default length
 
@@ -232,7 +228,7 @@ class _Preparation:
         return module, notes_on_new_rows(config, module) + notes_on_data(config, inputs.data)
 
 
-def _with_fetched_model(config: ConfigT, part: Part | None) -> ConfigT:
+def _fetch_model(config: ConfigT, part: Part | None) -> ConfigT:
     """Fetch a part of the model, by default what a run reads; make its paths absolute."""
     if config.model.path is None:
         return config

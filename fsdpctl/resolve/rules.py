@@ -5,7 +5,6 @@ text, which replaces `{detail}` in the message. A setting that is still `auto` b
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from fsdpctl.config.data import check_data_keys
 from fsdpctl.config.keys import AUTO
@@ -41,13 +40,6 @@ from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import executed_strategy, may_share_memory
 
 
-class Rule(NamedTuple):
-    """A rule: its message, and the condition that breaks it."""
-
-    message: str
-    is_broken: Callable[[Config], bool | str]
-
-
 def validate(config: ConfigT) -> ConfigT:
     """Check the settings of a configuration with ranks against one another.
 
@@ -71,15 +63,13 @@ def _broken_rules(config: Config) -> Iterator[str]:
     yield from _unused_key_messages(config)
     sections = {name: getattr(config, name) for name in SECTIONS}
     constants = {"FSDPCTL": FSDPCTL, "SPLIT": SPLIT, "TF32": TF32, "ranks": config.num_ranks}
-    for rule in RULES:
-        if mistake := rule.is_broken(config):
-            yield rule.message.replace("{detail}", str(mistake)).format(**sections, **constants)
+    for message, is_broken in RULES.items():
+        if mistake := is_broken(config):
+            yield message.replace("{detail}", str(mistake)).format(**sections, **constants)
 
 
 def _unused_key_messages(config: Config) -> Iterator[str]:
-    names = {name for each in OPTIMIZERS.values() for name in each.keys} - {
-        *_optimizer(config).keys
-    }
+    names = {key for each in OPTIMIZERS.values() for key in each.keys} - {*_optimizer(config).keys}
     problems = {}
     for name in sorted(names):
         valid = [each.name for each in OPTIMIZERS.values() if name in each.keys]
@@ -160,131 +150,91 @@ def _conflict_of_blocks(config: Config) -> str:
 
 _INPUTS = "activation_checkpointing.offload=true: requires "
 _CONTEXT = "train.context_parallel={train.context_parallel}: "
-RULES = (
-    Rule(
-        "train.final_eval_batches={train.final_eval_batches}: checkpoint.keep_best and "
-        "train.patience compare losses of the same data; expected "
-        "train.eval_batches={train.eval_batches}, or auto",
-        lambda c: (
-            c.compares_losses and c.train.final_eval_batches not in (None, c.train.eval_batches)
-        ),
+# The message of each rule, and the condition that breaks the rule.
+RULES: Mapping[str, Callable[[Config], bool | str]] = {
+    "train.final_eval_batches={train.final_eval_batches}: checkpoint.keep_best and "
+    "train.patience compare losses of the same data; expected "
+    "train.eval_batches={train.eval_batches}, or auto": lambda c: (
+        c.compares_losses and c.train.final_eval_batches not in (None, c.train.eval_batches)
     ),
-    Rule(
-        "strategy.owner_map={strategy.owner_map}: only valid with strategy=shard_optimizer, got "
-        "strategy={strategy.name}",
-        lambda c: (
-            not c.is_auto("strategy")
-            and c.strategy.owner_map != "even"
-            and not get_strategy(c.strategy.name).has_owner_map
-        ),
+    "strategy.owner_map={strategy.owner_map}: only valid with strategy=shard_optimizer, got "
+    "strategy={strategy.name}": lambda c: (
+        not c.is_auto("strategy")
+        and c.strategy.owner_map != "even"
+        and not get_strategy(c.strategy.name).has_owner_map
     ),
-    Rule(
-        "precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
-        "{precision.param_dtype}",
-        lambda c: c.precision.master_dtype == SPLIT and c.precision.param_dtype != "bfloat16",
+    "precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
+    "{precision.param_dtype}": lambda c: (
+        c.precision.master_dtype == SPLIT and c.precision.param_dtype != "bfloat16"
     ),
-    Rule(
-        "precision={TF32}: requires precision.param_dtype=float32, got {precision.param_dtype}",
-        lambda c: c.precision.name == TF32 and c.precision.param_dtype != "float32",
+    "precision={TF32}: requires precision.param_dtype=float32, got "
+    "{precision.param_dtype}": lambda c: (
+        c.precision.name == TF32 and c.precision.param_dtype != "float32"
     ),
-    Rule(
-        "precision.master_dtype={SPLIT}: only valid with optimizer=adamw",
-        lambda c: c.optimizer.name != ADAMW and c.precision.master_dtype == SPLIT,
+    "precision.master_dtype={SPLIT}: only valid with optimizer=adamw": lambda c: (
+        c.optimizer.name != ADAMW and c.precision.master_dtype == SPLIT
     ),
-    Rule(
-        "precision.master_dtype={precision.master_dtype}: not supported by optimizer=sgd on CPU "
-        "ranks; set precision.master_dtype=float32",
-        lambda c: (
-            (c.optimizer.name, c.launch.device) == ("sgd", "cpu")
-            and c.precision.master_dtype == "bfloat16"
-        ),
+    "precision.master_dtype={precision.master_dtype}: not supported by optimizer=sgd on CPU "
+    "ranks; set precision.master_dtype=float32": lambda c: (
+        (c.optimizer.name, c.launch.device) == ("sgd", "cpu")
+        and c.precision.master_dtype == "bfloat16"
     ),
-    Rule("{detail}: requires engine={FSDPCTL}, got engine={engine.name}", _requires_fsdpctl),
-    Rule("strategy.offload={strategy.offload}: {detail}", _cannot_offload),
-    Rule(
-        "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1, engine={FSDPCTL} "
-        "and no params in strategy.offload; got {launch.device}, {launch.nnodes}, {engine.name} "
-        "and {strategy.offload}",
-        lambda c: c.launch.share_memory is True and not may_share_memory(c),
+    "{detail}: requires engine={FSDPCTL}, got engine={engine.name}": _requires_fsdpctl,
+    "strategy.offload={strategy.offload}: {detail}": _cannot_offload,
+    "launch.share_memory=true: requires launch.device=cpu, launch.nnodes=1, engine={FSDPCTL} "
+    "and no params in strategy.offload; got {launch.device}, {launch.nnodes}, {engine.name} "
+    "and {strategy.offload}": lambda c: c.launch.share_memory is True and not may_share_memory(c),
+    "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number": lambda c: (
+        not _optimizer(c).has_default_lr and c.optimizer.lr is None
     ),
-    Rule(
-        "optimizer.lr=auto: not supported with optimizer={optimizer.name}; set a number",
-        lambda c: not _optimizer(c).has_default_lr and c.optimizer.lr is None,
+    "engine=ddp: reduces gradients in the dtype of the master weights; expected "
+    "precision.reduce_dtype={precision.master_dtype}, got {precision.reduce_dtype}": lambda c: (
+        c.engine.name == DDP and c.precision.reduce_dtype != c.precision.master_dtype
     ),
-    Rule(
-        "engine=ddp: reduces gradients in the dtype of the master weights; expected "
-        "precision.reduce_dtype={precision.master_dtype}, got {precision.reduce_dtype}",
-        lambda c: c.engine.name == DDP and c.precision.reduce_dtype != c.precision.master_dtype,
+    _INPUTS + "activation_checkpointing=full or selective, got "
+    "activation_checkpointing={activation_checkpointing.name}": lambda c: _offloads_inputs(
+        c, "none"
     ),
-    Rule(
-        _INPUTS + "activation_checkpointing=full or selective, got "
-        "activation_checkpointing={activation_checkpointing.name}",
-        lambda c: _offloads_inputs(c, "none"),
+    "activation_checkpointing.blocks={activation_checkpointing.blocks}: conflicts with "
+    "activation_checkpointing{detail}": _conflict_of_blocks,
+    _INPUTS + "train.compile=false with selective": lambda c: (
+        c.train.compile and _offloads_inputs(c, "selective")
     ),
-    Rule(
-        "activation_checkpointing.blocks={activation_checkpointing.blocks}: conflicts with "
-        "activation_checkpointing{detail}",
-        _conflict_of_blocks,
+    _CONTEXT + "expected a divisor of the {ranks} ranks": lambda c: (
+        c.num_ranks % c.train.context_parallel > 0
     ),
-    Rule(
-        _INPUTS + "train.compile=false with selective",
-        lambda c: c.train.compile and _offloads_inputs(c, "selective"),
+    _CONTEXT + "expected a divisor or a multiple of the {launch.nproc_per_node} ranks of a "
+    "node, so that ranks that share samples are near one another": _is_uneven_on_nodes,
+    _CONTEXT + "expected a divisor of model.num_heads={model.num_heads}, which ranks share "
+    "during attention": lambda c: c.model.num_heads % c.train.context_parallel > 0,
+    "model.base_dtype={model.base_dtype}: only valid with adapters; set "
+    "model.lora.rank=16": lambda c: c.model.lora.rank is None and c.model.base_dtype is not None,
+    "model.lora: requires a rank, such as model.lora.rank=16": lambda c: (
+        c.model.lora.rank is None and c.model.lora != LoraConfig()
     ),
-    Rule(
-        _CONTEXT + "expected a divisor of the {ranks} ranks",
-        lambda c: c.num_ranks % c.train.context_parallel > 0,
+    "model.trainable={model.trainable}: conflicts with model.lora.rank, which trains only the "
+    "adapters, and the modules of model.lora.also": lambda c: (
+        c.model.lora.rank is not None and c.model.trainable is not None
     ),
-    Rule(
-        _CONTEXT + "expected a divisor or a multiple of the {launch.nproc_per_node} ranks of a "
-        "node, so that ranks that share samples are near one another",
-        _is_uneven_on_nodes,
+    "optimizer=muon: updates whole matrices, of which model.lora has none; use "
+    "optimizer=adamw": lambda c: _optimizer(c).steps_matrices and c.model.lora.rank is not None,
+    "strategy={strategy.name}: cuts matrices, which optimizer=muon updates as a whole; "
+    "expected shard_optimizer or no_shard": lambda c: (
+        _optimizer(c).steps_matrices
+        and _has_several_ranks(c)
+        and get_strategy(c.strategy.name).shards_params
     ),
-    Rule(
-        _CONTEXT + "expected a divisor of model.num_heads={model.num_heads}, which ranks share "
-        "during attention",
-        lambda c: c.model.num_heads % c.train.context_parallel > 0,
+    "strategy.owner_map={strategy.owner_map}: cuts matrices, which optimizer=muon updates as "
+    "a whole; expected matrices, round_robin or contiguous": lambda c: (
+        _optimizer(c).steps_matrices
+        and _has_several_ranks(c)
+        and get_strategy(c.strategy.name).has_owner_map
+        and c.strategy.owner_map in SPLITTING_MAPS
     ),
-    Rule(
-        "model.base_dtype={model.base_dtype}: only valid with adapters; set model.lora.rank=16",
-        lambda c: c.model.lora.rank is None and c.model.base_dtype is not None,
+    "train.seq_len={train.seq_len}: above model.max_seq_len={model.max_seq_len}": lambda c: (
+        c.train.seq_len > c.model.max_seq_len
     ),
-    Rule(
-        "model.lora: requires a rank, such as model.lora.rank=16",
-        lambda c: c.model.lora.rank is None and c.model.lora != LoraConfig(),
-    ),
-    Rule(
-        "model.trainable={model.trainable}: conflicts with model.lora.rank, which trains only the "
-        "adapters, and the modules of model.lora.also",
-        lambda c: c.model.lora.rank is not None and c.model.trainable is not None,
-    ),
-    Rule(
-        "optimizer=muon: updates whole matrices, of which model.lora has none; use optimizer=adamw",
-        lambda c: _optimizer(c).steps_matrices and c.model.lora.rank is not None,
-    ),
-    Rule(
-        "strategy={strategy.name}: cuts matrices, which optimizer=muon updates as a whole; "
-        "expected shard_optimizer or no_shard",
-        lambda c: (
-            _optimizer(c).steps_matrices
-            and _has_several_ranks(c)
-            and get_strategy(c.strategy.name).shards_params
-        ),
-    ),
-    Rule(
-        "strategy.owner_map={strategy.owner_map}: cuts matrices, which optimizer=muon updates as "
-        "a whole; expected matrices, round_robin or contiguous",
-        lambda c: (
-            _optimizer(c).steps_matrices
-            and _has_several_ranks(c)
-            and get_strategy(c.strategy.name).has_owner_map
-            and c.strategy.owner_map in SPLITTING_MAPS
-        ),
-    ),
-    Rule(
-        "train.seq_len={train.seq_len}: above model.max_seq_len={model.max_seq_len}",
-        lambda c: c.train.seq_len > c.model.max_seq_len,
-    ),
-)
+}
 
 
 def check_preflight(config: Config) -> None:
@@ -306,9 +256,7 @@ def check_preflight(config: Config) -> None:
 def check_trained_params(config: Config, units: Sequence[UnitSpec]) -> None:
     """Check settings that depend on which parameters are trained."""
     params = [param for unit in units for param in unit.params]
-    config.strategy.offloaded.check_frozen_params(
-        trains_all=all(param.trainable for param in params)
-    )
+    config.strategy.offloaded.check_frozen_params(trains_all=all(x.trainable for x in params))
     if config.optimizer.name == MUON and not any(map(uses_muon, params)):
         problem = "the model has no trained matrix in a block; use optimizer=adamw"
         raise UsageError(f"optimizer=muon: {problem}")

@@ -132,7 +132,7 @@ def test_a_directory_that_is_not_empty_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(("option", "part"), [
     ("--steps=3", "from 4"), ("--steps=x", "from 4"), ("--steps=1e9", "from 4"),
-    ("--rounds=2", "runs each variant once; set --steps"),
+    ("--rounds=2", "runs each variant once; set its length with --steps"),
 ])  # fmt: skip
 def test_an_invalid_length_or_number_of_rounds_is_rejected(option, part):
     code, said = invoke("compare", option)
@@ -159,7 +159,7 @@ def test_the_kernel_that_train_pins_is_measured_and_notes_do_not_refuse(
 
     monkeypatch.setattr(results, "run_briefly", run)
     monkeypatch.setattr(results, "note", lambda *lines: said.extend(lines))
-    monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, local: "math")
+    monkeypatch.setattr("fsdpctl.resolve.auto_values.kernel_of", lambda *_, is_here: "math")
     # As for a family that keeps the attention of transformers.
     monkeypatch.setattr("fsdpctl.resolve.prepare.adapt_to_decoder", lambda config: (config, noted))
     (tmp_path / "r.yaml").write_text(f"{recipe}train.seed: 3\n")

@@ -12,13 +12,7 @@ from fsdpctl.config.serialize import config_from_settings, config_to_yaml, to_se
 from fsdpctl.errors import UsageError
 from fsdpctl.io.run_files import CHECKPOINTS, OVERRIDES_FILE, RUN_CONFIG
 from fsdpctl.resolve.attention_kernel import can_run, check_attention, kernel_of, notes_on_kernel
-from fsdpctl.resolve.auto_values import (
-    AutoInputs,
-    Stage,
-    decides_losses,
-    fill_auto,
-    run_identity,
-)
+from fsdpctl.resolve.auto_values import AutoInputs, Stage, decides_losses, fill_auto, run_identity
 from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import _stored_values, prepare
 
