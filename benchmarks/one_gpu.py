@@ -117,6 +117,6 @@ def sharded(
     division = ModelLayout(specs, unit_layouts(specs, collectives.size), row)
     mesh = make_mesh(collectives, source.device, collectives.size)
     plan = StepPlan(
-        division, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host
+        division, mesh.position, sharding.precision, sharding.prefetch, sharding.offloaded
     )
     return ShardedModel(module, build_runtime(module, plan, mesh, source), row)

@@ -22,9 +22,7 @@ from torch.autograd.graph import Node
 from fsdpctl.comm.collectives import Collectives
 from fsdpctl.errors import ModuleError
 
-Agree = Callable[[Sequence[bool]], Sequence[bool]]
-
-_NONE = -1
+_NO_BACKWARD = -1
 # The AccumulateGrad node of a parameter. All forwards share the node, so it identifies no forward.
 _ACCUMULATE_GRAD = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -35,20 +33,20 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    return current_backward() != _NONE
+    return current_backward() != _NO_BACKWARD
 
 
 class OutermostBackward:
     """The outermost backward; re-entrant checkpointing nests other backwards in it."""
 
     def __init__(self) -> None:
-        self._number = _NONE
+        self._task_id = _NO_BACKWARD
         self._ending: ref[partial[None]] | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether a backward has begun and not completed; it may have failed."""
-        return self._number != _NONE
+        return self._task_id != _NO_BACKWARD
 
     @property
     def is_running(self) -> bool:
@@ -58,7 +56,7 @@ class OutermostBackward:
     @property
     def is_current(self) -> bool:
         """Whether autograd runs the outermost backward on this thread, not a nested one."""
-        return self._number == current_backward() != _NONE
+        return self._task_id == current_backward() != _NO_BACKWARD
 
     @property
     def has_failed(self) -> bool:
@@ -67,14 +65,14 @@ class OutermostBackward:
 
     def begin(self, on_end: Callable[[], None]) -> None:
         """Make the running backward the outermost one, and call `on_end()` when it is complete."""
-        self._number = current_backward()
-        # Autograd has the only reference to this new object, so it dies if autograd drops it.
+        self._task_id = current_backward()
+        # Autograd holds the only reference: this new object dies if autograd drops its callbacks.
         ending = partial(on_end)
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def end(self) -> None:
-        self._number, self._ending = _NONE, None
+        self._task_id, self._ending = _NO_BACKWARD, None
 
     @staticmethod
     def keeps_graph() -> bool:
@@ -85,8 +83,8 @@ class OutermostBackward:
 class GraphProbe:
     """The graph nodes that any backward through an output also visits.
 
-    The output's hook holds them. The graph holds the hook, but there is no reference cycle, because
-    the nodes are older than the output. A cycle would keep the graph alive.
+    The hook of the output holds the probe, and the graph holds the hook. There is no reference
+    cycle, because the nodes are older than the output. A cycle would keep the graph alive.
     """
 
     nodes: list[Node]
@@ -100,13 +98,14 @@ class ForwardPass:
         self.reached_in: dict[int, int] = {}  # the last backward that reached a call, by call
         self.takes_part = True  # whether the running backward visits this forward
         self._probes: WeakSet[GraphProbe] = WeakSet()
-        self._shared_probes: list[ref[GraphProbe]] = []  # also of older outputs
-        # Outputs that depend on parameters alone; they use the probe of the next output.
+        self._shared_probes: list[ref[GraphProbe]] = []  # probes that also stand for older outputs
+        # Outputs that depend on parameters alone; the probe of the next output stands for them.
         self._without_probe: list[Node] = []
         self._is_open = True
         self._is_unknown = False  # whether an output has no probe
 
     def probe(self, output: Tensor) -> GraphProbe | None:
+        """Return a probe of `output`; None if the output depends on parameters alone."""
         node = output.grad_fn
         for older, _ in () if node is None else node.next_functions:
             if older is not None and type(older) is not _ACCUMULATE_GRAD:
@@ -150,11 +149,13 @@ class UnitCall:
 class BackwardTracker:
     """A record of the calls of all units of a model, and of the calls that backward has reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: Collectives, required_by: str | None) -> None:
+        """Exchange over `world`; `required_by` as in `agree_on_forwards`."""
+        self._world, self._required_by = world, required_by
         self.backward_count = 0  # completed backwards
         self._makes_graph = False  # whether the outermost module's forward makes a graph
-        self._number = 0
-        self.last_forward = ForwardPass()  # the last forward of the outermost module
+        self._num_calls = 0
+        self.last_forward = ForwardPass()  # of the outermost module, in progress or complete
         self._alive: WeakSet[ForwardPass] = WeakSet()
         self._recent: list[ref[ForwardPass]] = []  # forwards with a graph since the last backward
         self._untracked_units: set[str] = set()
@@ -169,12 +170,10 @@ class BackwardTracker:
     def end_forward(self) -> None:
         self.last_forward.close()
 
-    def begin_backward(self, first_forward: ForwardPass | None, agree: Agree) -> None:
-        """Find the forwards that the new backward visits.
+    def begin_backward(self, first_forward: ForwardPass | None) -> None:
+        """Find the forwards that the new backward visits. Collective if there are several forwards.
 
-        `first_forward` is the forward whose output got a gradient first; None if that forward ran
-        within a backward. If there are several forwards, `agree` receives whether each takes part
-        on this rank (an empty list if unknown) and returns whether each takes part on any rank.
+        `first_forward` is the forward whose output got a gradient first; None: within a backward.
         """
         recent = [each() for each in self._recent]
         # Autograd only reports the nodes of the innermost backward. `torch.autograd.grad` with few
@@ -185,23 +184,27 @@ class BackwardTracker:
             forward.takes_part = is_only or not is_known or forward.is_in_backward()
         if len(recent) < 2:
             return
-        takes_part_here = [each is not None and each.takes_part for each in recent]
-        for each, takes_part in zip(
-            recent, agree(takes_part_here if is_known else []), strict=False
-        ):
+        local = [each is not None and each.takes_part for each in recent] if is_known else []
+        agreed = agree_on_forwards(self._world, local, required_by=self._required_by)
+        # `agreed` is longer than `recent` if another rank ran more forwards.
+        for each, takes_part in zip(recent, agreed, strict=False):
             if each is not None:
                 each.takes_part = takes_part
 
-    def record_forward(self, unit: str, *, grad_enabled: bool) -> None:
-        if self._makes_graph and not grad_enabled:  # a nested backward may recompute the unit
+    def record_untracked(self, unit: str, *, grad_enabled: bool) -> None:
+        """Record a unit that runs without a graph within a forward that makes a graph.
+
+        A nested backward may recompute the unit.
+        """
+        if self._makes_graph and not grad_enabled:
             self._untracked_units.add(unit)
 
     def add_call(self, unit: str) -> UnitCall:
         """Record a forward of a unit that made a tensor which may get a gradient."""
-        self._number += 1
-        self.last_forward.calls.setdefault(unit, []).append(self._number)
+        self._num_calls += 1
+        self.last_forward.calls.setdefault(unit, []).append(self._num_calls)
         self._alive.add(self.last_forward)
-        return UnitCall(self.last_forward, self._number)
+        return UnitCall(self.last_forward, self._num_calls)
 
     def reach(self, call: UnitCall) -> None:
         """Record that backward has reached `call`; ModuleError if autograd did not report it."""
@@ -227,14 +230,13 @@ class BackwardTracker:
     def end_backward(self, *, keeps_graph: bool) -> None:
         """End the backward. If its graph was freed, no other backward can visit its forwards."""
         if not keeps_graph:
-            completed = [
-                each for each in self._alive if self.backward_count in each.reached_in.values()
-            ]
+            count = self.backward_count
+            completed = [each for each in self._alive if count in each.reached_in.values()]
             self._alive.difference_update(completed)
         self._end()
 
     def reset(self) -> None:
-        """Forget all calls after a failure; a later backward may still visit their forwards."""
+        """Forget all calls after a failure. A later backward through one of them is allowed."""
         for forward in self._alive:
             forward.takes_part = True
         self._alive.clear()
@@ -247,23 +249,23 @@ class BackwardTracker:
 
 
 def agree_on_forwards(
-    collectives: Collectives, takes_part: Sequence[bool], *, same_under: str | None
+    collectives: Collectives, takes_part: Sequence[bool], *, required_by: str | None
 ) -> Sequence[bool]:
     """Return which forwards take part in a backward on any rank. Collective.
 
-    `takes_part` is whether each takes part on this rank, or empty if unknown. `same_under` names a
-    strategy that requires the same forwards on all ranks, because its ranks would otherwise gather
-    different units. ModuleError if it is set and the ranks differ.
+    `takes_part` has whether each forward takes part on this rank (empty: unknown). `required_by` is
+    a strategy that requires the same forwards on all ranks, because its ranks would otherwise
+    gather different units. ModuleError if it is set and the ranks differ.
     """
     answers = collectives.all_gather_values(list(takes_part))
     if not all(answers):
         return [True] * max(map(len, answers))
-    if same_under and any(each != answers[0] for each in answers):
+    if required_by and any(each != answers[0] for each in answers):
         numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in answers]
         other = next(rank for rank, each in enumerate(answers) if each != answers[0])
         raise ModuleError(
             f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
-            f"through {numbers[other]} on rank {other}; {same_under} requires the same forwards on "
-            "all ranks (add 0 * the loss of the other forwards)"
+            f"through {numbers[other]} on rank {other}; {required_by} requires the same forwards "
+            "on all ranks (add 0 * the losses of the other forwards)"
         )
     return [any(each) for each in zip(*answers, strict=True)]

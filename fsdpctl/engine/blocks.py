@@ -36,9 +36,8 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# A block's attributes for its forward: the function that is called, and the one that is recomputed.
-FORWARDS = ("forward", "_plain_forward")
-_VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
+# The namespace of varlen_attn's operators: torch registers them on first use, after `_ops` ran.
+_VARLEN = "torch_attn"
 
 
 def _ops(names: tuple[str, ...]) -> frozenset[Any]:
@@ -54,7 +53,7 @@ class _SelectivePolicy:
 
     def __init__(self) -> None:
         self._attention, self._matmuls = _ops(_ATTENTION), {*_ops(_MATMULS), *OPERATORS}
-        self._counts = {False: 0, True: 0}  # in forward, and during recomputation
+        self._counts = {False: 0, True: 0}  # matrix products, by `context.is_recompute`
 
     def __call__(
         self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
@@ -95,6 +94,7 @@ class _Routing(TorchDispatchMode):
             return result
         indices = self._experts[self._next]
         self._next += 1
+        # topk(input, k, dim): the values at the recorded indices, so that gradients flow.
         return args[0].gather(args[2] if len(args) > 2 else -1, indices), indices
 
 
@@ -132,8 +132,8 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-class _SavedBuffers:
-    """A context that restores the buffers that a block had before its forward, to recompute it.
+class _SavedModuleBuffers:
+    """A context that recomputes a block with the module buffers that it had before its forward.
 
     The recomputation then has the same results, and its writes to buffers are dropped, so that
     running statistics count a batch once. Modules in eval mode must not write to their buffers.
@@ -146,6 +146,7 @@ class _SavedBuffers:
             for key, buffer in each._buffers.items()
             if each.training and buffer is not None
         ]
+        # By id: a buffer that two modules share stays shared.
         self._saved = {id(each): each.detach().clone() for *_, each in self._buffers}
 
     def __enter__(self) -> None:
@@ -160,26 +161,21 @@ class _SavedBuffers:
             buffers[key] = buffer
 
 
-def _nested_contexts(outer: Callable[[], Any], contexts: Callable[[], Any]) -> tuple[Any, Any]:
+def _with_recompute_context(
+    outer: Callable[[], Any], contexts: Callable[[], Any]
+) -> tuple[Any, Any]:
     """Return the contexts of a forward, and of its recomputation within the context `outer()`."""
     forward, recomputation = contexts()
     return forward, _NestedContexts(outer(), recomputation)
 
 
-def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    preserve_rng = block._is_random
-    return checkpoint(
-        block._plain_forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs
-    )  # fmt: skip
-
-
 def _make_checkpointed(contexts: Callable[[], Any]) -> Callable[..., Any]:
-    if contexts is noop_context_fn:
-        return _checkpointed_forward  # torch.compile does not support `context_fn`
+    # torch.compile does not support `context_fn`.
+    options: Any = {} if contexts is noop_context_fn else {"context_fn": contexts}
 
     def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = partial(checkpoint, block._plain_forward, use_reentrant=False)
-        return run(*args, preserve_rng_state=block._is_random, context_fn=contexts, **kwargs)
+        settings: Any = {"use_reentrant": False, "preserve_rng_state": block._is_random, **options}
+        return checkpoint(block._plain_forward, *args, **settings, **kwargs)
 
     return checkpointed_forward
 
@@ -199,8 +195,9 @@ def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
             kwargs = {key: offloaded if x is block_input else x for key, x in kwargs.items()}
             options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
             run = partial(checkpoint, _forward_with_offloaded, **options)
-            context_fn = partial(_nested_contexts, lambda: offloaded, contexts)
-            # Checkpointing saves the random state of the devices of its tensor arguments.
+            context_fn = partial(_with_recompute_context, lambda: offloaded, contexts)
+            # Checkpointing saves the random state of the devices of its tensor arguments, and
+            # `offloaded` is no tensor.
             device_probe = torch.empty(0, device=block_input.device)
             return run(device_probe, block, *args, context_fn=context_fn, **kwargs)
 
@@ -214,7 +211,7 @@ def _can_offload(tensor: Tensor, block: nn.Module) -> bool:
     return tensor.requires_grad or any(each.requires_grad for each in block.parameters())
 
 
-def _forward_with_offloaded(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_offloaded(_probe: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     named = {name: _value(each) for name, each in kwargs.items()}
     return block._plain_forward(*map(_value, args), **named)  # type: ignore[operator]  # not a submodule
 
@@ -228,21 +225,21 @@ def checkpoint_block(
     mode: str,
     offload: Callable[[Tensor], OffloadedInput] | None = None,
     *,
-    keeps_buffers: bool = False,
+    restores_buffers: bool = False,
     is_random: bool = True,
 ) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
-    The forward is replaced and hooks stay outside of it, so that names and units do not change. The
-    choice of experts is saved: with other rounding, recomputation could route a token to another
-    expert. `offload` copies the block's input to the host. With `keeps_buffers`, a recomputation
-    does not change buffers. With `is_random`, it draws the same random numbers as the forward.
+    The block's forward is replaced, not the block, so that names, hooks and units stay. The choice
+    of experts is saved: with other rounding, recomputation could route a token to another expert.
+    `offload` copies the block's input to the host. With `restores_buffers`, recomputation
+    does not change module buffers. With `is_random`, it draws the forward's random numbers.
     """
     vars(block)["_is_random"] = is_random
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     contexts = _CONTEXTS[mode][_has_experts(block)]
-    if keeps_buffers and any(each._buffers for each in block.modules()):
-        contexts = partial(_nested_contexts, partial(_SavedBuffers, block), contexts)
+    if restores_buffers and any(each._buffers for each in block.modules()):
+        contexts = partial(_with_recompute_context, partial(_SavedModuleBuffers, block), contexts)
         vars(block)["_compiles_plain_forward"] = True
     if offload is not None:
         vars(block).update(_offload_input=offload, _compiles_plain_forward=True)
@@ -252,29 +249,25 @@ def checkpoint_block(
 
 
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module],
-    checkpointing: Sequence[BlockCheckpointing],
-    *,
-    keeps_buffers: bool = False,
-    is_random: bool = True,
+    blocks: Sequence[nn.Module], checkpointing: Sequence[BlockCheckpointing], **options: bool
 ) -> HostInputs:
     """Make `blocks`, in the order of forward, recompute their activations in backward.
 
-    Only the first blocks can offload their inputs. The input of the last block stays on the device,
-    since backward needs it at once. For the keywords, see `checkpoint_block`. Returns the inputs.
+    Blocks that offload their inputs come first. The input of the last block stays on the device,
+    since backward needs it at once. `options` are those of `checkpoint_block`. Returns the inputs.
     """
     num_offloaded = sum(each.offloads_input for each in checkpointing)
-    # The block after the offloading blocks also has a handle, but its input stays on the device:
-    # its recomputation starts to fetch the input of the block before it.
-    num_managed = min(num_offloaded + 1, len(blocks)) if len(blocks) > 1 and num_offloaded else 0
-    last = num_offloaded - 1
-    if num_managed > num_offloaded and checkpointing[last + 1].mode != checkpointing[last].mode:
-        num_managed = num_offloaded
     inputs = HostInputs(min(num_offloaded + 1, len(blocks)))
+    num_contexts = num_offloaded if len(blocks) > 1 else 0
+    # The block after the offloading blocks also gets an `OffloadedInput`, which stays on the
+    # device: its recomputation starts to fetch the input of the block before.
+    if 0 < num_contexts < len(blocks):
+        num_contexts += checkpointing[num_offloaded].mode == checkpointing[num_offloaded - 1].mode
+
     for index, (block, (mode, _)) in enumerate(zip(blocks, checkpointing, strict=True)):
         if mode != "none":
-            offload = partial(inputs.offload, index) if index < num_managed else None
-            checkpoint_block(block, mode, offload, keeps_buffers=keeps_buffers, is_random=is_random)
+            offload = partial(inputs.offload, index) if index < num_contexts else None
+            checkpoint_block(block, mode, offload, **options)
     return inputs
 
 
@@ -284,12 +277,12 @@ def prepare_blocks(module: nn.Module, config: Config) -> None:
     blocks = list(map(module.get_submodule, block_names(module)))
     recompute = config.activation_checkpointing
     if recompute.is_on:
-        # An import within the first checkpointed call would keep the call's arguments alive.
+        # torch.utils.checkpoint imports it in its first call, which would keep the arguments alive.
         import_module("torch._dynamo")
         is_random = config.model.lora.dropout > 0 or getattr(module, "draws_random_numbers", True)
-        checkpointing = recompute.per_block(len(blocks))
-        keeps = config.model.is_script_module
-        checkpoint_blocks(blocks, checkpointing, keeps_buffers=keeps, is_random=is_random)
+        by_block = recompute.per_block(len(blocks))
+        restores = config.model.is_script_module  # may update buffers, as batch norm does
+        checkpoint_blocks(blocks, by_block, restores_buffers=restores, is_random=is_random)
     for block in blocks if config.train.compile else ():
         compile_block(block)
 
@@ -303,6 +296,7 @@ def chunk_feed_forward(module: nn.Module, chunk_tokens: int) -> None:
     for block_name in block_names(module) if chunk_tokens else ():
         block = module.get_submodule(block_name)
         layer = getattr(block, "feed_forward", None) or getattr(block, "mlp", None)
+        # A layer with more inputs may need all tokens.
         has_one_input = layer is not None and len(inspect.signature(layer.forward).parameters) == 1
         if layer is None or not has_one_input or _has_experts(layer):
             raise UsageError(

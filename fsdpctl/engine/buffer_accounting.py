@@ -37,14 +37,14 @@ class ProfilerRanges:
 
 
 class BufferAccounting:
-    """The number of bytes in buffers while a model runs; a `trace` also receives events.
+    """The bytes of the engine's buffers, and a trace of the engine's events.
 
-    A buffer is identified by its purpose, its unit and the number of the unit's flat buffer.
+    A buffer is identified by its kind, its unit and the index of the unit's flat buffer.
     """
 
     def __init__(self) -> None:
-        self.trace: list[Event] | None = None  # receives events if it is a list
-        self.on_event: Callable[[], None] = lambda: None
+        self.trace: list[Event] | None = None  # None: events are not recorded
+        self.on_event: Callable[[], None] = lambda: None  # called after each event of the trace
         self.ranges = ProfilerRanges()
         self.nbytes = 0  # in all buffers, now
         self.peak_nbytes = 0

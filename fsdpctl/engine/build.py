@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from fsdpctl.comm.collectives import Collectives
 from fsdpctl.comm.flat_shard import FlatShard
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.comm.quantized_states import split_24_bits
-from fsdpctl.engine.flat_buffer import FlatBuffer, ResidentParams
+from fsdpctl.engine.flat_buffer import FlatBuffer, StoredParams
 from fsdpctl.engine.gradients import GradientReducer
 from fsdpctl.engine.hooks import hook_backward_at_parameters, hook_root, hook_unit
 from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import HostParams, ShardedUnit, UnshardBuffer
+from fsdpctl.engine.unit import HostParamPool, ShardedUnit, UnshardBuffer
 from fsdpctl.errors import UsageError
 from fsdpctl.models.module_spec import replace_meta_parameters, torch_dtype
 from fsdpctl.plan.layout import FlatLayout, aligned_chunk
@@ -31,13 +31,12 @@ from fsdpctl.plan.units import UnitSpec
 
 @dataclass(frozen=True, slots=True)
 class WeightInit:
-    """The source of a model's initial values, and its device."""
+    """The initial values of a model, and the device that it is sharded on."""
 
     device: torch.device
     # Writes the values of a parameter by its name; None: rank 0's parameters are broadcast.
     initialize: Callable[[str, Tensor], None] | None = None
-    # Whether values are zeros that a checkpoint overwrites. No full unit is allocated for them.
-    is_empty: bool = False
+    is_zero: bool = False  # a checkpoint overwrites the zeros; no full unit is allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +59,20 @@ class Sharding:
                 raise UsageError(f"{problem}; pass {name}=fsdpctl.{kind.__name__}(…)")
 
     @property
-    def on_host(self) -> Offload:
+    def offloaded(self) -> Offload:
         return self.offload if isinstance(self.offload, Offload) else Offload.parse(self.offload)
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """The arguments that are the same for every unit."""
+    """A builder of units, with the arguments that all units have in common."""
 
     plan: StepPlan
     mesh: Mesh
     source: WeightInit
     params: dict[str, nn.Parameter]
     host: HostStates | None  # master weights in host memory
-    host_params: HostParams | None  # parameters in host memory
+    host_params: HostParamPool | None  # parameters in host memory
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def init_dtype(self, layout: FlatLayout) -> torch.dtype:
@@ -87,88 +86,89 @@ class _Builder:
         that live as long as the model.
         """
         if dtype not in self.scratches:
-            layouts = (each for of in self.plan.layouts.values() for each in of)
+            layouts = chain.from_iterable(self.plan.layouts.values())
             largest = max(each.numel for each in layouts if self.init_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
-    def unit(self, spec: UnitSpec, unshard_buffer: UnshardBuffer) -> ShardedUnit:
+    def build_unit(self, spec: UnitSpec, unshard_buffer: UnshardBuffer) -> ShardedUnit:
+        """Build a unit. Collective, unless its values are zero; see `initial_values`."""
         buffers, offset = [], 0
         for layout in self.plan.layouts[spec.name]:
             dtype = torch_dtype(self.plan.dtypes_of(layout).compute)
             full = unshard_buffer.view(offset, layout.numel, dtype)
             offset += full.nbytes
-            buffers.append(self.buffer(spec.name, layout, full))
+            buffers.append(self.build_buffer(spec.name, layout, full))
         unit = ShardedUnit(spec.name, buffers, unshard_buffer)
-        if not self.plan.strategy.shards_params:
-            unit.unshard()
-        else:
+        if self.plan.strategy.shards_params:
             unit.free()
+        else:
+            unit.unshard()
         return unit
 
     @torch.no_grad()
-    def buffer(self, unit: str, layout: FlatLayout, full: Tensor) -> FlatBuffer:
+    def build_buffer(self, unit: str, layout: FlatLayout, full: Tensor) -> FlatBuffer:
         position, placement = self.plan.position, self.plan.placement(layout)
-        master, resident = self.allocate(placement, full, trainable=layout.trainable)
+        master, stored = self.allocate(placement, full, trainable=layout.trainable)
         owned_span = layout.owned_span(position.rank, position.replica)
         owners = position.num_replicas // layout.shares_per_shard
         saved_span = aligned_chunk(owned_span, position.replica % owners, owners)
-        span = placement.master_span
-        spans = {"span": span, "owned_span": owned_span, "saved_span": saved_span}
+        spans = {"span": placement.master_span, "owned_span": owned_span, "saved_span": saved_span}
         shard = FlatShard(unit, layout, master, **spans, num_owners=owners)
         if placement.dtypes.has_remainders:
             if self.host is not None:
-                remainder = self.host.remainder(span.numel)
+                remainder = self.host.take_remainder(master.numel())
             else:
-                remainder = torch.zeros(span.numel, dtype=torch.int8, device=full.device)
+                remainder = torch.zeros(master.numel(), dtype=torch.int8, device=full.device)
             shard.add_remainder(remainder, torch_dtype(placement.dtypes.gradient))
-        if not self.source.is_empty:
-            _fill(shard, resident, self.initial_values(layout))
+        if not self.source.is_zero:
+            _fill(shard, stored, self.initial_values(layout))
         else:
-            for target in [master, *([resident.values] if resident else [])]:
-                target.zero_()
+            master.zero_()
+            if stored is not None:
+                stored.values.zero_()
         # From here on, reading `shard.master` waits for the host; the values above are complete.
         if placement.master_location is StorageLocation.HOST:
             shard.mark_on_host(self.source.device, self.synchronize)
         params = [self.params[p.name] for p in layout.params]
-        return FlatBuffer(shard, params, full, resident, torch_dtype(placement.dtypes.reduce))
+        return FlatBuffer(shard, params, full, stored, torch_dtype(placement.dtypes.reduce))
 
     def allocate(
         self, placement: ShardPlacement, full: Tensor, *, trainable: bool
-    ) -> tuple[Tensor, ResidentParams | None]:
-        """Return memory for the masters, and resident parameters unless masters serve as these."""
+    ) -> tuple[Tensor, StoredParams | None]:
+        """Return memory for the masters and the stored parameters (None: masters are gathered)."""
         dtype, numel = torch_dtype(placement.dtypes.master), placement.master_span.numel
-        device, resident = self.source.device, None
+        device, stored = self.source.device, None
         match placement.param_location:
             case StorageLocation.UNSHARD_BUFFER:
-                resident = ResidentParams(placement.param_span, full)
+                stored = StoredParams(placement.param_span, full)
             case StorageLocation.DEVICE:
                 values = torch.empty(placement.param_span.numel, dtype=full.dtype, device=device)
-                resident = ResidentParams(placement.param_span, values)
+                stored = StoredParams(placement.param_span, values)
             case StorageLocation.HOST:
                 assert self.host_params is not None
                 values = self.host_params.take(placement.param_span.numel, full.dtype)
-                resident = ResidentParams(placement.param_span, values, is_on_host=True)
+                stored = StoredParams(placement.param_span, values, is_on_host=True)
         if placement.master_location is StorageLocation.DEVICE:
-            return torch.empty(numel, dtype=dtype, device=device), resident
+            return torch.empty(numel, dtype=dtype, device=device), stored
         if placement.master_location is StorageLocation.PARAMS:
-            assert resident is not None
-            return resident.view(placement.master_span), resident
-        if not trainable:
+            assert stored is not None
+            return stored.view(placement.master_span), stored
+        if not trainable:  # frozen masters on the host are also what is gathered
             assert self.host_params is not None
-            return self.host_params.take(numel, dtype), resident
+            return self.host_params.take(numel, dtype), stored
         assert self.host is not None
-        master = self.host.master(numel, dtype)
+        master = self.host.take_master(numel, dtype)
         if placement.param_location is StorageLocation.MASTERS:
-            resident = ResidentParams(placement.master_span, master, is_on_host=True)
-        return master, resident
+            stored = StoredParams(placement.master_span, master, is_on_host=True)
+        return master, stored
 
     def synchronize(self) -> None:
         """Wait until neither the host's thread nor copies use parameters in host memory."""
         if self.host is not None:
             self.host.synchronize()
         if self.host_params is not None:
-            self.host_params.copier.synchronize()
+            self.host_params.copier.synchronize_to_device()
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """Return the full flat buffer in master precision; valid until the next call. Collective.
@@ -186,19 +186,19 @@ class _Builder:
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
 
 
-def _fill(shard: FlatShard, resident: ResidentParams | None, values: Tensor) -> None:
-    """Write the full flat buffer `values` to a rank's masters and parameters; it is overwritten."""
+def _fill(shard: FlatShard, stored: StoredParams | None, values: Tensor) -> None:
+    """Write a full flat buffer to this rank's masters and parameters; overwrites `values`."""
     shard.write_span(shard.span, values[shard.span.start : shard.span.stop])
-    if resident is None:
+    if stored is None:
         return
-    shard_values = values[resident.span.start : resident.span.stop]
+    shard_values = values[stored.span.start : stored.span.stop]
     if shard.remainder is None:
-        resident.values.copy_(shard_values)
+        stored.values.copy_(shard_values)
     else:
-        # Other ranks send the upper half of their masters after a step. A plain cast would round
-        # some values otherwise, so parameters would differ before and after the first step.
+        # Other ranks send the upper 16 bits of their masters after a step. A plain cast rounds some
+        # values differently, so parameters would differ before and after the first step.
         remainder = torch.empty_like(shard_values, dtype=torch.int8)
-        split_24_bits(shard_values, resident.values, remainder)
+        split_24_bits(shard_values, stored.values, remainder)
 
 
 @torch.no_grad()
@@ -218,28 +218,30 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
 
     All ranks must have the same `module` and `plan`: otherwise their collectives would not match.
     """
-    empty = partial(torch.empty, 0, device=source.device)  # a meta parameter cannot get memory
-    replace_meta_parameters(module, lambda param: empty(dtype=param.dtype))
-    broadcast_buffers(module, source.device, mesh.world)
+    device = source.device
+    # The data of a meta parameter cannot be set, so another parameter replaces it.
+    replace_meta_parameters(module, lambda p: torch.empty(0, dtype=p.dtype, device=device))
+    broadcast_buffers(module, device, mesh.world)
     params = dict(module.named_parameters())
-    host, host_params = _make_host_memory(plan, mesh, source.device)
+    host, host_params = _make_host_memory(plan, device)
     builder = _Builder(plan, mesh, source, params, host, host_params)
     units = _build_units(builder)
     for param in params.values():
         param.grad = None  # gradients from before sharding would be added to the next ones
     reducer = GradientReducer(units, mesh, plan)
-    if outbox := mesh.shard.reserve_outbox(plan.reductions.most_in_flight):
+    if outbox := mesh.shard.reserve_outbox(plan.reductions.most_in_flight_bytes):
         reducer.accounting.allocate(BufferKind.OUTBOX, plan.order.root, 0, outbox)
     runtime = Runtime(units, plan, mesh, reducer)
     runtime.host_params = host_params
     if host is not None:
-        runtime.host, host.on_start = host, runtime.step_on_host
-        reducer.offload = host.gradients()
+        runtime.host, host.start = host, runtime.step_on_host
+        reducer.offload = host.gradient_offload()
     gathers = plan.strategy.shards_params
-    runtime.parameters.remember(module, gathers=gathers)
+    runtime.snapshot.remember(module, has_gather_hooks=gathers)
     compute = plan.precision.param_dtype
     hook_root(module, runtime, None if compute is None else torch_dtype(str(compute)))
     for unit in runtime.units.values():
+        # The loss can use parameters that stay unsharded after the forward.
         if not gathers or unit is runtime.root:
             hook_backward_at_parameters(runtime, unit)
         if unit is not runtime.root:
@@ -248,40 +250,40 @@ def build_runtime(module: nn.Module, plan: StepPlan, mesh: Mesh, source: WeightI
 
 
 def _make_host_memory(
-    plan: StepPlan, mesh: Mesh, device: torch.device
-) -> tuple[HostStates | None, HostParams | None]:
-    offload = plan.offload
-    if not offload:
+    plan: StepPlan, device: torch.device
+) -> tuple[HostStates | None, HostParamPool | None]:
+    if not plan.offload:
         return None, None
     plan.check_offload()
-    worker = HostWorker(device)
-    params = HostParams(worker, plan.host_memory.params) if Offload.PARAMS in offload else None
-    return HostStates(worker, plan.host_memory) if plan.steps_on_host else None, params
+    worker, memory = HostWorker(device), plan.host_memory
+    params = HostParamPool(worker, memory.params) if Offload.PARAMS in plan.offload else None
+    return HostStates(worker, memory) if plan.steps_on_host else None, params
 
 
 def _build_units(builder: _Builder) -> list[ShardedUnit]:
-    plan, specs = builder.plan, builder.plan.unshard_buffers
-    buffer_index = {unit: index for index, slot in enumerate(specs) for unit in slot.units}
-    shared = builder.mesh.shard.allocate_shared([each.nbytes for each in specs])
+    plan, shard_group = builder.plan, builder.mesh.shard
+    specs = plan.unshard_buffers
+    buffer_index = {unit: index for index, spec in enumerate(specs) for unit in spec.units}
+    shared = shard_group.allocate_shared([spec.nbytes for spec in specs])
     buffers: dict[int, UnshardBuffer] = {}
     units = []
     # The builder frees a sharded unit before the next buffer is allocated, so that the full units
     # of a large model never exist at the same time.
-    for spec in plan.model_layout.units:
-        index = buffer_index[spec.name]
+    for unit_spec in plan.model_layout.units:
+        index = buffer_index[unit_spec.name]
         if index not in buffers:
-            is_permanent = specs[index].is_permanent or not plan.strategy.shards_params
-            size, device = specs[index].nbytes, builder.source.device
-            memory = (
-                shared[index] if shared else torch.empty(size, dtype=torch.uint8, device=device)
-            )
-            sharers = builder.mesh.shard.size if shared else 1
+            spec, num_sharers = specs[index], shard_group.size if shared else 1
+            is_permanent = spec.is_permanent or not plan.strategy.shards_params
+            if shared:
+                memory = shared[index]
+            else:
+                memory = torch.empty(spec.nbytes, dtype=torch.uint8, device=builder.source.device)
             buffers[index] = UnshardBuffer(
-                spec.name, memory, is_permanent=is_permanent, sharers=sharers
+                unit_spec.name, memory, is_permanent=is_permanent, num_sharers=num_sharers
             )
-        units.append(builder.unit(spec, buffers[index]))
+        units.append(builder.build_unit(unit_spec, buffers[index]))
     if shared:
         # Each rank writes the full values to the shared buffers. Without a barrier, a slow rank
         # could overwrite a gathered unit with initial values after the first step.
-        builder.mesh.shard.barrier()
+        shard_group.barrier()
     return units

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.comm.collectives import AllGatherInput
 from fsdpctl.comm.flat_shard import FlatShard, persistent_buffers
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.parameters import expose_full_param, unmark_sharded
+from fsdpctl.engine.parameters import unmark_sharded
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError, did_you_mean
 from fsdpctl.models.module_spec import all_named_parameters
@@ -18,6 +18,7 @@ from fsdpctl.models.module_spec import all_named_parameters
 
 @torch.no_grad()
 def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
+    """Return the full masters: replicated masters themselves, or else a new tensor. Collective."""
     master = shard.weights()
     if shard.stores_all:
         return master
@@ -59,7 +60,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
         full = _full_values(buffer.shard, runtime.mesh).clone()
         for param, view in zip(buffer.params, buffer.param_views(full), strict=True):
             param.data = view
-            expose_full_param(param, is_exposed=True)
+            param._is_exposed = True  # type: ignore[attr-defined]  # of sharded parameters
         full_buffers.append((buffer, full))
     try:
         yield
@@ -68,12 +69,12 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
                 runtime.mesh.world.broadcast(full)
                 span = buffer.shard.span
                 buffer.shard.write_span(span, full[span.start : span.stop])
-            runtime.masters_changed()
+            runtime.sync_params()
     finally:
         for unit in runtime.units.values():
             for buffer in unit.buffers:
                 for param in buffer.params:
-                    expose_full_param(param, is_exposed=False)
+                    param._is_exposed = False  # type: ignore[attr-defined]
                 if unit.is_unsharded:
                     buffer.use_unsharded()
                 else:
@@ -103,7 +104,7 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
             shard.write_span(param_slice.in_flat, shard_values)
     for name, target in buffers.items():
         target.copy_(sources[name])
-    runtime.masters_changed()
+    runtime.sync_params()
 
 
 def _get_tensor(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
@@ -125,14 +126,12 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
     if not isinstance(flat, Tensor):
         raise EngineError(f"update_shards: expected a 1-D tensor, got a {type(flat).__name__}")
     if flat.ndim != 1 or flat.numel() != numel:
-        raise EngineError(
-            f"update_shards: expected a tensor of shape [{numel}], as this rank's shards have, "
-            f"got {list(flat.shape)}"
-        )
+        expected = f"expected a tensor of shape [{numel}], as this rank's shards have"
+        raise EngineError(f"update_shards: {expected}, got {list(flat.shape)}")
     runtime.mesh.shard.wait_for_readers()
     for shard, part in zip(shards, flat.split(sizes), strict=True):
         shard.write_span(shard.span, part)
-    runtime.masters_changed()
+    runtime.sync_params()
 
 
 def unwrap(module: nn.Module, runtime: Runtime) -> nn.Module:

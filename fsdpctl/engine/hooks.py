@@ -14,7 +14,6 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdpctl.engine.backward_tracker import in_backward
-from fsdpctl.engine.blocks import FORWARDS
 from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.parameters import (
     has_placeholder,
@@ -53,6 +52,8 @@ class _Inputs:
     def __init__(self, values: object = ()) -> None:
         leaves = _leaves(values) if torch.is_grad_enabled() else ()
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        # By id: the caller's arguments keep the tensors alive until the forward hook. Later, other
+        # tensors may have these ids.
         self._versions = {id(x): x._version for x in tensors if not x.is_inference()}
 
     def has_untouched(self, tensor: Tensor) -> bool:
@@ -70,7 +71,7 @@ def _hook(
 
     A copy of the module also has the hooks, but they must not run for the copy.
     """
-    module_id = id(module)
+    module_id = id(module)  # a reference to the module from its own hook would be a cycle
 
     def before_own(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return before(args, kwargs) if id(module) == module_id else None
@@ -115,26 +116,26 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 
     def after(outputs: Any) -> None:
         nonlocal inputs
-        tensors, inputs = _new_tensors(outputs, inputs), _Inputs()
+        tensors = _new_tensors(outputs, inputs)
+        inputs = _Inputs()  # other tensors may have the ids from now on
         if tensors:
             call = None if in_backward() else runtime.tracker.add_call(unit.name)
             for output in tensors:
                 probe = None if call is None else call.forward.probe(output)
-                output.register_hook(
-                    lambda gradient, _=probe: runtime.begin_unit_backward(unit, call)
-                )
+                # The hook keeps the probe alive.
+                output.register_hook(lambda _, probe=probe: runtime.begin_unit_backward(unit, call))
         runtime.end_unit(unit)
 
     _hook(module, runtime, before, after)
 
 
 def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
-    """Begin a backward that reaches a parameter before any module.
+    """Let a backward begin at a parameter of `unit`, if it reaches no module before.
 
     This happens if the loss uses parameters that stay unsharded after the forward.
     """
     # The garbage collector does not traverse tensor hooks: a strong reference to the runtime, which
-    # refers to the parameters, would leak the model.
+    # refers to the parameters, would leak the model. Hooks of outputs are freed with the graph.
     runtime_ref = weakref.ref(runtime)
 
     def arrived(param: Tensor) -> None:
@@ -149,8 +150,9 @@ def hook_backward_at_parameters(runtime: Runtime, unit: ShardedUnit) -> None:
 
 _RUNTIME_REF = "_fsdpctl_runtime"
 _COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that torch.compile returns
-_MATRIX_OPTIMIZERS = ("Adafactor", "Muon")  # optimizers of torch that need full parameters
-_ALL_PARAM_OPTIMIZERS = ("LBFGS",)  # need all parameters at once
+_FORWARDS = ("forward", "_plain_forward")  # the attributes of a block that may be compiled
+_MATRIX_OPTIMIZERS = ("Adafactor", "Muon")  # optimizers of torch that need full matrices
+_ALL_PARAM_OPTIMIZERS = ("LBFGS",)  # optimizers of torch that need all elements of the model
 
 
 def guard_module(module: nn.Module, runtime: Runtime) -> None:
@@ -169,11 +171,9 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
             mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)), buffer.placeholder)
 
 
-def _has_gradients(of: weakref.ref[FlatBuffer]) -> bool:
-    buffer = of()
-    if buffer is None:
-        return False
-    return buffer.shard.has_grad or buffer.held_gradients is not None
+def _has_gradients(buffer_ref: weakref.ref[FlatBuffer]) -> bool:
+    buffer = buffer_ref()
+    return buffer is not None and (buffer.shard.has_grad or buffer.held_gradients is not None)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -212,7 +212,7 @@ def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
     if module._compiled_call_impl is not None:
         return
     yield name, module  # hooks of a module run outside its compiled forward
-    if not any(hasattr(getattr(module, each, None), _COMPILED) for each in FORWARDS):
+    if not any(hasattr(getattr(module, each, None), _COMPILED) for each in _FORWARDS):
         for key, child in module.named_children():
             yield from _uncompiled(f"{name}.{key}" if name else key, child)
 
@@ -223,9 +223,9 @@ def _check_gathered(name: str, module: nn.Module, args: Any) -> None:
     for key, param in module._parameters.items():
         if param is not None and has_placeholder(param):
             raise ModuleError(
-                f"{name or 'the module'} computes with its {key}, which is not gathered: its unit "
-                "was not called as a module but in parts, or by .forward; call it, or pass such "
-                "parts as units="
+                f"{name or 'the module'} computes with its {key}, which is not gathered: the "
+                "module of its unit was not called; call that module (not .forward), or pass the "
+                "classes of the called parts as units="
             )
 
 
@@ -242,8 +242,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     name = type(optimizer).__name__
     if name not in _MATRIX_OPTIMIZERS + _ALL_PARAM_OPTIMIZERS:
         return
-    shards = any(home.strategy.shards_optimizer for home in _runtimes_of(optimizer))
-    if shards or (name in _MATRIX_OPTIMIZERS and _runtimes_of(optimizer)):
+    runtimes = _runtimes_of(optimizer)
+    # Flat parameters have no matrices; those of a shard lack elements of the model too.
+    is_wrong = name in _MATRIX_OPTIMIZERS or any(x.strategy.shards_optimizer for x in runtimes)
+    if runtimes and is_wrong:
         raise EngineError(
             f"{name} needs more than one element at a time, and flat parameters are concatenated "
             "parts of tensors; use an elementwise optimizer"
@@ -252,14 +254,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
     references = {getattr(param, _RUNTIME_REF, None) for param in _params(optimizer)} - {None}
-    runtimes = [home() for home in references if home is not None]
-    return [runtime for runtime in runtimes if runtime is not None]
+    return [runtime for each in references if each and (runtime := each()) is not None]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in _runtimes_of(optimizer):
-        runtime.masters_changed(trained_only=True)
+        runtime.sync_params(trained_only=True)
 
 
+# These hooks run for every optimizer of the process.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

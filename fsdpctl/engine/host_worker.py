@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from fsdpctl.errors import EngineError, FsdpctlError
-from fsdpctl.io.resources import allowed_cpus, core_of, is_pinned, num_cores
+from fsdpctl.io.resources import allowed_cpus, core_of, has_cpu_affinity, num_cores
 
 T = TypeVar("T")
-StreamEvent: TypeAlias = torch.cuda.Event | None  # None: on a CPU, which has passed the event
+CudaEvent: TypeAlias = torch.cuda.Event | None  # None (on a CPU): has passed already
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[HostTask, Callable[[], None]] | None]"
-_JOIN_SECONDS = 60.0  # the process waits so long for a task in progress when it ends
+_JOIN_SECONDS = 60.0  # at exit, the longest wait for the task in progress
 
 
-def wait_event(event: StreamEvent) -> None:
+def wait_event(event: CudaEvent) -> None:
     """Let the current stream wait for an event of another stream."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
@@ -37,10 +37,10 @@ class HostTask:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._ready: StreamEvent = None
+        self._ready: CudaEvent = None
         self._error: BaseException | None = None
 
-    def end(self, ready: StreamEvent = None, error: BaseException | None = None) -> None:
+    def end(self, ready: CudaEvent = None, error: BaseException | None = None) -> None:
         """Complete the task; its results are on the device after `ready`."""
         self._ready, self._error = ready, error
         self._done.set()
@@ -48,10 +48,10 @@ class HostTask:
     def wait(self) -> None:
         """Wait until the current stream can use the results; EngineError if the task failed."""
         self._done.wait()
+        if isinstance(self._error, FsdpctlError):
+            raise self._error
         if self._error is not None:
-            if isinstance(self._error, FsdpctlError):
-                raise self._error
-            raise EngineError(f"optimizer step on the host: {self._error!r}") from self._error
+            raise EngineError(f"host thread: {self._error!r}") from self._error
         wait_event(self._ready)
 
 
@@ -64,20 +64,20 @@ class Copier:
         self._to_host_stream = torch.cuda.Stream(device) if on_cuda else None
         self._to_device_stream = torch.cuda.Stream(device) if on_cuda else None
 
-    def record_event(self) -> StreamEvent:
+    def record_event(self) -> CudaEvent:
         return None if self._to_host_stream is None else torch.cuda.current_stream().record_event()
 
-    def to_host(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
-        """Start a copy to the host after event `after`, or all earlier work; return its end."""
-        return self.copy(target, source, self._to_host_stream, after or self.record_event())
+    def copy_to_host(self, target: Tensor, source: Tensor, after: CudaEvent = None) -> CudaEvent:
+        """Start a copy after `after` (None: all earlier work). Keep `source` until the event."""
+        return self._copy(target, source, self._to_host_stream, after or self.record_event())
 
-    def to_device(self, target: Tensor, source: Tensor, after: StreamEvent = None) -> StreamEvent:
-        """Start a copy to the device after event `after`, or all earlier work; return its end."""
-        return self.copy(target, source, self._to_device_stream, after or self.record_event())
+    def copy_to_device(self, target: Tensor, source: Tensor, after: CudaEvent = None) -> CudaEvent:
+        """Start a copy to the device, as `copy_to_host`."""
+        return self._copy(target, source, self._to_device_stream, after or self.record_event())
 
-    def copy(
-        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: StreamEvent
-    ) -> StreamEvent:
+    def _copy(
+        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, after: CudaEvent
+    ) -> CudaEvent:
         if stream is None:
             target.copy_(source)
             return None
@@ -87,14 +87,14 @@ class Copier:
             target.copy_(source, non_blocking=True)
             return stream.record_event()  # type: ignore[no-any-return]  # untyped in torch
 
-    def synchronize(self) -> None:
-        """Wait on the host for all copies to the device."""
+    def synchronize_to_device(self) -> None:
+        """Wait on the host for the end of all copies to the device."""
         if self._to_device_stream is not None:
             self._to_device_stream.synchronize()
 
 
 class HostWorker:
-    """A thread for work on host memory; starts at the first call, ends with the process."""
+    """A thread for work on host memory; starts at the first call, ends with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,8 +103,8 @@ class HostWorker:
 
     def submit(self, work: Callable[[], None]) -> HostTask:
         if self._thread is None:
-            name, args = "optimizer on the host", (self._queue, self.device)
-            self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+            args = self._queue, self.device
+            self._thread = threading.Thread(target=_work, args=args, name="host", daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._queue, self._thread)
         task = HostTask()
@@ -126,16 +126,15 @@ def _work(tasks: _Tasks, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
-        cpus = host_cpus(_numa_node(device))
-        os.sched_setaffinity(0, cpus)  # for this thread, and the threads that it starts
-        torch.set_num_threads(num_cores())
+        os.sched_setaffinity(0, host_cpus(_numa_node(device)))  # of this thread and its children
+        torch.set_num_threads(num_cores())  # OpenMP counts per calling thread
     with on_device, torch.no_grad():
         while (item := tasks.get()) is not None:
             task, work = item
             error: BaseException | None = None
             try:
                 work()
-            except BaseException as caught:
+            except BaseException as caught:  # Python unbinds this name after the block
                 error = caught
             del item, work  # frees their tensors before the main thread continues
             task.end(error=error)
@@ -152,23 +151,21 @@ def host_cpus(node: str | None) -> set[int]:
 
     CPUs of the NUMA node with the directory `node` are preferred; None: no preference.
     """
-    allowed = allowed_cpus()
-    preferred = allowed
+    preferred = allowed = allowed_cpus()
     if node is not None:
         preferred = _parse_cpu_list((Path(node) / "cpulist").read_text()) & allowed or allowed
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    if is_pinned():
+    if has_cpu_affinity():  # the user or the launcher has selected the CPUs
         return preferred
-    count = max(1, len(allowed) // ranks)
+    count = max(1, len(allowed) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     ordered = sorted(preferred, key=lambda cpu: (core_of(cpu), cpu))
-    start = rank * count % len(ordered)
+    # Ranks at other NUMA nodes may have the lower numbers, so the position wraps around.
+    start = int(os.environ.get("LOCAL_RANK", 0)) * count % len(ordered)
     return set((ordered + ordered)[start : start + min(count, len(ordered))])
 
 
 def _parse_cpu_list(text: str) -> set[int]:
-    ends = [[int(end) for end in each.split("-")] for each in text.strip().split(",") if each]
-    return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
+    ranges = [each.partition("-") for each in text.strip().split(",") if each]
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _numa_node(device: torch.device) -> str | None:
@@ -186,7 +183,7 @@ def _numa_node(device: torch.device) -> str | None:
 def pinned_allocations(count: int, nbytes: int) -> Iterator[int]:
     """Yield how many of `count` buffers of pinned memory, `nbytes` each, to allocate together.
 
-    Torch rounds pinned memory up to a power of two. The numbers waste the least memory.
+    Torch rounds pinned memory up to a power of two: each number wastes the smallest share.
     """
 
     def filled(num_buffers: int) -> float:

@@ -1,8 +1,7 @@
 """The inputs of recomputed blocks in host memory.
 
-An input is copied while its block runs forward. Backward fetches it while the next block in forward
-is recomputed. Checkpointing saves an `OffloadedInput` instead of the tensor, so that no hooks on
-saved tensors are needed.
+An input is copied while its block runs forward. Backward fetches it while the following block is
+recomputed. Checkpointing saves an `OffloadedInput`, so that hooks on saved tensors are not needed.
 """
 
 from collections.abc import Callable, Collection
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from fsdpctl.engine.host_worker import (
     Copier,
+    CudaEvent,
     HostWorker,
-    StreamEvent,
     pinned_allocations,
     wait_event,
 )
 from fsdpctl.errors import ModuleError
 
 
-class HostBuffers:
+class InputBuffers:
     """The host memory for inputs of one forward, or of several forwards before their backwards."""
 
     def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
@@ -33,8 +32,12 @@ class HostBuffers:
         self.nbytes = 0  # allocated, used or not
 
     def take(self, number: int, nbytes: int) -> Tensor:
-        for index, slot in enumerate(self._free):
-            if slot.numel() >= nbytes:
+        """Return at least `nbytes` for the input of block `number`.
+
+        If no free buffer is large enough, allocate buffers for all later blocks too.
+        """
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
                 return self._free.pop(index)
         for count in pinned_allocations(self._count - number, nbytes):
             self._free += self._allocate(count * nbytes).split(nbytes)
@@ -47,19 +50,19 @@ class HostBuffers:
 
 def host_inputs_bytes(sizes: Collection[int]) -> int:
     """Return the bytes of host memory for inputs of `sizes` bytes, in the order of forward."""
-    slots = HostBuffers(len(sizes), partial(torch.empty, device="meta"))
+    buffers = InputBuffers(len(sizes), partial(torch.empty, device="meta"))
     for number, nbytes in enumerate(sizes):
-        slots.take(number, nbytes)
-    return slots.nbytes
+        buffers.take(number, nbytes)
+    return buffers.nbytes
 
 
 class HostInputs:
-    """The offloaded inputs of blocks, without the last block: backward needs its input at once."""
+    """Inputs of the first blocks. The last one stays on the device: backward needs it at once."""
 
     def __init__(self, num_blocks: int) -> None:
         self._last = num_blocks - 1
         self.sizes: dict[int, int] = {}  # bytes of the last input of each block
-        self.buffers = HostBuffers(self._last, self._allocate)
+        self.buffers = InputBuffers(self._last, self._allocate)
         self._worker: HostWorker | None = None
         self.copier: Copier | None = None  # None on the meta device
         self._newest: ref[OffloadedInput] | None = None
@@ -68,12 +71,13 @@ class HostInputs:
         """Start to copy the input of block `number`, which is about to run."""
         if self.copier is None and not tensor.is_meta:
             self._worker, self.copier = HostWorker(tensor.device), Copier(tensor.device)
-        stays = number == self._last
-        if not stays:
+        stays_on_device = number == self._last
+        if not stays_on_device:
             self.sizes[number] = tensor.nbytes
-        newest = None if self._newest is None else self._newest()
-        is_next = newest is not None and newest.number < number  # in the same forward
-        offloaded = OffloadedInput(self, number, tensor, newest if is_next else None, stays=stays)
+        previous = None if self._newest is None else self._newest()
+        if previous is not None and previous.number >= number:
+            previous = None  # of an earlier forward
+        offloaded = OffloadedInput(self, number, tensor, previous, stays_on_device=stays_on_device)
         self._newest = ref(offloaded)
         return offloaded
 
@@ -92,28 +96,29 @@ class OffloadedInput:
         value: Tensor,
         previous: "OffloadedInput | None",
         *,
-        stays: bool,
+        stays_on_device: bool,
     ) -> None:
-        """Start the copy; an input that `stays` is not copied. Backward needs `previous` next."""
+        """Start the copy, unless the input stays on the device. Backward needs `previous` next."""
         self.number = number
         self.tensor: Tensor | None = value  # for the block
         self._inputs = inputs
         self._previous = None if previous is None else ref(previous)
-        self._version: int | None = value._version  # until the end of the forward
-        self._meta = value.shape, value.dtype, value.device, value.requires_grad
+        self._version: int | None = value._version  # before the forward; None after it
+        self._shape, self._dtype, self._device = value.shape, value.dtype, value.device
+        self._requires_grad = value.requires_grad
         self._buffer: Tensor | None = None
-        self._copy_end: StreamEvent = None
-        self._fetch_state: tuple[Tensor, StreamEvent] | None = None
-        self._stays = value if stays else None
+        self._copy_end: CudaEvent = None
+        self._fetch_state: tuple[Tensor, CudaEvent] | None = None
+        self._on_device = value if stays_on_device else None
         self._copier = inputs.copier
-        if self._copier is not None and not stays:
+        if self._copier is not None and not stays_on_device:
             self._buffer = inputs.buffers.take(number, value.nbytes)
-            self._copy_end = self._copier.to_host(self._on_host(self._buffer), value.detach())
+            self._copy_end = self._copier.copy_to_host(self._on_host(self._buffer), value.detach())
 
     def __enter__(self) -> Self:
         """Provide the tensor on the device; in backward, start to fetch the next input."""
         if self.tensor is None:
-            self.tensor = self._take() if self._stays is None else self._stays
+            self.tensor = self._take() if self._on_device is None else self._on_device
             if self._previous is not None and (before := self._previous()) is not None:
                 before.fetch()
         return self
@@ -121,7 +126,7 @@ class OffloadedInput:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Drop the tensor once its copy is enqueued; ModuleError if the forward wrote to it.
 
-        The stream waits for the copy first: the allocator could reuse the memory too early.
+        The stream first waits for the copy, or the allocator could reuse memory that it reads.
         """
         value, self.tensor = self.tensor, None
         version, self._version = self._version, None
@@ -135,26 +140,27 @@ class OffloadedInput:
         assert self._fetch_state is not None
         (tensor, arrived), self._fetch_state = self._fetch_state, None
         wait_event(arrived)
-        return tensor.requires_grad_(self._meta[-1])
+        return tensor.requires_grad_(self._requires_grad)
 
     def fetch(self) -> None:
         """Start to copy the input to the device, unless a copy is in flight."""
         if self._fetch_state is not None:
             return
-        shape, dtype, device, _ = self._meta
-        target, arrived = torch.empty(shape, dtype=dtype, device=device), None
+        target = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        arrived = None
         if self._copier is not None and self._buffer is not None:
-            arrived = self._copier.to_device(target, self._on_host(self._buffer))
+            arrived = self._copier.copy_to_device(target, self._on_host(self._buffer))
         self._fetch_state = target, arrived
 
-    def _on_host(self, slot: Tensor) -> Tensor:
-        shape, dtype, *_ = self._meta
-        return slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    def _on_host(self, buffer: Tensor) -> Tensor:
+        nbytes = self._shape.numel() * self._dtype.itemsize
+        return buffer[:nbytes].view(self._dtype).view(self._shape)
 
     def __del__(self) -> None:
-        """Free the memory when the graph is freed, also after a failure.
+        """Free the pinned buffer when the graph is freed, also after a failure.
 
-        The stream waits first: the memory could be reused while the copy still reads it.
+        After a failure, a fetch may be in flight. The stream waits for its end, or a later copy
+        could overwrite the buffer, and the allocator reuse the target.
         """
         if self._fetch_state is not None:
             wait_event(self._fetch_state[1])

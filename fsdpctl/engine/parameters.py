@@ -1,4 +1,4 @@
-"""The Parameter objects of a sharded module: errors for incorrect use, and checks for changes."""
+"""The Parameter objects of a sharded module, and a snapshot that detects changes of the module."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ accumulated_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 class _Sharded:
     """A mixin of sharded parameters, which raises errors if a read or copy would be wrong."""
 
-    _has_gradient_elsewhere: Callable[[], bool]
-    _placeholder: int  # the storage of the NaN that the parameter reads while it is sharded
-    _is_exposed = False  # whether full_parameters gives it full values now
+    _has_grad_elsewhere: Callable[[], bool]
+    _placeholder_storage: int  # identity of the storage of the NaN that a sharded parameter reads
+    _is_exposed = False  # whether the parameter has full values, within full_parameters
 
     def _grad(self: Any) -> Tensor | None:
         gradient = accumulated_grad(self)
         # torch.compile reads all attributes of tensors while it traces.
-        compiles = torch._guards.CompileContext.try_get() is not None
-        if gradient is not None or in_backward() or compiles:
+        is_tracing = torch._guards.CompileContext.try_get() is not None
+        if gradient is not None or in_backward() or is_tracing:
             return gradient
-        if self._has_gradient_elsewhere():
+        if self._has_grad_elsewhere():
             raise EngineError(
-                "a sharded model's gradients are not in its parameters' grad: "
-                "fsdpctl.clip_grad_norm_(model, …) clips them by the norm over all ranks"
+                "param.grad: gradients of a sharded model are stored in its shards; to clip them, "
+                "call fsdpctl.clip_grad_norm_(model, …)"
             )
         return None
 
@@ -42,20 +42,19 @@ class _Sharded:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         if not self._is_exposed:
-            problem = "only possible before shard_model or within model.full_parameters()"
-            raise EngineError(f"copying the module: {problem}")
-        copied: nn.Parameter = deepcopy(self._detached("copying"))
+            raise EngineError(
+                "copying the module: only possible before shard_model or in full_parameters()"
+            )
+        copied: nn.Parameter = deepcopy(self._as_plain("copying"))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return self._detached("pickling").__reduce_ex__(protocol)
+        return self._as_plain("pickling").__reduce_ex__(protocol)
 
-    def _detached(self: Any, what: str) -> Any:
+    def _as_plain(self: Any, what: str) -> Any:
         if has_placeholder(self):
-            raise impossible_after_sharding(
-                f"{what} the module between steps, when it has no parameters,"
-            )
+            raise impossible_after_sharding(f"{what} the module while its parameters are sharded")
         return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)
 
 
@@ -65,29 +64,23 @@ def _sharded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    return kind.__bases__[1]
+    return kind.__bases__[1]  # the bases are (_Sharded, kind), see _sharded
 
 
-def mark_sharded(
-    param: nn.Parameter, has_gradient: Callable[[], bool], placeholder: Tensor
-) -> None:
+def mark_sharded(param: nn.Parameter, has_grad: Callable[[], bool], placeholder: Tensor) -> None:
     """Change the class of `param` in place, so that incorrect use raises errors.
 
-    `has_gradient` returns whether a gradient is stored outside `param.grad`. `placeholder` is the
+    `has_grad` returns whether a gradient is stored outside `param.grad`. `placeholder` is the
     element that the parameter reads while it is sharded.
     """
     param.__class__ = _sharded(type(param))
-    param._placeholder = _storage(placeholder)  # type: ignore[attr-defined]
-    param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
-
-
-def expose_full_param(param: nn.Parameter, *, is_exposed: bool) -> None:
-    param._is_exposed = is_exposed  # type: ignore[attr-defined]
+    param._placeholder_storage = _storage(placeholder)  # type: ignore[attr-defined]
+    param._has_grad_elsewhere = has_grad  # type: ignore[attr-defined]
 
 
 def unmark_sharded(param: nn.Parameter) -> None:
     param.__class__ = _plain(type(param))
-    for name in ("_has_gradient_elsewhere", "_placeholder", "_is_exposed"):
+    for name in ("_has_grad_elsewhere", "_placeholder_storage", "_is_exposed"):
         vars(param).pop(name, None)
 
 
@@ -102,7 +95,7 @@ def impossible_after_sharding(what: str) -> EngineError:
 
 def has_placeholder(param: Tensor) -> bool:
     """Return whether the parameter is sharded now, so that it reads NaN."""
-    return getattr(param, "_placeholder", None) == _storage(param)
+    return getattr(param, "_placeholder_storage", None) == _storage(param)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -110,31 +103,30 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # untyped in torch
 
 
-class ShardedParameters:
-    """The parameters as they were when the model was sharded, and the CUDA stream of sharding."""
+class ParameterSnapshot:
+    """The state of the parameters when the model was sharded, and the CUDA stream of sharding."""
 
     def __init__(
         self, params: Sequence[tuple[str, ParamSpec, nn.Parameter]], device: torch.device
     ) -> None:
-        self._params = [param for _, _, param in params]
-        self._names = [spec.name for _, spec, _ in params]
-        self._flags = [spec.trainable for _, spec, _ in params]
+        self._params = [(spec, param) for _, spec, param in params]
         self._trained = [(unit, param) for unit, spec, param in params if spec.trainable]
         self._locations: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._modules: list[tuple[str, nn.Module]] = []
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def remember(self, module: nn.Module, *, gathers: bool) -> None:
+    def remember(self, module: nn.Module, *, has_gather_hooks: bool) -> None:
+        """Remember where parameters are, and modules, whose gather hooks must not be compiled."""
         all_params = all_named_parameters(module)
         self._locations = [(name, x._parameters, key, param) for name, x, key, param in all_params]
-        self._modules = [(n, each) for n, each in module.named_modules() if gathers]
+        self._modules = list(module.named_modules()) if has_gather_hooks else []
 
     def check(self) -> None:
         """Check that parameters, their `requires_grad` and the CUDA stream have not changed.
 
-        EngineError names what has changed. Autograd accumulates gradients on the stream of
-        sharding: a forward on another stream would race with it.
+        ModuleError names a changed parameter or module. EngineError if the stream changed: autograd
+        accumulates gradients on the stream of sharding, so another stream's forward would race.
         """
         for name, params, key, param in self._locations:
             if params.get(key) is not param:
@@ -149,14 +141,13 @@ class ShardedParameters:
                     "parameters; instead of module.compile() compile its forward: "
                     "module.forward = torch.compile(module.forward)"
                 )
-        flags = [param.requires_grad for param in self._params]
-        if flags != self._flags:
-            index = next(i for i, flag in enumerate(self._flags) if flag is not flags[i])
-            raise ModuleError(
-                f"{self._names[index]}: requires_grad was {self._flags[index]} when the model was "
-                f"sharded and is {flags[index]}, which would change how it is sharded; unwrap() "
-                "the model, change requires_grad, and shard it again"
-            )
+        for spec, param in self._params:
+            if param.requires_grad is not spec.trainable:
+                raise ModuleError(
+                    f"{spec.name}: requires_grad was {spec.trainable} when the model was sharded "
+                    f"and is {param.requires_grad}, which would change how it is sharded; unwrap() "
+                    "the model, change requires_grad, and shard it again"
+                )
         if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
             raise EngineError(
                 "the model runs on another CUDA stream than the one it was sharded on; call "
@@ -168,6 +159,7 @@ class ShardedParameters:
         for unit, param in self._trained:
             if accumulated_grad(param) is not None:
                 raise ModuleError(
-                    f"gradients of {unit} were not reduced: its output reaches the loss without "
-                    "passing hooks, or the loss uses its parameters before the forward"
+                    f"gradients of {unit} were not reduced: its module's output reaches the loss "
+                    "without a call of the module, or the loss uses its parameters before the "
+                    "forward"
                 )

@@ -9,14 +9,13 @@ from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import ModuleError
 
 
-class GradPresence:
-    """A sum over ranks, once per step: which parameters had gradients, which units were gathered.
+class StepCheck:
+    """An all-reduce per step that finds parameters without a gradient, and other gather orders.
 
-    One float64 all-reduce sums a presence bit per parameter and a fingerprint of the gathers. It
-    starts with the last backward of a step, so that it overlaps with the last reductions. The
-    number of backwards per step is taken from the previous step. If the all-reduce has not started
-    when the optimizer needs it, it starts then. The host waits for the device only if a parameter
-    had no gradient.
+    The all-reduce sums a presence bit per parameter and a fingerprint of the gathers in float64. It
+    starts with the last backward of a step, to overlap with the last reductions. The number of
+    backwards per step is that of the previous step. If the all-reduce has not started when the
+    optimizer needs it, it starts then. Only without a gradient, the host waits for the device.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -26,13 +25,14 @@ class GradPresence:
         self._pending_check: tuple[int, Tensor, torch.cuda.Event] | None = None
         params = (x for buffer in runtime.trained_buffers for x in buffer.layout.params)
         self._names = [param.name for param in params]
+        # The last element is for the fingerprint.
         count = len(self._names) + 1
         self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
         self._num_backwards = 0  # backwards with reductions since the last optimizer step
         self._expected_backwards = 1  # number of such backwards in the previous step
-        runtime.on_last_reduction = self.backward_ends
+        runtime.on_last_reduction = self.on_last_reduction
 
-    def backward_ends(self) -> None:
+    def on_last_reduction(self) -> None:
         """Count a backward whose last reductions have started."""
         self._num_backwards += 1
         if self._num_backwards >= self._expected_backwards:
@@ -45,7 +45,10 @@ class GradPresence:
         self._in_flight, self._sums = (self._runtime.fingerprint, handle), None
 
     def params_without_grad(self) -> frozenset[str]:
-        """Return the names of trainable parameters that had a gradient on no rank. Collective."""
+        """Complete the step's all-reduce; return the names of parameters without any gradient.
+
+        ModuleError if ranks gathered units in different orders. Collective.
+        """
         if self._num_backwards:
             if self._in_flight is None:
                 self._start()
@@ -68,9 +71,7 @@ class GradPresence:
             values[-1:].fill_(fingerprint)
             return values
         buffers = runtime.trained_buffers
-        present = [
-            float(index in x.params_with_grad) for x in buffers for index in range(len(x.params))
-        ]
+        present = [float(i in x.params_with_grad) for x in buffers for i in range(len(x.params))]
         bits = torch.tensor([*present, fingerprint], dtype=torch.float64)
         is_on_cuda = runtime.device.type == "cuda"
         return (bits.pin_memory() if is_on_cuda else bits).to(runtime.device, non_blocking=True)
@@ -79,7 +80,7 @@ class GradPresence:
         """Compare the fingerprints; on CUDA in the next step, so that the host does not wait."""
         runtime = self._runtime
         expected = fingerprint * runtime.mesh.world.size
-        runtime.fingerprint = 0
+        runtime.fingerprint = 0  # gathers since the all-reduce started are not compared
         if not runtime.strategy.shards_params:
             return
         if not sums.is_cuda:
@@ -90,7 +91,7 @@ class GradPresence:
         self._pending_check = expected, total, torch.cuda.current_stream().record_event()
 
     def finish_check(self) -> None:
-        """Complete the last comparison of `_check`. Call it before results are made permanent."""
+        """Complete the last comparison of `_check`. Call it before saving a checkpoint."""
         if self._pending_check is not None:
             (expected, total, arrived), self._pending_check = self._pending_check, None
             arrived.synchronize()
@@ -100,8 +101,8 @@ class GradPresence:
 def _check_fingerprint(expected: int, total: Tensor) -> None:
     if int(total) != expected:
         raise ModuleError(
-            "the ranks ran the model's units in different orders, so the gathered parameters are "
-            "mixed up; every rank must call the same units in the same order"
+            "the ranks ran the model's units in different orders, so all-gathers of different "
+            "units were matched; every rank must call the same units in the same order"
         )
 
 
@@ -120,8 +121,8 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     for buffer in runtime.buffers:
         shard = buffer.shard
         replicated = []
-        if buffer.resident is not None:
-            replicated.append((buffer.resident.span, buffer.resident.values))
+        if buffer.stored is not None:
+            replicated.append((buffer.stored.span, buffer.stored.values))
         has_replicas = runtime.strategy.shards_params and shard.layout.shares_per_shard == 1
         if shard.stores_all or has_replicas:
             replicated.append((shard.span, shard.master))

@@ -16,31 +16,28 @@ from fsdpctl.engine.backward_tracker import (
     ForwardPass,
     OutermostBackward,
     UnitCall,
-    agree_on_forwards,
     in_backward,
 )
 from fsdpctl.engine.buffer_accounting import BufferAccounting
 from fsdpctl.engine.flat_buffer import FlatBuffer
 from fsdpctl.engine.gradients import GradientReducer
-from fsdpctl.engine.host_worker import HostTask
-from fsdpctl.engine.offload import HostStates
-from fsdpctl.engine.parameters import ShardedParameters
-from fsdpctl.engine.unit import HostParams, ShardedUnit
+from fsdpctl.engine.offload import HostStates, UnitStep
+from fsdpctl.engine.parameters import ParameterSnapshot
+from fsdpctl.engine.unit import HostParamPool, ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import BufferKind, Event, EventKind, Schedule
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import Strategy
 
-K = EventKind
-_FINGERPRINTS = 1 << 36  # fingerprints are below it: sums over 100,000 ranks are exact in float64
+_FINGERPRINT_LIMIT = 1 << 36  # sums over 100,000 ranks are exact in float64
 
 
 class ParamSync:
     """The updates of master weights to ranks that store a copy, unit by unit after a step.
 
-    This concerns only parameters that are stored separately from the masters. A unit waits for its
-    update when it is gathered, or used if it stays unsharded. Units that no forward has called as a
-    module wait at the beginning of a forward.
+    Parameters that are the masters themselves need no update. A unit waits for its update before it
+    is gathered, or before its module runs if it stays unsharded. Units that no forward has called
+    as a module wait in `begin_forward`.
     """
 
     def __init__(
@@ -50,7 +47,8 @@ class ParamSync:
         mesh: Mesh,
         accounting: BufferAccounting,
     ) -> None:
-        self.overlaps = False  # whether updates may be in flight when `start` returns
+        # Whether updates may be in flight when an optimizer step returns.
+        self.overlaps_forward = False
         self.accounting = accounting
         self._units = {unit.name: unit for unit in units}
         self._strategy, self._mesh = strategy, mesh
@@ -61,53 +59,57 @@ class ParamSync:
         """Send changed masters to other ranks; `trained_only`: not of frozen parameters."""
         self.finish()
         for unit in self._units.values():
-            unit.masters_changed()
+            unit.invalidate_graphs()
             buffers = unit.trained_buffers if trained_only else unit.buffers
-            handles = [buffer.start_sync(self._mesh) for buffer in buffers]
+            handles = [buffer.start_param_sync(self._mesh) for buffer in buffers]
             self._arriving[unit.name] = [handle for handle in handles if handle is not None]
             if buffers:
-                self._note_sync(unit.name, buffers)
-        if not self.overlaps:
+                self._record_sync(unit.name, buffers)
+        if not self.overlaps_forward:
             self.finish()
 
-    def start_after(self, tasks: Mapping[str, tuple[HostTask, list[list[Tensor]]]]) -> None:
+    def start_after(self, steps: Mapping[str, UnitStep]) -> None:
         """Send the master weights of each unit to other ranks once the host has stepped the unit.
 
-        `tasks` has the task of each unit, and its gradients on the device, dropped after the task.
+        The gradients on the device are dropped when the step of their unit is done.
         """
-        for name, (task, gradients) in tasks.items():
+        for name, step in steps.items():
             unit = self._units[name]
-            unit.masters_changed()
-            for number, each in enumerate(gradients):
-                self.accounting.deallocate(BufferKind.GRADS, name, number)
-                if each:
-                    self.accounting.allocate(BufferKind.OFFLOADING, name, number, each[0].nbytes)
-            self._arriving[name] = [Handle(partial(self._end_step, unit, task, gradients))]
-        if not (self.overlaps or self._strategy.shards_params):
+            unit.invalidate_graphs()
+            for index, gradient in enumerate(step.gradients):
+                self.accounting.deallocate(BufferKind.GRADS, name, index)
+                if gradient:
+                    nbytes = gradient[0].nbytes
+                    self.accounting.allocate(BufferKind.OFFLOADING, name, index, nbytes)
+            # Waiting for this handle can start collectives; see `begin_forward`.
+            self._arriving[name] = [Handle(partial(self._end_step, unit, step))]
+        # Sharded units wait when they are gathered.
+        if not (self.overlaps_forward or self._strategy.shards_params):
             self.finish()
 
-    def _end_step(self, unit: ShardedUnit, task: HostTask, gradients: list[list[Tensor]]) -> Tensor:
+    def _end_step(self, unit: ShardedUnit, step: UnitStep) -> Tensor:
         """Wait until the host has stepped a unit, and send its masters to other ranks."""
-        task.wait()
-        for number, each in enumerate(gradients):
-            each.clear()
-            self.accounting.deallocate(BufferKind.OFFLOADING, unit.name, number)
+        step.task.wait()
+        for index, gradient in enumerate(step.gradients):
+            gradient.clear()
+            self.accounting.deallocate(BufferKind.OFFLOADING, unit.name, index)
         for buffer in unit.trained_buffers:
-            handle = buffer.start_sync(self._mesh, is_copied=True)
+            handle = buffer.start_param_sync(self._mesh, is_copied=True)
             if handle is not None:
                 handle.wait()
-        self._note_sync(unit.name, unit.trained_buffers)
-        return unit.trained_buffers[0].param_shard
+        self._record_sync(unit.name, unit.trained_buffers)
+        return unit.trained_buffers[0].param_shard  # unused: a handle requires a result
 
-    def _note_sync(self, name: str, buffers: Sequence[FlatBuffer]) -> None:
+    def _record_sync(self, name: str, buffers: Sequence[FlatBuffer]) -> None:
         if self._strategy.syncs_params:
-            nbytes = sum(each.resident.values.nbytes for each in buffers if each.resident)
+            nbytes = sum(each.stored.values.nbytes for each in buffers if each.stored)
             self.accounting.record(EventKind.SYNC, name, nbytes)
 
     def begin_forward(self) -> None:
-        """Wait for units that no forward has called as a module, in one order on all ranks.
+        """Wait for units that no forward has called as a module.
 
-        The waits may start collectives, so another order would deadlock.
+        The waits may start collectives: in another order than on other ranks, they would deadlock.
+        All ranks wait in the order of `_units`.
         """
         self.wait(*(name for name in self._units if name in self._uncalled))
 
@@ -116,7 +118,7 @@ class ParamSync:
         self.wait(name)
 
     def wait(self, *names: str) -> None:
-        for name in names if self._arriving else ():
+        for name in names:
             for handle in self._arriving.pop(name, ()):
                 handle.wait()
 
@@ -134,10 +136,11 @@ class Runtime:
         self.plan, self.strategy = plan, plan.strategy
         self.schedule = Schedule.of(plan)
         self.root = self.units[plan.order.root]
+        self.device = self.root.unshard_buffer.device
         self.mesh = mesh
         self.buffers = tuple(buffer for unit in units for buffer in unit.buffers)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
-        self.parameters = ShardedParameters(
+        self.snapshot = ParameterSnapshot(
             [
                 (buffer.shard.unit, spec, param)
                 for buffer in self.buffers
@@ -150,22 +153,20 @@ class Runtime:
         self.reducer = reducer
         self.accounting = reducer.accounting
         self.param_sync = ParamSync(units, self.strategy, mesh, self.accounting)
-        self.on_last_reduction: Callable[[], None] = lambda: None  # the last reduction has begun
+        # Called when a backward has started its last reduction.
+        self.on_last_reduction: Callable[[], None] = lambda: None
         self.has_unreduced_grads = False  # whether gradients are held for a later reduction
         self.has_lost_grads = False  # whether an exception dropped gradients
         self.host: HostStates | None = None  # steps master weights that are in host memory
-        self.host_params: HostParams | None = None  # parameters in host memory
-        self.tracker = BackwardTracker()
+        self.host_params: HostParamPool | None = None  # parameters in host memory
+        required_by = self.strategy.name if self.strategy.reshard_after_forward else None
+        self.tracker = BackwardTracker(mesh.world, required_by)
         self.backward = OutermostBackward()
         self.fingerprint = 0  # hash of the units gathered since the last comparison, in order
         self._numbers = {name: number for number, name in enumerate(self.units, start=1)}
-        for slot in {id(unit.unshard_buffer): unit.unshard_buffer for unit in units}.values():
-            if slot.allocated_nbytes:
-                self.accounting.allocate(BufferKind.PARAMS, slot.name, 0, slot.allocated_nbytes)
-
-    @property
-    def device(self) -> torch.device:
-        return self.root.unshard_buffer.device
+        for memory in dict.fromkeys(unit.unshard_buffer for unit in units):
+            if memory.allocated_nbytes:
+                self.accounting.allocate(BufferKind.PARAMS, memory.name, 0, memory.allocated_nbytes)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -176,19 +177,19 @@ class Runtime:
         for event in events:
             unit = self.units[event.unit]
             match event.kind:
-                case K.GATHER:
+                case EventKind.GATHER:
                     self._gather(unit)
-                case K.READY:
+                case EventKind.READY:
                     with self.accounting.ranges.annotate("wait for", unit.name):
                         unit.unshard()
-                    self.accounting.record(K.READY, unit.name)
-                case K.FREE:
+                    self.accounting.record(event.kind, unit.name)
+                case EventKind.FREE:
                     unit.free()
-                    self.accounting.record(K.FREE, unit.name)
+                    self.accounting.record(event.kind, unit.name)
                     if not unit.unshard_buffer.is_permanent:
                         self.accounting.deallocate(BufferKind.PARAMS, unit.unshard_buffer.name, 0)
-                case K.FORWARD | K.LEAVE | K.BACKWARD:
-                    if event.kind is K.FORWARD and unit is not self.root:
+                case EventKind.FORWARD | EventKind.LEAVE | EventKind.BACKWARD:
+                    if event.kind is EventKind.FORWARD and unit is not self.root:
                         self.param_sync.begin_unit(unit.name)
                     self.accounting.record(event.kind, unit.name)
                 case _:
@@ -196,14 +197,14 @@ class Runtime:
 
     def _gather(self, unit: ShardedUnit) -> None:
         self.param_sync.wait(unit.name)
-        buffer = unit.unshard_buffer
-        if not buffer.is_permanent:
-            self.accounting.allocate(BufferKind.PARAMS, buffer.name, 0, buffer.nbytes)
+        memory = unit.unshard_buffer
+        if not memory.is_permanent:
+            self.accounting.allocate(BufferKind.PARAMS, memory.name, 0, memory.nbytes)
         with self.accounting.ranges.annotate("gather", unit.name):
-            unit.gather(self.mesh.shard, self.host_params)
-        number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
-        self.fingerprint = number % _FINGERPRINTS
-        self.accounting.record(K.GATHER, unit.name, unit.nbytes)
+            unit.start_gather(self.mesh.shard, self.host_params)
+        extended = self.fingerprint * 1_000_003 + self._numbers[unit.name]
+        self.fingerprint = extended % _FINGERPRINT_LIMIT
+        self.accounting.record(EventKind.GATHER, unit.name, unit.nbytes)
 
     def free_all(self) -> None:
         self._execute(self.schedule.free_all())
@@ -211,17 +212,16 @@ class Runtime:
     def prefetch_forward(self) -> None:
         """Start to gather the first units of a forward, while their unshard buffers are free."""
         if not self.strategy.shards_params:
-            problem = f"{self.strategy.name} has nothing to gather"
-            raise EngineError(f"prefetch_forward_params: {problem}")
+            name = self.strategy.name
+            raise EngineError(f"prefetch_forward_params: {name} has nothing to gather")
         if self.schedule.is_prefetched:
             raise EngineError("prefetch_forward_params: called twice without a forward between")
         self._execute(self.schedule.prefetch_forward())
 
     def begin_forward(self) -> None:
         if self.backward.has_failed:
-            self.has_lost_grads = True
-            self.recover()
-        self.parameters.check()
+            self._recover()
+        self.snapshot.check()
         self.param_sync.begin_forward()
         trains = torch.is_grad_enabled()
         self.tracker.begin_forward(makes_graph=trains)
@@ -232,7 +232,7 @@ class Runtime:
             self._execute(self.schedule.recompute_unit(unit.name))
             return
         self._execute(self.schedule.begin_unit(unit.name))
-        self.tracker.record_forward(unit.name, grad_enabled=torch.is_grad_enabled())
+        self.tracker.record_untracked(unit.name, grad_enabled=torch.is_grad_enabled())
         self.accounting.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:
@@ -247,21 +247,16 @@ class Runtime:
             self._execute(self.schedule.end_evaluation())
 
     def begin_backward(self, first: ForwardPass | None = None) -> None:
-        """Begin a backward with the first gradient, of an output of `first`.
+        """Begin a backward when its first gradient arrives, at an output of the forward `first`.
 
-        Pass None as `first` if that forward ran within a backward.
+        Pass None if that forward ran within a backward.
         """
         if self.backward.has_failed:
-            self.has_lost_grads = True
-            self.recover()
+            self._recover()
         if not self.backward.has_begun:
             self.backward.begin(self.end_backward)
-            self.tracker.begin_backward(first, self._agree)
+            self.tracker.begin_backward(first)
         self._execute(self.schedule.begin_backward())
-
-    def _agree(self, takes_part: Sequence[bool]) -> Sequence[bool]:
-        name = self.strategy.name if self.strategy.reshard_after_forward else None
-        return agree_on_forwards(self.mesh.world, takes_part, same_under=name)
 
     def begin_unit_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """Begin a unit's backward with the gradient of one of a call's outputs."""
@@ -272,6 +267,7 @@ class Runtime:
         completed: list[str] = []
         if self.backward.is_current and call is not None:
             self.tracker.reach(call)
+            # Units that come earlier in the order of reduction, as far as they are complete.
             for other in self.schedule.pending_units():
                 if other == unit.name or not self.tracker.is_complete(other, call):
                     break
@@ -284,7 +280,7 @@ class Runtime:
         self._execute(self.schedule.end_units(reduces=self.reduces))
         if self.reduces:
             self._finish_reductions()
-        self.accounting.record(K.LEAVE, self.root.name)
+        self.accounting.record(EventKind.LEAVE, self.root.name)
         self.has_unreduced_grads = not self.reduces
         self.tracker.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()
@@ -294,26 +290,26 @@ class Runtime:
                 f"follows the order {', '.join(self.schedule.order.forward)}",
                 stacklevel=2,
             )
-        self.parameters.check_gradients()
+        self.snapshot.check_gradients()
 
     def _finish_reductions(self) -> None:
         self.on_last_reduction()
         self._execute(self.schedule.finish())
         self.reducer.free_offloaded()
 
-    def recover(self) -> None:
-        """Clean up after a backward that ended in an exception."""
+    def _recover(self) -> None:
+        """Clean up after a backward that ended in an exception, and drop the gradients."""
         self.accounting.ranges.end_all()
         self.reducer.abandon()
         self.free_all()
         self.schedule.reset()
         self.tracker.reset()
-        self.has_unreduced_grads = False
+        self.has_unreduced_grads, self.has_lost_grads = False, True
         self.backward.end()
 
     def drop_gradients(self) -> None:
         if self.backward.has_failed:
-            self.recover()
+            self._recover()
         self.reducer.drop_gradients()
         self.schedule.forget_gradients()
         self.has_unreduced_grads = self.has_lost_grads = False
@@ -328,12 +324,12 @@ class Runtime:
             self._execute(self.schedule.reduce_held())
             self._finish_reductions()
             self.has_unreduced_grads = False
-        self.parameters.check_gradients()
+        self.snapshot.check_gradients()
         if not any(buffer.shard.has_grad for buffer in self.trained_buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()
-    def masters_changed(self, *, trained_only: bool = False) -> None:
+    def sync_params(self, *, trained_only: bool = False) -> None:
         """Free units that were gathered from old master weights, and send the new masters."""
         self.free_all()
         self.param_sync.start(trained_only=trained_only)
@@ -346,4 +342,4 @@ class Runtime:
         order = self.schedule.order
         units = [self.units[name] for name in (order.root, *order.forward)]
         self.schedule.forget_gradients()
-        self.param_sync.start_after(self.host.step(units, update, scalars))
+        self.param_sync.start_after(self.host.enqueue(units, update, scalars))

@@ -58,15 +58,14 @@ def shard_model(
     prefetch: Prefetch = Prefetch(),
     precision: Precision = Precision(),
 ) -> ShardedModel:
-    """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
+    """Shard `module`, with rank 0's weights, over the ranks of the process group. Collective.
 
     Args:
         module: Any module with values, on the device where it runs.
-        strategy: A name of the strategy table, or one of its rows; or a `Sharding` with all these
-            arguments and `offload`.
+        strategy: A strategy or its name, or a `Sharding` instead of all arguments.
         units: "auto", or the module classes whose instances are gathered and freed as one unit.
-        dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
-            all.
+        dp_shard_size: For hybrid strategies, the number of ranks of one replica; by default all
+            ranks.
         owner_map: For shard_optimizer, the owners of the optimizer states; a name or a map.
         prefetch: The number of units that are gathered ahead; one in forward and backward by
             default.
@@ -97,42 +96,47 @@ def shard_from(
 
     `mesh`, of a model with the same sharding, reuses the process groups of that model. Collective.
     """
-    on_host = Offload.PARAMS in sharding.on_host
-    shares_memory = sharding.share_memory and source.device.type == "cpu" and not on_host
+    params_on_host = Offload.PARAMS in sharding.offloaded
+    shares_memory = sharding.share_memory and source.device.type == "cpu" and not params_on_host
     make = shared_memory_collectives if shares_memory else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
 
     def make_layout() -> tuple[Strategy, ModelLayout]:
-        check_module(module, needs_values=source.initialize is None and not source.is_empty)
+        check_module(module, needs_values=source.initialize is None and not source.is_zero)
         if is_sharded(module):
             problem = "the module is sharded already; call model.unwrap() first"
             raise UsageError(f"shard_model: {problem}")
-        row = get_requested_strategy(sharding)
-        replica_size = ranks_per_replica(row, world.size, sharding.dp_shard_size)
+        strategy = get_requested_strategy(sharding)
+        replica_size = ranks_per_replica(strategy, world.size, sharding.dp_shard_size)
         units = units_of(module, sharding)
-        options = {"shares_memory": world.shares_memory, "offloads_params": on_host}
-        return row, lay_out(units, row, world.size, replica_size, sharding.owner_map, **options)
+        options = {"shares_memory": world.shares_memory, "offloads_params": params_on_host}
+        sizes = world.size, replica_size
+        return strategy, lay_out(units, strategy, *sizes, sharding.owner_map, **options)
 
     def describe(model_layout: tuple[Strategy, ModelLayout]) -> Iterator[str]:
         return _describe(*model_layout, sharding, dict(module.named_buffers()))
 
-    row, layout = agree_on(world, make_layout, describe)
+    strategy, layout = agree_on(world, make_layout, describe)
     mesh = mesh or make_mesh(world, source.device, layout.ranks_per_replica)
-    plan = StepPlan(layout, mesh.position, sharding.precision, sharding.prefetch, sharding.on_host)
-    return ShardedModel(module, build_runtime(module, plan, mesh, source), row)
+    plan = StepPlan(
+        layout, mesh.position, sharding.precision, sharding.prefetch, sharding.offloaded
+    )
+    return ShardedModel(module, build_runtime(module, plan, mesh, source), strategy)
 
 
 def get_requested_strategy(sharding: Sharding) -> Strategy:
-    """Return the requested row of the strategies.
+    """Return the requested strategy.
 
     UsageError if its name is unknown, or the strategy does not support the owner map.
     """
-    row = sharding.strategy
-    if not isinstance(row, Strategy):
-        row = get_strategy(str(getattr(row, "name", row)))  # torch's ShardingStrategy has a name
-    if sharding.owner_map != "even" and not (row.has_owner_map or sharding.share_memory):
-        raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
-    return row
+    strategy = sharding.strategy
+    if not isinstance(strategy, Strategy):
+        # torch's ShardingStrategy has a name.
+        strategy = get_strategy(str(getattr(strategy, "name", strategy)))
+    # With shared memory, the strategy that takes effect may have an owner map.
+    if sharding.owner_map != "even" and not (strategy.has_owner_map or sharding.share_memory):
+        raise UsageError(f"owner_map: only valid with shard_optimizer, not with {strategy.name}")
+    return strategy
 
 
 def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
@@ -147,14 +151,14 @@ def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
 
 
 def _describe(
-    row: Strategy, division: ModelLayout, sharding: Sharding, buffers: dict[str, Tensor]
+    strategy: Strategy, layout: ModelLayout, sharding: Sharding, buffers: dict[str, Tensor]
 ) -> Iterator[str]:
-    yield f"strategy {row.name}, with {division.ranks_per_replica} ranks per replica"
+    yield f"strategy {strategy.name}, with {layout.ranks_per_replica} ranks per replica"
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)
-    yield f"offload {sharding.on_host}"
-    for unit in division.units:
+    yield f"offload {sharding.offloaded}"
+    for unit in layout.units:
         yield f"unit {unit.name}"
         for param in unit.params:
             frozen = "" if param.trainable else ", frozen"
@@ -184,8 +188,8 @@ def agree_on(
     if error is not None:
         raise error
     for rank, (_, *messages) in enumerate(answers):
-        for message in messages:
-            raise EngineError(f"rank {rank}: {message}")
+        if messages:
+            raise EngineError(f"rank {rank}: {messages[0]}")
     if len({digest for digest, *_ in answers}) > 1:  # only then exchange the long descriptions
         _report_difference(lines, collectives)
     assert result is not None

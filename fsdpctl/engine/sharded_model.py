@@ -15,15 +15,15 @@ from fsdpctl.engine.buffer_accounting import BufferAccounting
 from fsdpctl.engine.hooks import guard_module, watch_first_forward
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import impossible_after_sharding
-from fsdpctl.engine.rank_checks import GradPresence, check_replicas
+from fsdpctl.engine.rank_checks import StepCheck, check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_unshard_buffers
 from fsdpctl.errors import EngineError, ModuleError, did_you_mean
 from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.strategy import Strategy
 
-# torch's message for a write to an expanded tensor.
-_WRITTEN_AT_REST = "more than one element of the written-to tensor"
+# A part of torch's message for a write to an expanded tensor, as sharded parameters are.
+_WRITE_TO_EXPANDED = "more than one element of the written-to tensor"
 
 
 class ShardedModel(nn.Module):
@@ -39,8 +39,8 @@ class ShardedModel(nn.Module):
         self.strategy = strategy  # the requested strategy; a single rank runs no_shard
         self._own_runtime = runtime
         self._has_ended = False
-        self._presence = GradPresence(runtime)
-        self.take_waits = runtime.mesh.take_waits
+        self._step_check = StepCheck(runtime)
+        self.take_waits = runtime.mesh.take_waits  # see Mesh.take_waits
         self._shards = tuple(buffer.shard for buffer in runtime.buffers)
         guard_module(module, runtime)
         if runtime.strategy.shards_params:
@@ -58,13 +58,12 @@ class ShardedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result.
 
-        EngineError if the module uses a unit's parameters without calling its module, or writes to
-        parameters.
+        ModuleError if it writes to parameters, or uses those of a unit without calling the unit.
         """
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
-            if _WRITTEN_AT_REST in str(error):
+            if _WRITE_TO_EXPANDED in str(error):
                 raise ModuleError(
                     "the module writes to its own parameters in forward while they are sharded; "
                     "do that before shard_model, or within model.full_parameters(writeback=True)"
@@ -110,9 +109,9 @@ class ShardedModel(nn.Module):
     def params_without_grad(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.
 
-        EngineError if the ranks did not gather the same units in the same order.
+        ModuleError if the ranks did not gather the same units in the same order.
         """
-        return self._presence.params_without_grad()
+        return self._step_check.params_without_grad()
 
     def check_replicas(self) -> None:
         """Compare values that several ranks store by their checksums. Collective.
@@ -120,7 +119,7 @@ class ShardedModel(nn.Module):
         EngineError names a parameter that differs, and the rank. Also an EngineError if the ranks
         did not gather the same units in the same order in the last step.
         """
-        self._presence.finish_check()
+        self._step_check.finish_check()
         self._runtime.param_sync.finish()
         check_replicas(self._runtime)
 
@@ -134,9 +133,9 @@ class ShardedModel(nn.Module):
             self._runtime.reduces = before
 
     def sync_gradients(self) -> None:
-        """Reduce the gradients that `no_sync` held back, if any.
+        """Reduce the gradients that `no_sync` held.
 
-        EngineError if there was no backward since gradients were dropped, or it failed.
+        EngineError if there are no gradients, or their backward failed.
         """
         self._runtime.sync_gradients()
 
@@ -157,15 +156,15 @@ class ShardedModel(nn.Module):
     def overlap_param_gather(self) -> bool:
         """Whether optimizer steps return before other ranks' updates arrive; off by default.
 
-        This affects only strategies whose step sends new parameters: shard_optimizer and
-        hybrid_shard_optimizer. In the next forward, each unit waits for its own update while later
-        updates arrive. Do not read parameters before that forward: they may be half updated.
+        All-gathers of units always overlap. This affects only strategies whose step sends new
+        parameters: shard_optimizer and hybrid_shard_optimizer. In the next forward, each unit waits
+        for its own update. Do not read parameters before that forward: they may be half updated.
         """
-        return self._runtime.param_sync.overlaps
+        return self._runtime.param_sync.overlaps_forward
 
     @overlap_param_gather.setter
     def overlap_param_gather(self, overlaps: bool) -> None:
-        self._runtime.param_sync.overlaps = overlaps
+        self._runtime.param_sync.overlaps_forward = overlaps
         self._runtime.param_sync.finish()
 
     @property
@@ -178,7 +177,7 @@ class ShardedModel(nn.Module):
     def can_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` has anything to gather."""
         runtime = self._runtime
-        # With states on the host, the first units wait for its step, so nothing would overlap.
+        # With states on the host, the first units wait for the host's step: nothing would overlap.
         gathers = runtime.strategy.shards_params and runtime.host is None
         return gathers and runtime.schedule.prefetch.forward > 0
 
@@ -202,10 +201,10 @@ class ShardedModel(nn.Module):
 
         Optimizers call it with `trained_only`: masters of frozen parameters are unchanged.
         """
-        self._runtime.masters_changed(trained_only=trained_only)
+        self._runtime.sync_params(trained_only=trained_only)
 
     def update_shards(self, flat: Tensor) -> None:
-        """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
+        """Overwrite this rank's masters by a 1-D tensor, ordered as `flat_shards`. Collective."""
         full_state.update_shards(self._runtime, flat)
 
     def flat_parameters(self) -> list[nn.Parameter]:
@@ -248,7 +247,7 @@ class ShardedModel(nn.Module):
         return self.accounting.peak_nbytes + bytes_outside_unshard_buffers(units)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load full tensors under the module's names; each rank takes its shards. Always strict."""
+        """Load full tensors under the module's names into the shards; always strict. Collective."""
         full_state.load_full_state(self.module, self._runtime, state_dict)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -282,16 +281,16 @@ _REDUCE = ("every", "last")
 
 
 class GradAccumulator:
-    """An accumulator of gradients: their mean over the micro-steps of a window, even if partial.
+    """An accumulator of gradients: their mean over a window of micro-batches, also a partial one.
 
-    With `reduce="every"` each micro-step reduces into the shards. With `"last"` unsharded gradients
-    are held until the window ends, and reduced once.
+    With `reduce="every"` each micro-batch is reduced into the shards. With `"last"` unsharded
+    gradients are held until the window ends, and reduced once.
     """
 
     def __init__(
         self, model: ShardedModel, steps: int, reduce: Literal["every", "last"] = "every"
     ) -> None:
-        """Accumulate over windows of `steps` micro-steps.
+        """Accumulate over windows of `steps` micro-batches.
 
         EngineError if `steps` is below 1, or `reduce` is neither value.
         """

@@ -6,7 +6,8 @@ views are valid again. In between, another unit may have used the unshard buffer
 
 Note: why version counters change. Autograd checks that a saved parameter has the version that it
 had in forward. A freed unit has a version higher by one: a backward that would read memory of
-another unit raises an error. Gathering the unit again restores the saved version.
+another unit raises an error. Gathering the unit again restores the saved version. New master
+weights raise the version by two, so that no graph of the old weights matches it.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fsdpctl.comm.collectives import AllGatherInput, Collectives, Handle
 from fsdpctl.engine.flat_buffer import FlatBuffer
-from fsdpctl.engine.host_worker import Copier, HostWorker, StreamEvent, pinned_allocations
+from fsdpctl.engine.host_worker import Copier, CudaEvent, HostWorker, pinned_allocations
 from fsdpctl.models.module_spec import torch_dtype
 from fsdpctl.plan.precision import Dtype
 
@@ -31,21 +32,19 @@ class UnshardBuffer:
     stay valid for the next `allocate`.
     """
 
-    def __init__(self, name: str, memory: Tensor, *, is_permanent: bool, sharers: int = 1) -> None:
-        """Take `memory`, bytes with a storage of their own, which `sharers` ranks share."""
+    def __init__(
+        self, name: str, memory: Tensor, *, is_permanent: bool, num_sharers: int = 1
+    ) -> None:
+        """Take `memory`, uint8 elements with their own storage; `num_sharers` ranks share it."""
         self.name = name  # the first unit that uses the buffer
-        self.nbytes = memory.nbytes
+        self.nbytes, self.device = memory.nbytes, memory.device
         self.is_permanent = is_permanent  # the memory is never freed
-        self._bytes, self._sharers = memory, sharers
-
-    @property
-    def device(self) -> torch.device:
-        return self._bytes.device
+        self._bytes, self._num_sharers = memory, num_sharers
 
     @property
     def allocated_nbytes(self) -> int:
         """The bytes that are allocated now; for shared memory, this rank's equal share."""
-        return -(-self._bytes.untyped_storage().nbytes() // self._sharers)
+        return -(-self._bytes.untyped_storage().nbytes() // self._num_sharers)
 
     @property
     def address(self) -> int:
@@ -54,7 +53,7 @@ class UnshardBuffer:
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D view of `numel` elements, readable while the memory is allocated."""
-        window = torch.empty(0, dtype=dtype, device=self._bytes.device)
+        window = torch.empty(0, dtype=dtype, device=self.device)
         storage = self._bytes.untyped_storage()
         return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
 
@@ -72,8 +71,8 @@ class UnshardBuffer:
             self._bytes.untyped_storage().resize_(0)
 
 
-class HostParams:
-    """This rank's shards of the parameters in pinned host memory.
+class HostParamPool:
+    """A pool of pinned host memory for this rank's shards, and their copies to the device.
 
     Before a unit is gathered, its shard is copied to its position in the unshard buffer, on a
     separate stream. The all-gather is in place and starts after that copy.
@@ -82,41 +81,40 @@ class HostParams:
     def __init__(self, worker: HostWorker, shards: Iterable[tuple[int, Dtype]]) -> None:
         """Allocate memory for `shards`: the number of elements and the dtype of each shard."""
         self.copier = Copier(worker.device)
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.nbytes = 0
-        for (numel, name), count in Counter(shards).items():
-            dtype = torch_dtype(name)
-            tensors = self._free.setdefault((numel, dtype), [])
+        for (numel, dtype_name), count in Counter(shards).items():
+            dtype = torch_dtype(dtype_name)
+            tensors = self._unused.setdefault((numel, dtype), [])
             for together in pinned_allocations(count, numel * dtype.itemsize):
                 slab = worker.allocate(together * numel, dtype, pinned=True)
                 tensors += slab.view(together, numel)
                 self.nbytes += slab.nbytes
 
-    def copy_to_device(self, target: Tensor, shard: Tensor) -> StreamEvent:
-        """Start to copy a shard to `target`, after the device's earlier work, which may read it."""
-        return self.copier.to_device(target, shard)
+    def copy_to_device(self, target: Tensor, shard: Tensor) -> CudaEvent:
+        """Start to copy a shard after the device's earlier work, which may read `target`."""
+        return self.copier.copy_to_device(target, shard)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._free[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
+        """Return unused memory for a shard."""
+        return self._unused[numel, dtype].pop() if numel else torch.empty(0, dtype=dtype)
 
 
 class ShardedUnit:
     """The parameters that are gathered, freed and reduced together."""
 
-    def __init__(
-        self, name: str, buffers: Sequence[FlatBuffer], unshard_buffer: UnshardBuffer
-    ) -> None:
+    def __init__(self, name: str, buffers: Sequence[FlatBuffer], memory: UnshardBuffer) -> None:
         self.name = name
         self.buffers = tuple(buffers)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
         self.nbytes = sum(each.full.nbytes for each in self.buffers)  # unsharded, with padding
-        self.unshard_buffer = unshard_buffer
+        self.unshard_buffer = memory
         self.is_unsharded = False  # whether parameters can be read; sharded ones read NaN
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
 
-    def gather(self, collectives: Collectives, host: HostParams | None) -> None:
+    def start_gather(self, collectives: Collectives, host: HostParamPool | None) -> None:
         """Start to gather the parameters into the unshard buffer, from `host` if stored there."""
         self.unshard_buffer.allocate()
         if self.buffers:
@@ -124,6 +122,7 @@ class ShardedUnit:
             self._gather = collectives.all_gather(inputs)
 
     def unshard(self) -> None:
+        """Wait for the gather, and let the parameters read the unshard buffer."""
         self._wait()
         for buffer in self.buffers:
             buffer.use_unsharded()
@@ -143,8 +142,8 @@ class ShardedUnit:
             self._gather.wait()
             self._gather = None
 
-    def masters_changed(self) -> None:
-        """Invalidate every graph that saved the old values: autograd then raises an error."""
+    def invalidate_graphs(self) -> None:
+        """Let autograd raise an error for graphs that saved the old values."""
         self._version += 2
         self._set_version(self._version + (not self.is_unsharded))
 
@@ -152,7 +151,7 @@ class ShardedUnit:
         _set_versions(self._params, (version,) * len(self._params))
 
 
-def _gather_input(buffer: FlatBuffer, rank: int, host: HostParams | None) -> AllGatherInput:
+def _gather_input(buffer: FlatBuffer, rank: int, host: HostParamPool | None) -> AllGatherInput:
     full, spans = buffer.full, buffer.layout.shard_spans
     if host is None or not buffer.is_on_host:
         return AllGatherInput(full, spans, buffer.param_shard)
@@ -164,11 +163,11 @@ def _gather_input(buffer: FlatBuffer, rank: int, host: HostParams | None) -> All
 def bytes_outside_unshard_buffers(units: Sequence[ShardedUnit]) -> int:
     """Return the bytes of stored parameters and masters on the device, outside unshard buffers."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    values = [buffer.param_shard for buffer in buffers if not buffer.is_on_host]
-    for shard in (each.shard for each in buffers if not each.shard.is_on_host):
-        values += [each for each in (shard.master, shard.remainder) if each is not None]
-    storages = [each.untyped_storage() for each in values]
+    tensors = [buffer.param_shard for buffer in buffers if not buffer.is_on_host]
+    for shard in (buffer.shard for buffer in buffers if not buffer.shard.is_on_host):
+        tensors += [x for x in (shard.master, shard.remainder) if x is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     # Masters may be views of stored parameters, and both may be views of unshard buffers.
-    sizes = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
     addresses = {unit.unshard_buffer.address for unit in units}
     return sum(nbytes for address, nbytes in sizes.items() if address not in addresses)

@@ -208,7 +208,7 @@ def _precision(module: nn.Module, precision: Precision, engine: str) -> Precisio
 def _training_plan(
     units: tuple[UnitSpec, ...], sharding: Sharding, world_size: int, assumed: Assumed
 ) -> TrainingPlan:
-    strategy, on_host = get_requested_strategy(sharding), sharding.on_host
+    strategy, on_host = get_requested_strategy(sharding), sharding.offloaded
     size = ranks_per_replica(strategy, world_size, sharding.dp_shard_size)
     offloads = Offload.PARAMS in on_host
     shares = sharding.share_memory and world_size > 1 and assumed.device == "cpu" and not offloads

@@ -43,7 +43,7 @@ def num_cores() -> int:
     return max(1, min(limits))
 
 
-def is_pinned() -> bool:
+def has_cpu_affinity() -> bool:
     """Return whether another launcher has pinned this rank to a part of the cores."""
     job_cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
     total = int(job_cpus) if job_cpus.isdecimal() else os.cpu_count() or 1

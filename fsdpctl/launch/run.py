@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.config.schema import Origin
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.activity import Reporter, doing
-from fsdpctl.io.resources import is_pinned
+from fsdpctl.io.resources import has_cpu_affinity
 from fsdpctl.resolve.launchers import LauncherRank, LaunchRole, endpoint_of, role_of, role_of_script
 
 if TYPE_CHECKING:
@@ -179,7 +179,9 @@ def _run_as_rank(
     Returns only to a script. Otherwise, the lock that rank 0 holds is released when the process
     exits. Without an address of rank 0, this rank is the only one.
     """
-    variables = config.launch.rank_environment(1 if is_pinned() else this_rank.local_world_size)
+    variables = config.launch.rank_environment(
+        1 if has_cpu_affinity() else this_rank.local_world_size
+    )
     os.environ.update({**variables, **os.environ})  # torch reads them when it is imported
     from fsdpctl.comm.world import PrefixStore, TCPStore
     from fsdpctl.launch.addresses import local_address, loopback, open_store, resolve_endpoint

@@ -102,7 +102,7 @@ class Reductions:
     combines: bool = False  # whether a second collective follows each reduction
 
     @property
-    def most_in_flight(self) -> int:
+    def most_in_flight_bytes(self) -> int:
         """The bytes of the reductions that may be in flight at once."""
         return max(self.budget, *self.nbytes.values())
 
@@ -376,7 +376,7 @@ class StepPlan:
     def outbox_bytes(self) -> int:
         """The bytes of this rank's outbox: gradients in shared memory that other ranks read."""
         shares = self.position.transport is Transport.SHARED
-        return self.reductions.most_in_flight if shares else 0
+        return self.reductions.most_in_flight_bytes if shares else 0
 
     @property
     def shared_bytes(self) -> int:

@@ -92,7 +92,7 @@ def make_model(
     else:
         module = make_module(config)
         initialize = None if empty else _initializer(config, module)
-    return shard_from(WeightInit(device, initialize, is_empty=empty), module, sharding)
+    return shard_from(WeightInit(device, initialize, is_zero=empty), module, sharding)
 
 
 def single_rank_strategy(config: Resolved) -> str:

@@ -20,7 +20,7 @@ from fsdpctl.engine.host_worker import Copier, HostTask
 from fsdpctl.engine.offload import HostStates, PinnedRing
 from fsdpctl.engine.offloaded_inputs import OffloadedInput
 from fsdpctl.engine.runtime import ParamSync
-from fsdpctl.engine.unit import HostParams, ShardedUnit, UnshardBuffer
+from fsdpctl.engine.unit import HostParamPool, ShardedUnit, UnshardBuffer
 from fsdpctl.optim import record
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.emulated import cases
@@ -129,7 +129,7 @@ def a_unit_does_not_wait_for_the_host() -> None:
 
 # What is wrong with a call: a function of the right one and of what it is given.
 _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] = (
-    ("no_wait_before_copies_to_and_from_the_host", Copier, "copy",
+    ("no_wait_before_copies_to_and_from_the_host", Copier, "_copy",
      (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *given: right(*given[:-1], None)),
     ("the_host_reads_a_gradient_before_it_has_arrived", HostStates, "_fetch", (STATES,),
      lambda right, *given: (right(*given)[0], None)),
@@ -139,7 +139,7 @@ _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] =
      lambda right, *given: (Handle(lambda: torch.empty(0)), right(*given)[1])),
     ("the_record_is_made_on_the_host", record, "sum_of_squares", (Case(),),
      lambda right, model: right(model).cpu()),
-    ("a_part_lands_in_the_place_of_another_rank", HostParams, "copy_to_device", (PARAMS,),
+    ("a_part_lands_in_the_place_of_another_rank", HostParamPool, "copy_to_device", (PARAMS,),
      lambda right, own, target, part: right(
          own, target, part.flip(0) if target.is_cuda else part)),
 )  # fmt: skip
@@ -154,13 +154,13 @@ def a_pinned_buffer_is_reused_before_the_device_has_read_it(right, self, *given)
     return right(self, *given)
 
 
-@instead(HostParams, "copy_to_device", PARAMS, STEPPED_FP32)
+@instead(HostParamPool, "copy_to_device", PARAMS, STEPPED_FP32)
 def a_unit_is_gathered_before_its_part_has_arrived(right: Any, self: Any, *given: Any) -> None:
     right(self, *given)
 
 
-@instead(HostParams, "copy_to_device", PARAMS, STEPPED_FP32)
-def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParams, *given: Any) -> Any:
+@instead(HostParamPool, "copy_to_device", PARAMS, STEPPED_FP32)
+def a_part_is_sent_while_its_place_is_in_use(right: Any, self: HostParamPool, *given: Any) -> Any:
     with mock.patch.object(Copier, "record_event", _nothing):
         return right(self, *given)
 
@@ -174,7 +174,7 @@ def the_host_steps_what_the_device_still_reads(right, self, steps, *given):
 
 @instead(cases, "written", BETWEEN)
 def masters_are_read_while_the_device_copies_them(right: Any, *given: Any) -> None:
-    with mock.patch.object(Copier, "synchronize", _nothing):
+    with mock.patch.object(Copier, "synchronize_to_device", _nothing):
         right(*given)
 
 
@@ -187,14 +187,14 @@ def new_parameters_are_not_cast(right: Any, self: HostStates, step: Any, *given:
     return ready
 
 
-@instead(HostParams, "take", PARAMS)
+@instead(HostParamPool, "take", PARAMS)
 def units_rest_in_the_same_memory(_right: Any, self: Any, *about: Any) -> Any:
-    found = self._free[about]
+    found = self._unused[about]
     return found[0] if found[0].is_pinned() else found.pop()
 
 
-@instead(HostParams, "copy_to_device", PARAMS)
-def the_host_waits_for_a_copy(_right: Any, self: HostParams, target: Tensor, part: Tensor) -> None:
+@instead(HostParamPool, "copy_to_device", PARAMS)
+def the_host_waits_for_a_copy(_right: Any, self: Any, target: Tensor, part: Tensor) -> None:
     target.copy_(part)
 
 
@@ -300,8 +300,8 @@ def the_host_waits_in_a_step(right: Any, model: Any) -> Any:
 
 @instead(GradientReducer, "_add_gradient", Case(), HYBRID)
 def a_gradient_counts_twice(right: Any, self: Any, flat: Any) -> None:
-    if flat.mean.is_cuda:
-        flat.mean.mul_(2)
+    if flat.partial_sum.is_cuda:
+        flat.partial_sum.mul_(2)
     right(self, flat)
 
 
@@ -317,7 +317,7 @@ def gradients_are_not_reduced(
 def gradients_are_summed_instead_of_averaged(right, self, units, mesh, *given):
     right(self, units, mesh, *given)
     if isinstance(mesh.shard, NcclCollectives):
-        self._scales = (1.0, 1.0)
+        self._copy_scale = self._sum_scale = 1.0
 
 
 @instead(NcclCollectives, "all_gather", Case())
@@ -335,5 +335,5 @@ def gathers_are_in_fp32(right: Any, self: Case, device: torch.device, world_size
 
 @instead(GradientReducer, "_add_gradient", Case(window="every"))
 def the_second_micro_batch_is_forgotten(right: Any, self: Any, flat: Any) -> None:
-    if flat.buffer.shard.grad is None or not flat.mean.is_cuda:
+    if flat.buffer.shard.grad is None or not flat.partial_sum.is_cuda:
         right(self, flat)

@@ -155,7 +155,7 @@ def test_recomputation_changes_no_buffer_and_no_bit(make, mode):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 6))
     recomputed, x = copy.deepcopy(plain), torch.randn(8, 6)
-    checkpoint_block(recomputed, mode, keeps_buffers=True)
+    checkpoint_block(recomputed, mode, restores_buffers=True)
     for _ in range(3):
         for module in (plain, recomputed):
             module(x).square().sum().backward()

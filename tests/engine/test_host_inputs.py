@@ -17,7 +17,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.host_worker import Copier
-from fsdpctl.engine.offloaded_inputs import HostBuffers, HostInputs
+from fsdpctl.engine.offloaded_inputs import HostInputs, InputBuffers
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.resolve.machine import assign_ranks
@@ -133,7 +133,7 @@ def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> N
 def seen(net: Chain) -> Iterator[list[str]]:
     """Record when blocks run and copies start; a copy is named by the size of its target."""
     events: list[str] = []
-    right, forward = Copier.copy, Dropping.forward
+    right, forward = Copier._copy, Dropping.forward
 
     def copies(self: Copier, target: Tensor, source: Tensor, *given: Any) -> Any:
         is_down = any(target.data_ptr() == each.data_ptr() for each in on_host)
@@ -145,16 +145,16 @@ def seen(net: Chain) -> Iterator[list[str]]:
         return forward(self, *given, **more)
 
     on_host: list[Tensor] = []
-    take = HostBuffers.take
+    take = InputBuffers.take
 
-    def takes(self: HostBuffers, *given: Any) -> Tensor:
+    def takes(self: InputBuffers, *given: Any) -> Tensor:
         slot = take(self, *given)
         on_host.append(slot)
         return slot
 
     with (
-        mock.patch.object(Copier, "copy", copies),
-        mock.patch.object(HostBuffers, "take", takes),
+        mock.patch.object(Copier, "_copy", copies),
+        mock.patch.object(InputBuffers, "take", takes),
         mock.patch.object(Dropping, "forward", runs),
     ):
         yield events
@@ -242,7 +242,7 @@ def test_host_memory_is_allocated_in_few_pieces_that_torch_rounds_little(count, 
         pieces.append(size)
         return torch.empty(size, device="meta")
 
-    slots = HostBuffers(count, allocate)
+    slots = InputBuffers(count, allocate)
     taken = [slots.take(number, nbytes) for number in range(count)]
     assert sum(pieces) == slots.nbytes == count * nbytes
     assert len(pieces) <= 6

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fsdpctl.engine.parameters import ShardedParameters
+from fsdpctl.engine.parameters import ParameterSnapshot
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -88,7 +88,7 @@ def test_units_larger_than_a_block_are_reduced_in_pieces(rank, world_size, whole
 def test_another_stream_than_that_of_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [Stream(), Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
-    parameters = ShardedParameters([], torch.device("cuda", 0))
+    parameters = ParameterSnapshot([], torch.device("cuda", 0))
     parameters.check()
     streams.reverse()
     with pytest.raises(EngineError, match="another CUDA stream"):

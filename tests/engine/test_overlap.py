@@ -22,7 +22,7 @@ from fsdpctl.comm.collectives import (
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import WeightInit, build_runtime
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.engine.unit import HostParams
+from fsdpctl.engine.unit import HostParamPool
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.step_plan import Prefetch, StepPlan
@@ -156,14 +156,14 @@ def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) 
     (0, 0.0, 0.0),
 ])  # fmt: skip
 def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, share):
-    clock, right = Clock(), HostParams.copy_to_device
+    clock, right = Clock(), HostParamPool.copy_to_device
     clock.delays["gather"] = gathering
 
-    def sent(self: HostParams, *given: Any) -> Any:
+    def sent(self: HostParamPool, *given: Any) -> Any:
         clock.start("copy")
         return right(self, *given)
 
-    with mock.patch.object(HostParams, "copy_to_device", sent):
+    with mock.patch.object(HostParamPool, "copy_to_device", sent):
         run("full_shard", Prefetch(depth, depth), clock, offload="all")
     assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are in slots
     moving = DELAY + gathering

@@ -99,7 +99,7 @@ def test_ranks_share_the_cores_unless_their_launcher_has_divided_them(
 ):
     host(allowed, 2, machine=8, LOCAL_WORLD_SIZE="2", LOCAL_RANK="1", **environ)
     assert host_cpus(None) == rank_1
-    assert resources.is_pinned() == (len(allowed) == 2)
+    assert resources.has_cpu_affinity() == (len(allowed) == 2)
 
 
 @pytest.mark.parametrize(("ranks", "limits", "after"), [

@@ -135,7 +135,7 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
     slots += [each.param_shard for each in buffers if each.is_on_host]  # counted apart
     slots += getattr(model.mesh.shard, "_outboxes", [])
     if model.host is not None:  # counted apart
-        slots += [*model.host._slabs.values(), *model.host._gradients_on_host.values()]
+        slots += [*model.host._slabs.values(), *model.host._gradient_slabs.values()]
     outbox = model.accounting.total(BufferKind.OUTBOX)
     watch = TensorBytes(there, slots, lambda: gathered_nbytes(model) + outbox)
     del buffers, there, slots

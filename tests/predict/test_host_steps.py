@@ -209,7 +209,7 @@ def test_copies_take_the_slower_of_link_and_memory():
 def copied_bytes() -> Iterator[list[int]]:
     """List the bytes of each copy between host and device in the block."""
     found: list[int] = []
-    copy = Copier.copy
+    copy = Copier._copy
 
     def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:
         found.append(target.nbytes)

@@ -88,7 +88,7 @@ def check(config: Resolved, rank: int, transport: Transport | None = None) -> tu
     if transport is None:
         enable_context_parallel(cpu, model.collectives.size, config.train.context_parallel)
     if transport is Transport.NCCL:  # nobody adds
-        model._presence._check = lambda *about: None  # type: ignore[method-assign]
+        model._step_check._check = lambda *about: None  # type: ignore[method-assign]
     model.overlap_param_gather = model.host is not None
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, partial(train_step, config, model, optimizer))
