@@ -25,7 +25,7 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import STATE_DTYPES, tiled_dtype
 from fsdpctl.plan.precision import SPLIT
 
-_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+_CODE_DTYPES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 # Elements that are stepped at a time in host memory: 8 MiB with moments and gradient, which stay in
 # the cache until the new weights are cast.
 _HOST_CHUNK = 1 << 19
@@ -35,12 +35,12 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 class HostSpan(NamedTuple):
     """A span to step in host memory, with its group's options at the start of the step."""
 
-    run: SteppedSpan
+    stepped: SteppedSpan
     state: dict[str, Tensor]
     options: dict[str, Any]
 
 
-def _update(
+def _step_on_host(
     spans_by_shard: Mapping[FlatShard, Sequence[HostSpan]],
     in_tiles: bool,
     shard: FlatShard,
@@ -52,25 +52,25 @@ def _update(
     if scalars.grad_scale is not None and gradient.dtype == torch.float64:
         gradient.div_(scalars.grad_scale)  # the fused kernel would divide in float32
         scalars = scalars._replace(grad_scale=None)
-    runs = spans_by_shard.get(shard, ())
+    spans = spans_by_shard.get(shard, ())
     if in_tiles:
-        tiled = TiledStep([each.run for each in runs], scalars)
-        for run, state, options in () if tiled.is_skipped else runs:
-            tiled.step(run, shard.view(gradient, run.span), options, state, on_tile)
+        tiled = TiledStep([each.stepped for each in spans], scalars)
+        for stepped, state, options in () if tiled.is_skipped else spans:
+            tiled.step(stepped, shard.view(gradient, stepped.span), options, state, on_tile)
         return
-    for run, state, options in runs:
-        count, arguments = state["step"].clone(), {**options}
+    for stepped, state, options in spans:
+        arguments = {**options}
         arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
-        for start in range(run.span.start, run.span.stop, _HOST_CHUNK):
-            span = Span(start, min(start + _HOST_CHUNK, run.span.stop))
-            within = slice(span.start - run.span.start, span.stop - run.span.start)
+        count, start = state["step"].clone(), stepped.span.start
+        for chunk in stepped.span.split(_HOST_CHUNK):
+            within = slice(chunk.start - start, chunk.stop - start)
             state["step"].copy_(count)  # the kernel increments it, but a step has several chunks
             _adamw(
-                [shard.view(shard.param.detach(), span)],
-                [shard.view(gradient, span)],
+                [shard.view(shard.param.detach(), chunk)],
+                [shard.view(gradient, chunk)],
                 [state["exp_avg"][within]],
                 [state["exp_avg_sq"][within]],
-                [],
+                [],  # max_exp_avg_sqs, of amsgrad
                 [state["step"]],
                 fused=True,
                 amsgrad=False,
@@ -78,15 +78,15 @@ def _update(
                 **scalars._asdict(),
                 **arguments,
             )
-            on_tile(span)
+            on_tile(chunk)
 
 
 class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
     """torch's fused AdamW on this rank's shards, which works with any learning-rate scheduler.
 
-    Its defaults are common for language models: betas 0.9 and 0.95 and weight decay 0.1, unlike
-    0.999 and 0.01 in torch. Vectors and scalars (norms, biases) that are in no group of
-    `param_groups` have no weight decay. Each rank keeps Adam's moments of its shards only.
+    The defaults are common for language models: betas (0.9, 0.95) and weight decay 0.1, unlike
+    torch's (0.9, 0.999) and 0.01. Vectors and scalars (norms, biases) that are in no group of
+    `param_groups` have no weight decay. Each rank stores Adam's moments of its shards only.
 
     With a `state_dtype` or 24-bit masters, the optimizer steps tiles instead of full shards, with
     the same bits on any number of ranks.
@@ -130,50 +130,47 @@ class ShardedAdamW(ShardedOptimizerMixin, torch.optim.AdamW):
             str(shard.dtype).removeprefix("torch.") if shard.remainder is None else SPLIT
             for shard in trainable_shards(model)
         )
-        tiled = tiled_dtype(requested, masters)  # None: as torch's kernel has them
-        self._dtype: torch.dtype | None = None if tiled is None else getattr(torch, tiled)
-        self.splits_compressible = self._dtype not in (None, torch.float32)
+        tiled = tiled_dtype(requested, masters)  # None: torch's kernel steps, not tiles
+        self._tiled_dtype: torch.dtype | None = None if tiled is None else getattr(torch, tiled)
+        self.splits_compressible = self._tiled_dtype not in (None, torch.float32)
         groups = self._param_groups(model, param_groups)
         options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, lr=lr, fused=True, **options)
 
-    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        host, make = self._model.host, partial(self._zeros, run)
+    def _new_state(self, stepped: SteppedSpan) -> dict[str, Tensor]:
+        host, make = self._model.host, partial(self._zeros, stepped)
         return make() if host is None else host.call(make)
 
-    def _zeros(self, run: SteppedSpan) -> dict[str, Tensor]:
-        param = run.param
-        dtype = self._dtype or param.dtype
-        if self.splits_compressible and not run.is_compressible:
+    def _zeros(self, stepped: SteppedSpan) -> dict[str, Tensor]:
+        param = stepped.param
+        dtype = self._tiled_dtype or param.dtype
+        if self.splits_compressible and not stepped.is_compressible:
             dtype = torch.float32
         states = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
-        for name, codes in _CODES.items():
-            of_moment = codes if dtype == torch.int8 else dtype
-            states |= new_moment(name, param.numel(), param.detach(), of_moment)
+        for name, codes in _CODE_DTYPES.items():
+            moment_dtype = codes if dtype == torch.int8 else dtype
+            states |= new_moment(name, param.numel(), param.detach(), moment_dtype)
         return states
 
     def _step_spans(self) -> None:
-        if self._dtype is None:
+        if self._tiled_dtype is None:
             super()._step_spans()
             return
-        stepped = [(x, x.param.grad, group) for x, group in self.spans if x.param.grad is not None]
+        pairs = [(x, x.param.grad) for x in self.spans if x.param.grad is not None]
         scalars = HostScalars(self.grad_scale, self.found_inf)
-        tiled = TiledStep([run for run, *_ in stepped], scalars, is_fused=True)
-        for run, gradient, group_index in stepped:
-            group, state = self.param_groups[group_index], self.state[run.param]
-            if not state:
-                state.update(self._new_state(run, group))
+        tiled = TiledStep([stepped for stepped, _ in pairs], scalars, is_fused=True)
+        for stepped, gradient in pairs:
+            state = self._state_of(stepped)
             if not tiled.is_skipped:
-                tiled.step(run, gradient, group, state)
+                tiled.step(stepped, gradient, self.param_groups[stepped.group_index], state)
 
     def _start_step(self, host: HostStepper, absent: frozenset[str], scalars: HostScalars) -> None:
         """Start to step each shard in host memory, with the current options of the groups."""
-        of_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
-        for run, group_index in self.spans:
-            if not run.shard.has_grad or (absent and run.names <= absent):
-                continue
-            group = self.param_groups[group_index]
-            if not (state := self.state[run.param]):
-                state.update(self._new_state(run, group))
-            of_shard[run.shard].append(HostSpan(run, state, {x: group[x] for x in _OPTIONS}))
-        host.start(partial(_update, dict(of_shard), self._dtype is not None), scalars)
+        by_shard: dict[FlatShard, list[HostSpan]] = defaultdict(list)
+        for stepped in self.spans:
+            if stepped.shard.has_grad and not (absent and stepped.names <= absent):
+                group = self.param_groups[stepped.group_index]
+                options = {name: group[name] for name in _OPTIONS}
+                span = HostSpan(stepped, self._state_of(stepped), options)
+                by_shard[stepped.shard].append(span)
+        host.start(partial(_step_on_host, dict(by_shard), self._tiled_dtype is not None), scalars)

@@ -24,8 +24,7 @@ class ShardedMuon(ShardedAdamW):
 
     Both have one learning rate. For a matrix it is multiplied by 0.2 times the square root of the
     longer side, as by torch's `match_rms_adamw`. Each rank steps the matrices that it owns, without
-    communication. Like torch.optim.Muon, it updates a fused parameter (queries, keys and values) as
-    one matrix.
+    communication. Like torch.optim.Muon, it updates fused queries, keys and values as one matrix.
     """
 
     steps_on_host = False
@@ -57,14 +56,13 @@ class ShardedMuon(ShardedAdamW):
         """
         self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
         super().__init__(model, lr=lr, **adamw)
-        if self._dtype is not None:
+        if self._tiled_dtype is not None:
             raise UsageError(
-                "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "
-                "ShardedAdamW"
+                "ShardedMuon: state_dtype and 24-bit masters are not supported; use ShardedAdamW"
             )
-        for run, _ in self.spans:
-            matrix = run.separate_param
-            if matrix is not None and run.span.numel < matrix.numel:
+        for stepped in self.spans:
+            matrix = stepped.separate_param
+            if matrix is not None and stepped.span.numel < matrix.numel:
                 raise UsageError(
                     f"ShardedMuon: {matrix.name} is cut between ranks; shard the model with "
                     f'strategy="shard_optimizer" and owner_map="{MATRICES}", or "no_shard"'
@@ -76,41 +74,41 @@ class ShardedMuon(ShardedAdamW):
     def _is_separate(self, param: ParamSpec) -> bool:
         return uses_muon(param)
 
-    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        if run.separate_param is None:
-            return super()._new_state(run, group)
-        return {"momentum_buffer": torch.zeros_like(run.param)}
+    def _new_state(self, stepped: SteppedSpan) -> dict[str, Tensor]:
+        if stepped.separate_param is None:
+            return super()._new_state(stepped)
+        return {"momentum_buffer": torch.zeros_like(stepped.param)}
 
     def _before_step(self) -> None:
         """Step the matrices, and drop their gradients so that AdamW does not step them."""
-        for run, group_index in self.spans:
-            if run.separate_param is None or run.param.grad is None:
-                continue
-            group, state = self.param_groups[group_index], self.state[run.param]
-            if not state:
-                state.update(self._new_state(run, group))
-            values = run.param.detach(), run.param.grad, state["momentum_buffer"]
-            self._step_matrices(run.separate_param, *values, group)
-            run.param.grad = None
+        for stepped in self.spans:
+            spec, param = stepped.separate_param, stepped.param
+            if spec is not None and param.grad is not None:
+                mean = self._state_of(stepped)["momentum_buffer"]
+                group = self.param_groups[stepped.group_index]
+                self._step_param(spec, param.detach(), param.grad, mean, group)
+                param.grad = None
 
-    def _step_matrices(
+    def _step_param(
         self, spec: ParamSpec, param: Tensor, grad: Tensor, mean: Tensor, group: Mapping[str, Any]
     ) -> None:
-        """Step a parameter; all tensors are 1-D. If `found_inf` is set, nothing changes."""
-        lr, skips = float(group["lr"]), self.found_inf
+        """Step a matrix or a stack of matrices. Tensors are 1-D; `found_inf` changes nothing."""
+        lr = float(group["lr"])
+        skip = None if self.found_inf is None else self.found_inf.bool()
         decay = param.new_full((), 1 - lr * group["weight_decay"])
         if self.grad_scale is not None:
             grad.div_(self.grad_scale)
-        if skips is not None:
-            skips = skips.bool()
-            torch.where(skips, mean, grad, out=grad)
-            decay.masked_fill_(skips, 1.0)
+        if skip is not None:
+            torch.where(skip, mean, grad, out=grad)  # then `lerp_` leaves the mean as it is
+            decay.masked_fill_(skip, 1.0)
         mean.lerp_(grad, 1 - self._momentum)
         param.mul_(decay)
-        weights, gradient, average = (v[: spec.numel].view(spec.shape) for v in (param, grad, mean))
+        without_padding = (x[: spec.numel].view(spec.shape) for x in (param, grad, mean))
+        weights, gradient, average = without_padding
         update = _orthogonal(self._update(gradient, average), self._ns_steps)
-        if skips is not None:
-            update.masked_fill_(skips, 0.0)
+        if skip is not None:
+            update.masked_fill_(skip, 0.0)
+        # The factor of torch's `match_rms_adamw`.
         weights.add_(update, alpha=-lr * (0.2 * math.sqrt(max(update.shape[-2:]))))
 
     def _update(self, gradient: Tensor, mean: Tensor) -> Tensor:

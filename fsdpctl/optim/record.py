@@ -8,6 +8,7 @@ tokens, clipping and skipping become two scalars that the fused optimizer reads 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ EPS = 1e-6  # equals that of torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True, slots=True)
 class LocalStepStats:
-    """A rank's additions to the record, apart from the sums of gradient, loss and tokens."""
+    """Optional statistics of a rank for the record."""
 
     flags: Sequence[bool] = ()  # requests of this rank; the same number on every rank
     grad_norm: Tensor | None = None  # norm of this rank's unreduced gradient, if measured
@@ -63,21 +64,22 @@ class StepRecord:
 
     grad_scale: Tensor  # float scalar: the optimizer divides gradients by it
     found_inf: Tensor  # float32 scalar: 1 if the step must be skipped
-    _stats: AsyncHostCopy  # loss, grad_norm, tokens, found_inf; flags; the ranks' own values
+    # loss, grad_norm, tokens, found_inf; flags; losses and norms of ranks; sums, counts of sources
+    _stats: AsyncHostCopy
+    _num_flags: int
     _num_ranks: int
-    _num_sources: int = 0
+    _num_sources: int
 
     def stats(self) -> StepStats:
         """Return the metrics; wait for the device if necessary."""
-        loss, norm, tokens, found_inf, *rest = self._stats.tolist()
-        num_flags = len(rest) - 2 * (self._num_ranks + self._num_sources)
-        flags, by_rank = rest[:num_flags], rest[num_flags : num_flags + 2 * self._num_ranks]
-        sources = rest[num_flags + 2 * self._num_ranks :]
-        sums, counts = sources[: self._num_sources], sources[self._num_sources :]
-        of_ranks = tuple(by_rank[: self._num_ranks]), tuple(by_rank[self._num_ranks :])
-        by_source = tuple(a / b if b else None for a, b in zip(sums, counts, strict=True))
-        any_rank = tuple(count > 0 for count in flags)
-        return StepStats(loss, norm, int(tokens), found_inf == 0, any_rank, *of_ranks, by_source)
+        values = iter(self._stats.tolist())
+        loss, norm, tokens, found_inf = islice(values, 4)
+        flags = tuple(count > 0 for count in islice(values, self._num_flags))
+        losses, norms = (tuple(islice(values, self._num_ranks)) for _ in range(2))
+        sums = list(islice(values, self._num_sources))
+        by_source = tuple(a / b if b else None for a, b in zip(sums, values, strict=True))
+        was_applied = found_inf == 0
+        return StepStats(loss, norm, int(tokens), was_applied, flags, losses, norms, by_source)
 
 
 def sum_of_squares(model: ShardedModelProtocol) -> Tensor:
@@ -90,8 +92,8 @@ def sum_of_squares(model: ShardedModelProtocol) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack([*(gradient_norms(grads) if grads else ()), *offloaded]).double()
     total = norms.dot(norms)
-    owners = shards[0].num_owners  # the same for all shards
-    return total if owners == 1 else total / owners
+    num_owners = shards[0].num_owners  # the same for all shards
+    return total if num_owners == 1 else total / num_owners
 
 
 @torch.no_grad()
@@ -129,27 +131,27 @@ def record_step(
     squares = sum_of_squares(model)
     loss_sum, tokens = loss_sum.to(squares), tokens.to(squares)
     num_sources = 0 if local_stats.by_source is None else local_stats.by_source.shape[1]
-    summed = squares.new_zeros(3 + len(local_stats.flags) + 2 * (world.size + num_sources))
-    torch.stack([squares, loss_sum, tokens], out=summed[:3])
-    for index, flag in enumerate(local_stats.flags, start=3):
+    sizes = 3, len(local_stats.flags), 2 * world.size, 2 * num_sources
+    summed = squares.new_zeros(sum(sizes))
+    totals, flags, by_rank, by_source = summed.split(sizes)
+    torch.stack([squares, loss_sum, tokens], out=totals)
+    for index, flag in enumerate(local_stats.flags):
         if flag:
-            summed[index].fill_(1.0)
-    offset = 3 + len(local_stats.flags)
-    ranks = summed[offset : offset + 2 * world.size].view(2, world.size)
-    ranks[0, world.rank].copy_(loss_sum / tokens.clamp(min=1))
+            flags[index].fill_(1.0)
+    by_rank[world.rank].copy_(loss_sum / tokens.clamp(min=1))
     if local_stats.grad_norm is not None:
-        ranks[1, world.rank].copy_(local_stats.grad_norm)
+        by_rank[world.size + world.rank].copy_(local_stats.grad_norm)
     if local_stats.by_source is not None:
-        summed[offset + 2 * world.size :].copy_(local_stats.by_source.flatten())
+        by_source.copy_(local_stats.by_source.flatten())
     world.all_reduce(summed)
-    squares, loss, count = summed[:3].unbind()
+    total_squares, total_loss, count = totals.unbind()
     num_tokens = count.clamp(min=1)  # a step without a target has the loss 0, and no gradient
     token_factor = nominal_tokens / num_tokens
-    norm, loss = squares.sqrt() * token_factor, loss / num_tokens
+    norm, loss = total_squares.sqrt() * token_factor, total_loss / num_tokens
     factor = token_factor
     if max_grad_norm > 0:
         factor = factor * (max_grad_norm / (norm + EPS)).clamp(max=1.0)
-    is_bad = ~torch.isfinite(norm + loss) | (loss > limits.loss) | (norm > limits.grad_norm)
-    figures = torch.stack([loss, norm, count, is_bad.double()])
+    is_skipped = ~torch.isfinite(norm + loss) | (loss > limits.loss) | (norm > limits.grad_norm)
+    figures = torch.stack([loss, norm, count, is_skipped.double()])
     arriving = AsyncHostCopy(torch.cat([figures, summed[3:]]))
-    return StepRecord(1 / factor, is_bad.float(), arriving, world.size, num_sources)
+    return StepRecord(1 / factor, is_skipped.float(), arriving, sizes[1], world.size, num_sources)

@@ -41,16 +41,17 @@ class ShardedSGD(ShardedOptimizerMixin, torch.optim.SGD):
                 16 bits on a CPU, where torch's fused kernel does not step all elements.
         """
         groups = self._param_groups(model, param_groups)
-        for run, _ in self.spans:
-            is_narrow = run.param.device.type == "cpu" and run.param.itemsize < 4
-            if is_narrow or run.shard.remainder is not None:
-                bits = "16 bits on a CPU" if run.shard.remainder is None else "24 bits"
+        for stepped in self.spans:
+            is_narrow = stepped.param.device.type == "cpu" and stepped.param.itemsize < 4
+            if is_narrow or stepped.shard.remainder is not None:
+                bits = "16 bits on a CPU" if stepped.shard.remainder is None else "24 bits"
                 way = "set master_dtype=torch.float32, or use ShardedAdamW"
                 raise UsageError(f"ShardedSGD: master weights of {bits} are not supported; {way}")
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:
-        self.create_states()  # torch leaves them uninitialized if the first step is skipped
+        self.create_states()  # torch leaves new states uninitialized if the first step is skipped
 
-    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(run.param)} if group["momentum"] else {}
+    def _new_state(self, stepped: SteppedSpan) -> dict[str, Tensor]:
+        has_momentum = self.param_groups[stepped.group_index]["momentum"]
+        return {"momentum_buffer": torch.zeros_like(stepped.param)} if has_momentum else {}

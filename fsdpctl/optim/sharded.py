@@ -29,6 +29,7 @@ class SteppedSpan:
     span: Span  # elements of the flat buffer
     names: frozenset[str]  # names of the parameters in the span
     param: nn.Parameter  # a view of the shard's master
+    group_index: int  # of the parameter group
     separate_param: ParamSpec | None = None  # the only parameter, if it is stepped separately
 
     @property
@@ -44,7 +45,7 @@ class SteppedSpan:
 class ShardedOptimizerMixin(torch.optim.Optimizer):
     """A mixin that makes a torch optimizer step this rank's shards."""
 
-    spans: tuple[tuple[SteppedSpan, int], ...]  # spans, each with the index of its group
+    spans: tuple[SteppedSpan, ...]
     steps_on_host = False  # whether the optimizer can step master weights in host memory
     splits_compressible = False  # whether spans end between compressible and other parameters
 
@@ -61,39 +62,40 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
             raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
         self._model = model
         group_of = _group_numbers(model, param_groups)
-        keys = (
-            (lambda each: span_group(each, group_of(each)))
-            if self.splits_compressible
-            else group_of
-        )
+        # Numbers of `span_group` are twice the index of the group, plus one if compressible.
+        key, divisor = group_of, 1
+        if self.splits_compressible:
+            key, divisor = (lambda each: span_group(each, group_of(each))), 2
         self.spans = tuple(
-            (
-                _stepped_span(shard, run.span, run.separate_param),
-                run.group // (1 + self.splits_compressible),
-            )
+            _stepped_span(shard, part.span, part.group // divisor, part.separate_param)
             for shard in trainable_shards(model)
-            for run in optimizer_spans(shard.layout, shard.span, keys, self._is_separate)
+            for part in optimizer_spans(shard.layout, shard.span, key, self._is_separate)
         )
-        options = [
-            {},
-            {"weight_decay": 0.0},
-            *({key: value for key, value in g.items() if key != "names"} for g in param_groups),
-        ]
+        # Groups 0 and 1 are those of `decay_group`.
+        options: list[Mapping[str, Any]] = [{}, {"weight_decay": 0.0}, *param_groups]
         groups: list[dict[str, Any]] = [{"params": [], **each} for each in options]
-        for run, group in self.spans:
-            groups[group]["params"].append(run.param)
+        for group in groups:
+            group.pop("names", None)
+        for stepped in self.spans:
+            groups[stepped.group_index]["params"].append(stepped.param)
         return groups
 
     def _is_separate(self, param: ParamSpec) -> bool:
         return False
 
-    def _new_state(self, run: SteppedSpan, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, stepped: SteppedSpan) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def _state_of(self, stepped: SteppedSpan) -> dict[str, Tensor]:
+        """Return the states of a span; create them before its first step."""
+        state: dict[str, Tensor] = self.state[stepped.param]
+        if not state:
+            state.update(self._new_state(stepped))
+        return state
+
     def create_states(self) -> None:
-        for run, group in self.spans:
-            if not (state := self.state[run.param]):
-                state.update(self._new_state(run, self.param_groups[group]))
+        for stepped in self.spans:
+            self._state_of(stepped)
 
     def _before_step(self) -> None:
         """Run before torch's step, when gradients are complete and `found_inf` is set."""
@@ -111,8 +113,8 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
     ) -> float | None:
         """Step every shard with its mean gradient, and send the new weights to other ranks.
 
-        Gradients are divided by `grad_scale`. If `found_inf` is not zero, the step is skipped. Both
-        are float32 scalars.
+        Gradients are divided by the float32 scalar `grad_scale`. Another one, `found_inf`, skips
+        the step if it is not zero.
         """
         if hasattr(self, "found_inf"):  # set by a wrapper of the step
             way = "use bf16, which needs no scaling: Precision(param_dtype=torch.bfloat16)"
@@ -130,8 +132,8 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         if host is not None:
             self._start_step(host, absent, HostScalars(grad_scale, found_inf))
             return loss
-        for run, _ in self.spans:
-            run.param.grad = None if absent and run.names <= absent else run.gradient()
+        for each in self.spans:
+            each.param.grad = None if absent and each.names <= absent else each.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.spans, grad_scale, found_inf)
         try:
             self._before_step()
@@ -154,8 +156,8 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.drop_gradients()
-        for run, _ in self.spans:
-            run.param.grad = None
+        for stepped in self.spans:
+            stepped.param.grad = None
 
     def memory_bytes(self) -> int:
         values = (value for state in self.state.values() for value in state.values())
@@ -168,40 +170,41 @@ class ShardedOptimizerMixin(torch.optim.Optimizer):
         cannot share a tensor, and its counter, with other parameters. States are split accordingly.
         """
         self._synchronize()
-        spans: list[tuple[SteppedSpan, int]] = []
-        all_names = sorted(frozenset().union(*(run.names for run, _ in self.spans)))
-        order = {name: index for index, name in enumerate(all_names)}
-        for run, group in self.spans:
-            if len(run.names) == 1 or run.names.isdisjoint(names):
-                spans.append((run, group))
+        spans: list[SteppedSpan] = []
+        all_names = sorted(frozenset().union(*(stepped.names for stepped in self.spans)))
+        # A group per name, so that spans end between parameters.
+        group_of = {name: index for index, name in enumerate(all_names)}
+        for stepped in self.spans:
+            if len(stepped.names) == 1 or stepped.names.isdisjoint(names):
+                spans.append(stepped)
                 continue
-            state = self.state.pop(run.param, {})
-            for part in optimizer_spans(run.shard.layout, run.span, lambda p: order[p.name]):
-                piece = _stepped_span(run.shard, part.span)
-                spans.append((piece, group))
+            state = self.state.pop(stepped.param, {})
+            shard = stepped.shard
+            for part in optimizer_spans(shard.layout, stepped.span, lambda p: group_of[p.name]):
+                spans.append(_stepped_span(shard, part.span, stepped.group_index))
                 if state:
-                    self.state[piece.param] = _state_within(state, run.span, part.span)
+                    self.state[spans[-1].param] = _state_within(state, stepped.span, part.span)
         self.spans = tuple(spans)
-        for group_index, group_options in enumerate(self.param_groups):
-            group_options["params"] = [run.param for run, group in spans if group == group_index]
+        for group_index, group in enumerate(self.param_groups):
+            group["params"] = [x.param for x in spans if x.group_index == group_index]
 
     def span_states(self) -> Iterator[tuple[SteppedSpan, dict[str, Tensor]]]:
         """Yield each span and its states, by torch's names; empty before the first step."""
         self._synchronize()
-        for run, _ in self.spans:
-            yield run, self.state[run.param]
+        for stepped in self.spans:
+            yield stepped, self.state[stepped.param]
 
 
 def _fused_scalars(
-    runs: Sequence[tuple[SteppedSpan, int]], grad_scale: Tensor | None, found_inf: Tensor | None
+    spans: Sequence[SteppedSpan], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the float32 scalars for the fused kernel, after a division of float64 gradients.
+    """Return the scalars for the fused kernel.
 
-    The kernel would divide float64 gradients in float32.
+    Divides float64 gradients here: the kernel would divide them in float32.
     """
     if grad_scale is None:
         return None, found_inf
-    grads = [run.param.grad for run, _ in runs if run.param.grad is not None]
+    grads = [each.param.grad for each in spans if each.param.grad is not None]
     if any(grad.dtype == torch.float64 for grad in grads):
         torch._foreach_div_(grads, grad_scale)
         return None, found_inf
@@ -217,29 +220,30 @@ def _group_numbers(
                 'param_groups: expected {"names": [...], ...} with names of parameters, got the '
                 f"keys {', '.join(map(str, group))}"
             )
+    # Groups 0 and 1 are those of `decay_group`.
     groups = enumerate(param_groups, start=2)
     group_of = {name: index for index, group in groups for name in group["names"]}
     trainable = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
     for name in group_of:
         if name not in trainable:
-            raise UsageError(
-                f"param_groups: no trainable parameter {name}{did_you_mean(name, trainable)}"
-            )
+            hint = did_you_mean(name, trainable)
+            raise UsageError(f"param_groups: no trainable parameter {name}{hint}")
     return lambda param: group_of.get(param.name, decay_group(param))
 
 
 def _stepped_span(
-    shard: FlatShard, span: Span, separate_param: ParamSpec | None = None
+    shard: FlatShard, span: Span, group_index: int, separate_param: ParamSpec | None = None
 ) -> SteppedSpan:
     names = frozenset(piece.param.name for piece in shard.layout.param_slices(span))
     param = nn.Parameter(shard.view(shard.master, span))
     param.grad_dtype = shard.grad_dtype
-    return SteppedSpan(shard, span, names, param, separate_param)
+    return SteppedSpan(shard, span, names, param, group_index, separate_param)
 
 
 def _state_within(state: Mapping[str, Tensor], state_span: Span, span: Span) -> dict[str, Tensor]:
     within = span.shift(-state_span.start)
-    inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, SCALE_BLOCK))
+    inside = slice(within.start, within.stop)
+    blocks = slice(within.start // SCALE_BLOCK, within.stop // SCALE_BLOCK)
     return {
         name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()
         for name, values in state.items()

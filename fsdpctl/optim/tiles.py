@@ -36,42 +36,42 @@ class Factors:
     beta2: float
     eps: float
     decay: Scalar  # multiplies the weights
-    rate: Scalar  # learning rate with the bias correction of the first moment
-    root: Scalar  # bias correction of the second moment's square root
-    bound: Scalar  # limit of the quotient of the moments
-    share: Scalar  # multiplies a gradient before it is added to the first moment
-    unit: float  # (1 - beta2) / (1 - beta1)**2
+    step_size: Scalar  # learning rate with the bias correction of the first moment
+    root_correction: Scalar  # bias correction of the second moment's square root
+    max_quotient: Scalar  # limit of the quotient of the moments
+    grad_factor: Scalar  # multiplies a gradient before it is added to the first moment
+    grad_unit: float  # (1 - beta2) / (1 - beta1)**2
 
     @classmethod
     def of(cls, group: Mapping[str, Any], count: Scalar, scale: Scalar) -> "Factors":
         """Return the factors of step `count`, with gradients times `scale`, in double precision.
 
         By the Cauchy-Schwarz inequality, no history of gradients gives AdamW a larger quotient than
-        `bound`. So the limit only removes rounding errors.
+        `max_quotient`. So the limit only removes rounding errors.
         """
         beta1, beta2 = group["betas"]
         first_correction, second_correction = 1 - beta1**count, 1 - beta2**count
         ratio = beta1 * beta1 / beta2 if beta2 else 0.0
         terms = count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
-        bound = (1 - beta1) * (terms / (1 - beta2)) ** 0.5
+        max_quotient = (1 - beta1) * (terms / (1 - beta2)) ** 0.5
         return cls(
             beta1,
             beta2,
-            group["eps"],
-            1 - group["lr"] * group["weight_decay"],
-            group["lr"] / first_correction,
-            second_correction**-0.5,
+            eps=group["eps"],
+            decay=1 - group["lr"] * group["weight_decay"],
+            step_size=group["lr"] / first_correction,
+            root_correction=second_correction**-0.5,
             # In units of the uncorrected first moment.
-            bound * second_correction**0.5 if beta2 else float("inf"),
-            (1 - beta1) * scale,
-            (1 - beta2) / (1 - beta1) ** 2,
+            max_quotient=max_quotient * second_correction**0.5 if beta2 else float("inf"),
+            grad_factor=(1 - beta1) * scale,
+            grad_unit=(1 - beta2) / (1 - beta1) ** 2,
         )
 
     def as_tensors(self, device: torch.device) -> "Factors":
         """Make tensors of factors that change between steps: Dynamo would recompile for numbers."""
         tensors: dict[str, Any] = {
             name: torch.full((), value, dtype=torch.float64, device=device)
-            for name in ("decay", "rate", "root", "bound", "share")
+            for name in ("decay", "step_size", "root_correction", "max_quotient", "grad_factor")
             if not isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, **tensors)
@@ -81,20 +81,19 @@ class TiledStep:
     """A step of spans, one after another, with one set of tiles."""
 
     def __init__(
-        self, runs: list[SteppedSpan], scalars: HostScalars, *, is_fused: bool = False
+        self, spans: list[SteppedSpan], scalars: HostScalars, *, is_fused: bool = False
     ) -> None:
-        """Prepare to step `runs`, with gradients divided by `grad_scale`.
+        """Prepare to step `spans`; `is_fused` allows fused kernels.
 
-        `is_fused` allows fused kernels.
+        Gradients are divided by `scalars.grad_scale`.
         """
         grad_scale, found_inf = scalars
-        largest = max((run.span.numel for run in runs), default=0)
-        self._device = runs[0].param.device if runs else torch.device("cpu")
+        largest = max((stepped.span.numel for stepped in spans), default=0)
+        self._device = spans[0].param.device if spans else torch.device("cpu")
         self._fuses = is_fused and fuses(self._device)
         self._size = min(largest, TILE.get(self._device.type, TILE["cuda"]))
         # Reading a scalar on the CPU waits for no device.
         on_cpu = self._device.type == "cpu"
-        # The factor of gradients: a double on the CPU.
         self._scale: Scalar = 1.0
         if grad_scale is not None:
             inverse = grad_scale.double().reciprocal()
@@ -104,7 +103,7 @@ class TiledStep:
 
     def step(
         self,
-        run: SteppedSpan,
+        stepped: SteppedSpan,
         gradient: Tensor,
         group: Mapping[str, Any],
         state: dict[str, Tensor],
@@ -117,19 +116,18 @@ class TiledStep:
         if self._fuses:
             factors = factors.as_tensors(self._device)
         first, second = get_moment(state, "exp_avg"), get_moment(state, "exp_avg_sq")
-        for start in range(0, run.span.numel, self._size):
-            span = Span(start, min(start + self._size, run.span.numel))
-            grad_tile = gradient[span.start : span.stop]
-            inside, shard = span.shift(run.span.start), run.shard
-            master, low = shard.view(shard.param.detach(), inside), shard.remainder
-            low = None if low is None else shard.view(low, inside)
-            moments, weights = (first.window(span), second.window(span)), (master, low)
-            tile = (grad_tile, moments, weights, factors, self._skip)
-            if self._fuses and span.numel > SCALE_BLOCK:
-                run_fused(_step_tile, *tile)
+        shard = stepped.shard
+        for tile in Span(0, stepped.span.numel).split(self._size):
+            grad_tile, flat_span = gradient[tile.start : tile.stop], tile.shift(stepped.span.start)
+            master, remainder = shard.view(shard.param.detach(), flat_span), shard.remainder
+            remainder = None if remainder is None else shard.view(remainder, flat_span)
+            moments, weights = (first.window(tile), second.window(tile)), (master, remainder)
+            arguments = (grad_tile, moments, weights, factors, self._skip)
+            if self._fuses and tile.numel > SCALE_BLOCK:
+                run_fused(_step_tile, *arguments)
             else:
-                _step_tile(*tile, self._tiles[:, : span.numel].unbind())
-            on_tile(inside)
+                _step_tile(*arguments, self._tiles[:, : tile.numel].unbind())
+            on_tile(flat_span)
         masked_copy_(state["step"], count, self._skip)
 
     @cached_property
@@ -150,35 +148,34 @@ def _step_tile(
         tiles = [torch.empty_like(gradient, dtype=torch.float32) for _ in range(NUM_TILES)]
     m, v, work, grad = tiles
     first, second = moments
-    # Factors of a full tile are merged with those of the gradient or of its blocks, which saves
-    # passes over the tile: `grad` is the gradient times 1 - beta1, v has the unit of its square.
+    # `grad` includes the factor `grad_factor`; with roots, the tile `v` holds the second moment
+    # divided by `grad_unit`. This saves passes over the tile.
     if gradient.dtype == torch.float32:
-        torch.mul(gradient, factors.share, out=grad)
+        torch.mul(gradient, factors.grad_factor, out=grad)
     else:
-        grad.copy_(gradient).mul_(factors.share)
+        grad.copy_(gradient).mul_(factors.grad_factor)
     first.read(m, work, factors.beta1)
     m.add_(grad)
-    unit = factors.unit if second.has_roots else 1.0
+    unit = factors.grad_unit if second.has_roots else 1.0
     second.read(v, work, factors.beta2 / unit)
     torch.mul(grad, grad, out=work)
-    v.add_(work if second.has_roots else work.mul_(factors.unit))
+    v.add_(work if second.has_roots else work.mul_(factors.grad_unit))
     if not second.has_roots:
-        second.write(v, work, skip)
+        second.write(v, work, skip)  # plain numbers: leaves `v` as it is
     # MKL's float32 square root on CPUs is not always correctly rounded; a float64 root is.
     v.copy_(v.double().sqrt_()) if v.device.type == "cpu" else v.sqrt_()
-    scaled_root = factors.root * unit**0.5
+    scaled_root = factors.root_correction * unit**0.5
     torch.add(v, factors.eps / scaled_root, out=work)
     update = torch.div(m, work, out=work)
-    update.clamp_(-factors.bound * scaled_root, factors.bound * scaled_root).mul_(
-        factors.rate / scaled_root
-    )
-    _update(*weights, update, grad, factors.decay, skip)
+    limit = factors.max_quotient * scaled_root
+    update.clamp_(-limit, limit).mul_(factors.step_size / scaled_root)
+    _apply(*weights, update, grad, factors.decay, skip)
     first.write(m, work, skip)
     if second.has_roots:
         second.write(v, work, skip, unit**0.5)
 
 
-def _update(
+def _apply(
     master: Tensor, remainder: Tensor | None, update: Tensor, work: Tensor, decay: Scalar, skip: Any
 ) -> None:
     """Multiply weights by `decay` and subtract `update`."""
@@ -188,5 +185,6 @@ def _update(
     elif skip is None and master.itemsize >= work.itemsize:
         master.mul_(decay).sub_(update)
     else:
+        # float64 masters do not fit into the float32 tile.
         weights = master.clone() if master.itemsize > work.itemsize else work.copy_(master)
         masked_copy_(master, weights.mul_(decay).sub_(update), skip)
