@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -129,7 +130,9 @@ class _Builder:
                 stored.values.zero_()
         # From here on, reading `shard.master` waits for the host; the values above are complete.
         if placement.master_location is StorageLocation.HOST:
-            shard.mark_on_host(self.source.device, self.synchronize)
+            # Not a method: the shard would keep the builder, and so the memory of `scratch`.
+            synchronize = partial(_synchronize_host, self.host, self.host_params)
+            shard.mark_on_host(self.source.device, synchronize)
         params = [self.params[p.name] for p in layout.params]
         return FlatBuffer(shard, params, full, stored, torch_dtype(placement.dtypes.reduce))
 
@@ -163,13 +166,6 @@ class _Builder:
             stored = StoredParams(placement.master_span, master, is_on_host=True)
         return master, stored
 
-    def synchronize(self) -> None:
-        """Wait until neither the host's thread nor copies use parameters in host memory."""
-        if self.host is not None:
-            self.host.synchronize()
-        if self.host_params is not None:
-            self.host_params.copier.synchronize_to_device()
-
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """Return the full flat buffer in master precision; valid until the next call. Collective.
 
@@ -184,6 +180,14 @@ class _Builder:
             else:
                 self.source.initialize(name, view)
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
+
+
+def _synchronize_host(host: HostStates | None, host_params: HostParamPool | None) -> None:
+    """Wait until neither the host's thread nor copies use parameters in host memory."""
+    if host is not None:
+        host.synchronize()
+    if host_params is not None:
+        host_params.copier.synchronize_to_device()
 
 
 def _fill(shard: FlatShard, stored: StoredParams | None, values: Tensor) -> None:

@@ -1,5 +1,6 @@
 """States in host memory: the bits of the step, its order behind the next forward, and failures."""
 
+import gc
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
 from fsdpctl.comm.mesh import collectives_for
 from fsdpctl.engine.blocks import checkpoint_block
-from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.build import Sharding, _Builder
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import GradAccumulator
@@ -190,6 +191,14 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
     with torch.no_grad():
         next_token_loss(model, _tokens(rank, 0))
     assert model.accounting.peak_nbytes < model.replicated_memory_bytes()
+
+
+def test_the_memory_of_initial_values_is_freed() -> None:
+    """The builder of the units has it, as large as the largest flat buffer."""
+    model = shard_model(make_net(tied=True), Sharding(offload="states,params"))
+    assert model.host is not None
+    gc.collect()
+    assert not any(type(each) is _Builder for each in gc.get_objects())
 
 
 @pytest.mark.parametrize(("sharding", "message"), [
