@@ -43,7 +43,8 @@ class _Sharded:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         if not self._is_exposed:
             raise EngineError(
-                "copying the module: only possible before shard_model or in full_parameters()"
+                "copying the module: only possible before shard_model or within "
+                "model.full_parameters()"
             )
         copied: nn.Parameter = deepcopy(self._as_plain("copying"))
         memo[id(self)] = copied

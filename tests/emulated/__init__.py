@@ -17,7 +17,7 @@ _SOURCES = ("streams.cpp", "memory.cpp", "operators.cpp", "nccl.cpp")
 
 
 def library() -> Path:
-    """Where the extension for this torch and Python lies, or will lie once it is built."""
+    """Return the path of the extension for this torch and Python, built or not."""
     if given := os.environ.get("EMULATED_CUDA_LIBRARY"):
         return Path(given)
     digest = hashlib.sha256(f"{version('torch')} {sys.version}".encode())
@@ -29,7 +29,7 @@ def library() -> Path:
 
 @functools.cache
 def missing() -> str | None:
-    """Why there cannot be an emulated device here; None if there can."""
+    """Return the reason why this machine cannot emulate devices, or None."""
     if Path("/dev/nvidiactl").exists():
         return "this machine has GPUs of its own"
     if library().exists():
@@ -48,7 +48,9 @@ def build() -> Path:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        shutil.copytree(_HERE, folder, dirs_exist_ok=True)  # rules cannot name paths with blanks
+        shutil.copytree(
+            _HERE, folder, dirs_exist_ok=True
+        )  # make does not support paths with spaces
         includes = [*include_paths(), sysconfig.get_paths()["include"]]
         flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_EXTENSION_NAME=emulated_cuda"]
         flags += ["-DUSE_C10D_GLOO", *(shlex.quote(f"-I{each}") for each in includes)]
@@ -67,7 +69,7 @@ def build() -> Path:
 
 
 def environment(**settings: object) -> dict[str, str]:
-    """What a process needs in its environment to have emulated devices: `seed=1, lag_us=0`, …"""
+    """Return the environment of a process with emulated devices: `seed=1, lag_us=0`, …"""
     paths = [str(_HERE / "site"), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)), "EMULATED_CUDA": str(build()),

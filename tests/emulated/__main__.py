@@ -1,4 +1,4 @@
-"""Builds the emulated device, or says why it cannot be: python -m tests.emulated."""
+"""Builds the emulated device, or prints why this is impossible: python -m tests.emulated."""
 
 from tests.emulated import build, missing
 

@@ -1,4 +1,4 @@
-"""Short trainings of the engine on CUDA devices, beside the same on CPU ranks."""
+"""Short trainings of the engine on CUDA devices, compared with CPU ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,25 +8,23 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.staging import StagingMemory
-from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.precision import Precision
-from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Offload
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import WIDE, make_net, next_token_loss, token_batches
-from tests.engine.odd import freeze_all_but_vectors, in_four_bits
+from tests.engine.odd import checkpoint_all, freeze_all_but_vectors, in_four_bits
 
 BF16 = torch.bfloat16
 PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(param_dtype=BF16),
-    "bf16_true": Precision(BF16, BF16, BF16),  # of a model in bf16
+    "bf16_true": Precision(BF16, BF16, BF16),  # for a model in bf16
     "24 bits": Precision(BF16, torch.float32, BF16, has_remainders=True),
 }
 STEPS = 3
@@ -35,23 +33,23 @@ STEPS = 3
 @dataclass(frozen=True)
 class Case:
     strategy: str = "full_shard"
-    depth: int = 1  # of prefetch, both ways
-    window: str = "one"  # one micro-batch a step, or two: reduced in "every" one, or the "last"
+    depth: int = 1  # of prefetch in forward and backward
+    window: str = "one"  # "one" micro-batch per step; of two, "every" one or the "last" reduces
     precision: str = "fp32"
     recomputes: bool = False
-    in_part: bool = False  # trains its vectors alone: two buffers a unit
+    in_part: bool = False  # trains only vectors: two buffers per unit
     four_bits: bool = False  # trains adapters over matrices in NF4
     wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
-    overlaps: bool = True  # updates arrive beside the next forward
-    offload: str = "none"  # on the host
+    overlaps: bool = True  # updates arrive during the next forward
+    offload: str = "none"  # states in host memory, as strategy.offload
     sends: bool = False  # recomputes, with the inputs of blocks on the host
     looks: bool = False  # evaluates before each step, and writes to masters after a forward
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
 
     @property
     def tolerance(self) -> float:
-        """Of losses: gloo and NCCL add up ranks in different orders."""
+        """The tolerance of losses: gloo and NCCL add up ranks in different orders."""
         return 1e-6 if self.precision == "fp32" else 2e-2
 
     def model(self, device: torch.device, world_size: int) -> ShardedModel:
@@ -63,14 +61,11 @@ class Case:
         if self.in_part:
             freeze_all_but_vectors(net)
         if self.recomputes or self.sends:
-            blocks = list(net.blocks)
-            checkpoint_blocks(
-                blocks, block_checkpointing("full", None, len(blocks), offload=self.sends)
-            )
+            checkpoint_all(net.blocks, "full", offload=self.sends)
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
         offload = Offload.parse(self.offload)
         if half == 1:
-            offload &= Offload.PARAMS  # states are refused where every rank has all of them
+            offload &= Offload.PARAMS  # states must be sharded
         sharding = Sharding(
             self.strategy, dp_shard_size=half or None, owner_map=self.owner_map,
             prefetch=Prefetch(self.depth, self.depth), precision=PRECISIONS[self.precision],
@@ -81,7 +76,7 @@ class Case:
         return model
 
     def train(self, rank: int, world_size: int, device: torch.device) -> Tensor:
-        """Losses and gradient norms of each step, and the loss afterwards; the host never waits."""
+        """Return losses and gradient norms of steps, and the last loss; the host never waits."""
         torch.manual_seed(0)
         model = self.model(device, world_size)
         optimizer = ShardedAdamW(model, lr=1e-2)
@@ -128,21 +123,21 @@ class Case:
         return torch.stack([each.cpu() for each in (*found, last)])
 
     def check(self, rank: int, world_size: int) -> None:
-        """A device gives what the CPU gives, and holds as much."""
+        """Check that a device has the losses and the memory of the CPU."""
         found = self.train(rank, world_size, torch.device("cuda", rank))
         expected = self.train(rank, world_size, torch.device("cpu"))
         torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """As the trainer does it."""
+    """Copy a batch as the trainer does."""
     if device.type == "cpu":
         return batch
     return batch.pin_memory().to(device, non_blocking=True)
 
 
 def saved(model: ShardedModel, optimizer: ShardedAdamW) -> list[Tensor]:
-    """What a saver reads of the masters, after the optimizer has gone on."""
+    """Return sums of copied masters, which were written to after the copy."""
     masters = [shard.master for shard in model.flat_shards()]
     copies = StagingMemory().copies(masters)
     for master in masters:
@@ -173,7 +168,7 @@ def refusing_host_waits(device: torch.device) -> Iterator[None]:
 
 
 def every_case() -> list[Case]:
-    """Each strategy with each value of everything else, and what meets only there."""
+    """Return each strategy with each value of the other fields, and special combinations."""
     found = []
     for name, row in STRATEGIES.items():
         plain = Case(name)

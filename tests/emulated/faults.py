@@ -1,4 +1,4 @@
-"""Mistakes planted into the CUDA path, by name: what a run does with them, and where they show."""
+"""Faults that are planted into the CUDA path, by name, each with the case that detects it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def fault(*of: Case) -> Callable[[Plant], Plant]:
 
 
 def instead(owner: Any, name: str, *of: Case) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What is decorated runs instead of `owner.name`, which it is given first."""
+    """Decorate a function that replaces `owner.name` and receives the original first."""
 
     def named(wrong: Callable[..., Any]) -> Callable[..., Any]:
         def plant() -> None:
@@ -65,7 +65,7 @@ def instead(owner: Any, name: str, *of: Case) -> Callable[[Callable[..., Any]], 
 
 
 def _within(owner: type, name: str, target: Any, attribute: str, instead: Any) -> None:
-    """While `owner.name` runs, `target.attribute` is `instead`."""
+    """Replace `target.attribute` by `instead` while `owner.name` runs."""
     right = getattr(owner, name)
 
     @wraps(right)
@@ -77,7 +77,7 @@ def _within(owner: type, name: str, target: Any, attribute: str, instead: Any) -
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    getattr(owner, name)  # a fault that replaces nothing would be found nowhere
+    getattr(owner, name)  # fails if the name does not exist
     setattr(owner, name, value)
 
 
@@ -89,7 +89,7 @@ def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor)
     return Handle(lambda: result)
 
 
-# Waits that are missing before and after each kind of collective
+# Missing waits before and after each kind of collective.
 KINDS = {
     "all_gather": (Case(), MAPPED, DDP), "reduce_scatter": (Case(), MAPPED),
     "start_all_reduce": (HYBRID, DDP), "chain": (HYBRID, HPZ),
@@ -105,7 +105,7 @@ for _name, _cases in KINDS.items():
                 FAULTS[f"no wait {_side} {_name}, {_case.strategy}"] = _case, plant
 
 
-# What never happens: a call that waits for something, or keeps it.
+# Calls that are dropped: waits, mostly.
 for _name, _owner, _call, _case in (
     ("a_gradient_is_freed_before_it_has_left", offload, "wait_event", ALL),
     ("a_gather_does_not_wait_for_what_replicas_send", ParamSync, "wait", HPZ),
@@ -127,7 +127,7 @@ def a_unit_does_not_wait_for_the_host() -> None:
     _replace(HostTask, "wait", _nothing)
 
 
-# What is wrong with a call: a function of the right one and of what it is given.
+# Wrong calls: functions of the original and its arguments.
 _CALLS: tuple[tuple[str, Any, str, tuple[Case, ...], Callable[..., Any]], ...] = (
     ("no_wait_before_copies_to_and_from_the_host", Copier, "_copy",
      (STATES, ALL, INPUTS, PARAMS, STEPPED_FP32), lambda right, *given: right(*given[:-1], None)),
@@ -251,7 +251,7 @@ def a_slot_lies_on_another_device(right, self, name, memory, **more):
 @instead(Case, "train", Case())
 def a_device_has_no_index(right, self, rank, world_size, device):
     if device.type == "cuda":
-        torch.cuda.set_device(0)  # as in a process that does not choose one
+        torch.cuda.set_device(0)  # as in a process that selects no device
     return right(self, rank, world_size, torch.device(device.type))
 
 

@@ -1,4 +1,4 @@
-"""Makes torch.cuda work on the emulated devices: `install()` before its first use."""
+"""Makes torch.cuda use the emulated devices: call `install()` before the first use."""
 
 import faulthandler
 import importlib.util
@@ -11,7 +11,7 @@ import torch
 
 
 def _load() -> Any:
-    torch.distributed.is_available()  # its classes must be known to pybind first
+    torch.distributed.is_available()  # registers its classes with pybind first
     path = os.environ["EMULATED_CUDA"]
     spec = importlib.util.spec_from_file_location("emulated_cuda", path)
     assert spec is not None
@@ -32,7 +32,7 @@ def _resizes(before, on_cuda):
 
 
 class _Stream(torch.Stream):
-    """What torch.cuda.Stream is made of."""
+    """The base class of torch.cuda.Stream."""
 
     def __new__(cls, priority=0, stream_id=None, device_index=0, device_type=1, stream_ptr=None):
         if stream_id is None:
@@ -55,7 +55,7 @@ class _Stream(torch.Stream):
 
 
 class _Event(torch.Event):
-    """What torch.cuda.Event is made of."""
+    """The base class of torch.cuda.Event."""
 
     times: bool
 
@@ -77,7 +77,7 @@ def _memory_stats(of):
 
 
 def _snapshot(blocks: list[tuple[int, int, int, int, bool]]) -> dict[str, Any]:
-    """As torch.cuda.memory._snapshot has it; each block is a segment."""
+    """Return a snapshot like torch.cuda.memory._snapshot; each block is a segment."""
     segments = []
     for device, address, size, stream, is_used in blocks:
         used = size if is_used else 0
@@ -92,7 +92,7 @@ def _snapshot(blocks: list[tuple[int, int, int, int, bool]]) -> dict[str, Any]:
 
 
 def _replace_varlen() -> None:
-    """Packed attention document by document, with what the kernel requires of its arguments."""
+    """Replace packed attention by attention per document; check the arguments as the kernel."""
     module: Any = importlib.import_module("torch.nn.attention.varlen")
     signature = inspect.signature(module.varlen_attn)
 
@@ -130,10 +130,10 @@ _H100 = SimpleNamespace(
 
 
 def install():
-    """torch.cuda has devices from here on."""
+    """Make torch.cuda use the emulated devices."""
     if hasattr(torch.cuda, "emulated"):
         return
-    faulthandler.enable()  # a touch of device memory ends the process: say where
+    faulthandler.enable()  # a host access to device memory ends the process
     dist: Any = torch.distributed
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
@@ -160,7 +160,7 @@ def install():
     }  # fmt: skip
     for name, value in functions.items():
         setattr(torch._C, name, value)
-    # If torch has a kernel for the CPU and one for all devices, the former: values are the CPU's.
+    # Prefer CPU kernels to kernels for all devices, for the values of the CPU.
     found = map(torch._C._dispatch_get_registrations_for_dispatch_key, ("CPU", "CUDA"))
     names = {each for of_key in found for each in of_key if each.startswith("aten::")}
     c.install_operators(sorted(each.removeprefix("aten::") for each in names))
@@ -187,7 +187,7 @@ def install():
     cuda.nccl.version = lambda: (2, 28, 9)
     torch.backends.cudnn.version.__globals__["_init"] = lambda: False  # there is no cuDNN
     torch.version.cuda = "13.0"
-    importlib.import_module("torch._meta_registrations")  # kernels that tell shapes
+    importlib.import_module("torch._meta_registrations")  # kernels that return shapes
 
     for module in (c10d, dist):
         module.ProcessGroupNCCL = c.ProcessGroupNCCL

@@ -1,4 +1,4 @@
-"""Ranks that share samples on CUDA devices: the exchange is ordered with what surrounds it."""
+"""Context parallelism on CUDA devices: the exchange waits for other streams, and they for it."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=6
 
 
 def losses(rank: int, device: torch.device) -> Tensor:
-    """Of two steps, whose gradients are reduced in between."""
+    """Return the losses of two steps, between which gradients are reduced."""
     config = stored_config(
         assign_ranks(compose_config([*WORDS, f"launch.device={device.type}"]).config)
     )
@@ -41,7 +41,7 @@ def losses(rank: int, device: torch.device) -> Tensor:
 
 
 def on_another_stream(self: NcclCollectives, values: Tensor) -> Tensor:
-    """The exchange of a rank that waits neither before nor after it."""
+    """An exchange without waits before and after it."""
     with torch.cuda.stream(self.reduce_stream):
         return _right(self, values)
 

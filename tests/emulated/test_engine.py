@@ -1,4 +1,4 @@
-"""The engine on CUDA devices: the CPU's losses, no race, and no step that has the host wait.
+"""The engine on CUDA devices: losses of the CPU, no race, and no wait of the host.
 
 The fast tests of devices are all here, so that one worker of the fast suite starts devices.
 """
@@ -17,15 +17,14 @@ from fsdpctl.comm.collectives import AllGatherInput
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.decoder_config import config_value
-from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.offloaded_inputs import OffloadedInput
 from fsdpctl.models import build_model
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
 from tests.engine.models import next_token_loss, token_batches
+from tests.engine.odd import checkpoint_all
 from tests.engine.test_host_inputs import Chain, Dropping
 from tests.matrix import fast
 
@@ -60,7 +59,7 @@ def test_uneven_parts_are_gathered_and_reduced_in_one_launch(rank: int, world_si
 
 @distributed(world_size=4, timeout=60, on_devices=True)
 def test_replicas_combine_right_behind_a_reduction_on_its_stream(rank, world_size):
-    """So the compute stream waits for none of both in between."""
+    """The compute stream waits for neither of the two in between."""
     device, order = torch.device("cuda", rank), list[tuple[str, bool]]()
     model = Case("hybrid_shard").model(device, world_size)
     (batch,) = token_batches(1, world_size, 1)[0][rank]
@@ -95,10 +94,10 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
         torch.cuda.reset_peak_memory_stats()
         build_model.initialize_parameter(name, whole, seed=0, config=model)
         extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        assert extra <= 3 * 512 * 4  # in parts
+        assert extra <= 3 * 512 * 4  # a few elements at a time
         return whole
 
-    torch.cuda.set_sync_debug_mode("error")  # nothing comes from the host
+    torch.cuda.set_sync_debug_mode("error")  # no value is copied from the host
     one, again, other = (drawn(name, 64) for name in ("a.weight", "a.weight", "b.weight"))
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, again)
@@ -108,7 +107,7 @@ def test_large_matrices_are_drawn_on_the_device_by_name(rank, world_size, monkey
     )
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
-        drawn("a.weight", 16)  # a small one does
+        drawn("a.weight", 16)  # a small matrix is drawn on the host
     torch.cuda.set_sync_debug_mode("default")
 
 
@@ -129,7 +128,7 @@ def test_memory_for_the_first_save_is_pinned_beforehand(rank: int, world_size: i
 
 @distributed(timeout=60, on_devices=True)
 def backward_fails(rank: int, world_size: int, waits: bool) -> None:
-    """Block 3 fails when it is recomputed, while the input of block 2 arrives."""
+    """Block 3 fails when it is recomputed, while the input of block 2 is fetched."""
     net = Chain().to(torch.device("cuda", rank))
     blocks, right = list(net.blocks), Dropping.forward
     calls: list[int] = []
@@ -143,7 +142,7 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
     if not waits:
         OffloadedInput.__del__ = lambda self: None  # type: ignore[method-assign]
     with mock.patch.object(Dropping, "forward", failing):
-        checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=True))
+        checkpoint_all(blocks, "full", offload=True)
         with pytest.raises(ValueError, match="planted"):
             net(torch.randn(4, 16, device="cuda")).backward()
     while any(isinstance(each, OffloadedInput) for each in gc.get_objects()):
@@ -161,7 +160,7 @@ def test_otherwise_that_is_found() -> None:
 
 
 def orders() -> list[tuple[str, int, int]]:
-    """Each strategy on 1, 2 and 4 ranks, and on as many as it needs in nineteen more orders.
+    """Each strategy on 1, 2 and 4 ranks, and on the fewest ranks in nineteen more orders.
 
     A case is in three of those orders, and each order has cases of every strategy.
     """

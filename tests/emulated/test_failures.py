@@ -1,4 +1,4 @@
-"""What ends a run on CUDA devices: signals, ranks that stand still; and several hosts."""
+"""Signals, hanging ranks and several hosts on CUDA devices."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing())),
 ]
-STEPS = "train.steps=30"  # rounding grows to 1e-6 in more
+STEPS = "train.steps=30"  # rounding errors exceed 1e-6 in more
 
 
 def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":

@@ -1,4 +1,4 @@
-"""Each planted mistake is found, whatever the order of kernels is."""
+"""Each planted fault is detected, in any order of kernels."""
 
 import re
 
@@ -27,7 +27,7 @@ def planted(rank: int, world_size: int, name: str, seed: int) -> None:
 def test_a_planted_fault_is_found(name: str, seed: int) -> None:
     with pytest.raises((AssertionError, TimeoutError)) as found:
         planted(world_size=ranks_for(FAULTS[name][0]), name=name, seed=seed)
-    if name.startswith("no wait"):  # by what the clocks say, not by a value that happens to be off
+    if name.startswith("no wait"):  # detected by the clocks, not by a wrong value
         assert re.search(r"race: .* on stream|freed too early", str(found.value))
 
 

@@ -1,4 +1,4 @@
-"""Loops of users' own on CUDA devices, with the calls that docs/python-api.md lists."""
+"""Users' training loops on CUDA devices, with the calls of docs/python-api.md."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: bool) -> list[Tensor]:
-    """Of each step, of a fresh model that reads what was saved, and of its whole weights."""
+    """Return the losses of each step, of a new model from a checkpoint, and of its full weights."""
     rank = dist.get_rank()
 
     def loss_of(of: torch.nn.Module, number: int) -> Tensor:
@@ -25,7 +25,7 @@ def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: boo
         return loss
 
     def make() -> fsdpctl.ShardedModel:
-        torch.manual_seed(rank)  # rank 0's weights win
+        torch.manual_seed(rank)  # rank 0's weights are used
         return fsdpctl.shard_model(ConvNet(channels=8, depth=2).to(device), strategy)
 
     model = make()

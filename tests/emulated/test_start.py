@@ -1,4 +1,4 @@
-"""The start of a run on CUDA devices: slow readers have time."""
+"""The start of a run on CUDA devices: slow reads do not time out."""
 
 import time
 from datetime import timedelta

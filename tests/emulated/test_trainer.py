@@ -21,7 +21,7 @@ FP32 = "precision=fp32"
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
-    """Of a process with devices; their reports go to a file in `folder`."""
+    """Return the environment of a process with devices, which report to a file in `folder`."""
     usual = usual_environment()
     found = emulated.environment(problems=folder / "problems", **settings)
     return {**usual, **found, "PYTHONPATH": f"{found['PYTHONPATH']}:{usual['PYTHONPATH']}"}

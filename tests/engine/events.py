@@ -1,4 +1,4 @@
-"""What a sharded model does and holds while it runs."""
+"""The events of a sharded model, and its unsharded parameters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from fsdpctl.plan.schedule import Event, EventKind
 
 @contextmanager
 def recording(model: ShardedModel) -> Iterator[list[Event]]:
-    """Record collectives, allocations and frees in the block, in a growing list."""
+    """Record collectives, allocations and frees in a `with` block."""
     trace: list[Event] = []
     model.accounting.trace = trace
     try:
@@ -19,12 +19,12 @@ def recording(model: ShardedModel) -> Iterator[list[Event]]:
 
 
 def gathered_nbytes(model: ShardedModel) -> int:
-    """The bytes that are allocated for gathered parameters now."""
-    slots = {id(unit.unshard_buffer): unit.unshard_buffer for unit in model._runtime.units.values()}
-    return sum(slot.allocated_nbytes for slot in slots.values())
+    """Return the bytes that are allocated for gathered parameters now."""
+    buffers = {unit.unshard_buffer for unit in model._runtime.units.values()}
+    return sum(buffer.allocated_nbytes for buffer in buffers)
 
 
-def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
+def unsharded_units(events: Sequence[Event]) -> list[frozenset[str]]:
     """Return the units whose parameters take memory after each event."""
     alive: set[str] = set()
     states = []

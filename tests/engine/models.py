@@ -12,11 +12,11 @@ from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.plan.strategy import STRATEGIES
 
-WIDE = 401  # words, with which the embedding has 30 times what a block has
+WIDE = 401  # a vocabulary whose embedding has 30 times the parameters of a block
 
 
 class OddBlock(nn.Module):
-    """A residual block whose parameters fit nothing: 7x13 matrices, a vector of 5, a scalar."""
+    """A residual block with sizes that no alignment divides: 7x13 matrices, vectors, a scalar."""
 
     def __init__(self, width: int = 13, hidden: int = 7) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class OddNet(nn.Module):
 
 
 def make_net(*, tied: bool, dtype: torch.dtype = torch.float32, vocab: int = 17) -> OddNet:
-    """The same network in every process."""
+    """Return the same network in every process."""
     torch.manual_seed(0)
     return OddNet(tied=tied, vocab=vocab).to(dtype)
 
@@ -65,18 +65,18 @@ def make_net(*, tied: bool, dtype: torch.dtype = torch.float32, vocab: int = 17)
 def sharded(
     strategy: str, *, tied: bool = True, dtype: torch.dtype = torch.float32, **more: Any
 ) -> ShardedModel:
-    """The network on four ranks, in two copies where the strategy has copies."""
+    """Shard the network over four ranks, in two replicas if the strategy has replicas."""
     size = 2 if STRATEGIES[strategy].replicates else None
     return shard_model(make_net(tied=tied, dtype=dtype), strategy, dp_shard_size=size, **more)
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of predicting the next token."""
+    """Return the mean cross entropy of the next token."""
     return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[list[Tensor]]]:
-    """Different tokens for every step, rank and micro-step."""
+    """Return different tokens for every step, rank and micro-batch."""
     generator = torch.Generator().manual_seed(1)
 
     def batch() -> Tensor:
@@ -97,20 +97,18 @@ def one_step(
 def gradients_beside(
     model: ShardedModel, whole: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """What this rank has of reduced gradients, the same elements of whole ones, and the name."""
+    """Yield this rank's reduced gradients, the same elements of full gradients, and the name."""
     for shard in model.flat_shards():
         for piece in shard.param_slices():
-            values, grad, part = whole[piece.param.name], shard.grad, piece.in_param
+            values, grad, span = whole[piece.param.name], shard.grad, piece.in_param
             assert values is not None
             assert grad is not None
-            theirs = values.flatten()[part.start : part.stop]
-            yield shard.view(grad, piece.in_flat), theirs, piece.param.name
+            expected = values.flatten()[span.start : span.stop]
+            yield shard.view(grad, piece.in_flat), expected, piece.param.name
 
 
-def backward_window(
-    model: ShardedModel, batches: Sequence[Tensor], reduces: Sequence[bool]
-) -> None:
-    """A backward for each entry of `reduces`, which says whether it reduces what it finds."""
+def run_window(model: ShardedModel, batches: Sequence[Tensor], reduces: Sequence[bool]) -> None:
+    """Run a backward for each entry of `reduces`: whether it reduces gradients, or holds them."""
     for reduce, batch in zip(reduces, batches, strict=False):
         with nullcontext() if reduce else model.no_sync():
             next_token_loss(model, batch).backward()

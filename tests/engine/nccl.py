@@ -1,4 +1,4 @@
-"""The collectives of CUDA over gloo, for what depends on them and not on streams."""
+"""The collectives of CUDA over gloo, for tests that do not depend on streams."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,7 +11,7 @@ from fsdpctl.comm import mesh, nccl
 
 
 class Stream:
-    """Stands for torch.cuda.Stream and for its events: nothing here runs beside anything."""
+    """A stand-in for torch.cuda.Stream and its events: all work runs in order."""
 
     def __init__(self, *about: Any, **more: Any) -> None:
         pass
@@ -37,7 +37,7 @@ class NcclOnCpu(nccl.NcclCollectives):
 
 @contextmanager
 def nccl_path() -> Iterator[None]:
-    """Within the block, models are sharded over the collectives of CUDA."""
+    """Shard models over the collectives of CUDA in a `with` block."""
     stream, device = Stream(), torch.device("cpu")
     with ExitStack() as stack:
         for owner, name, value in (

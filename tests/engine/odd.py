@@ -1,6 +1,6 @@
-"""Modules that use their parameters in every way that has a right answer."""
+"""Modules that use their parameters in every way that a sharded model supports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,17 +9,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import LoraConfig
-from fsdpctl.engine.blocks import checkpoint_block
+from fsdpctl.engine.blocks import checkpoint_block, checkpoint_blocks
+from fsdpctl.engine.offloaded_inputs import HostInputs
 from fsdpctl.models.lora import LoraLinear
 from fsdpctl.models.quantized import NF4, FrozenLinear
+from fsdpctl.plan.recomputation import block_checkpointing
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 
-Batches = list[list[list[Tensor]]]  # [step][rank][micro-step]
+Batches = list[list[list[Tensor]]]  # [step][rank][micro-batch]
 USED = 0.5  # inputs whose first element is larger use the spare matrix
 
 
 class Spare(OddBlock):
-    """Has a matrix that only some inputs use."""
+    """A block with a matrix that only some inputs use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,14 +36,14 @@ class Spare(OddBlock):
 
 
 class Never(Spare):
-    """Has a matrix that nothing uses."""
+    """A block with a matrix that no input uses."""
 
     def is_used(self, x: Tensor) -> bool:
         return False
 
 
 class Adapted(OddBlock):
-    """Frozen but for two small matrices, as with LoRA."""
+    """A frozen block with two small trained matrices, as with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Adapted(OddBlock):
 
 
 class Frozen(OddBlock):
-    """Trains nothing."""
+    """A block without trained parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +63,14 @@ class Frozen(OddBlock):
 
 
 class Detached(OddBlock):
-    """Reads a parameter twice, once without a gradient."""
+    """A block that reads a parameter twice, once without a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.scale.detach())
 
 
 class TiedInside(OddBlock):
-    """Its two matrices are one parameter."""
+    """A block with two matrices that are one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class TiedInside(OddBlock):
 
 
 class Buffered(OddBlock):
-    """Multiplies by a buffer that training does not change."""
+    """A block that multiplies by a buffer, which training does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Buffered(OddBlock):
 
 
 class InPlace(OddBlock):
-    """Writes into its input and hands that on."""
+    """A block that writes to its input and returns it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += super().forward(x.clone())
@@ -100,7 +102,7 @@ class InPlace(OddBlock):
 
 
 class Leading(Spare):
-    """Frozen but for a matrix that only some inputs use: elsewhere its output has no graph."""
+    """A frozen block with a trained matrix. Without its use, the output has no graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class Leading(Spare):
 
 
 class Stack(nn.Module):
-    """Four or more blocks one after another."""
+    """A sequence of four or more blocks."""
 
     def __init__(self, *blocks: type[nn.Module]) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Stack(nn.Module):
 
 
 class TiedAcross(Stack):
-    """Two blocks share a matrix."""
+    """A stack in which two blocks share a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class TiedAcross(Stack):
 
 
 class Wayward(nn.Module):
-    """Runs its blocks in an order of its own: twice, backwards, not at all."""
+    """A module that runs its blocks in any `order`: twice, reversed, or not at all."""
 
     def __init__(self, order: list[int], *, checkpoints: str = "") -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class Wayward(nn.Module):
 
 
 class SideOutputs(Stack):
-    """Adds the output of the third block only where the first element of the input is positive."""
+    """A stack that adds the output of the third block if the input's first element is positive."""
 
     def forward(self, x: Tensor) -> Tensor:
         side = self.blocks[2](x)
@@ -167,7 +169,7 @@ class SideOutputs(Stack):
 
 
 class PartlyReentrant(OddNet):
-    """Embedding, head, and blocks of which two are checkpointed re-entrantly."""
+    """A network with two blocks that are checkpointed re-entrantly."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -181,8 +183,14 @@ class PartlyReentrant(OddNet):
         return out
 
 
+def checkpoint_all(modules: Iterable[nn.Module], mode: str, *, offload: bool) -> HostInputs:
+    """Checkpoint blocks in the order of forward; `offload` their inputs to the host."""
+    blocks = list(modules)
+    return checkpoint_blocks(blocks, block_checkpointing(mode, None, len(blocks), offload=offload))
+
+
 def recomputing(mode: str) -> nn.Module:
-    """A stack whose blocks do what `activation_checkpointing=MODE` makes of them."""
+    """Return a stack with blocks as under `activation_checkpointing=MODE`."""
     net = Stack(OddBlock)
     for block in net.blocks:
         checkpoint_block(block, mode)
@@ -195,7 +203,7 @@ def token_net(*, tied: bool) -> OddNet:
 
 
 def frozen_loss(module: nn.Module, x: Tensor) -> Tensor:
-    """As `square_loss`, of an input without a gradient."""
+    """Return `square_loss` of an input without a gradient."""
     dtype = next(module.parameters()).dtype
     loss: Tensor = module(x.to(dtype)).square().mean()
     return loss
@@ -208,7 +216,7 @@ def square_loss(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def float_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
-    """Different inputs for every step, rank and micro-step."""
+    """Return different inputs for every step, rank and micro-batch."""
     generator = torch.Generator().manual_seed(2)
 
     def batch() -> Tensor:
@@ -218,7 +226,7 @@ def float_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
 
 
 def late_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
-    """No rank uses the spare matrix for two steps, then all ranks do."""
+    """Return inputs with which all ranks use the spare matrix from the third step on."""
     batches = float_batches(steps, ranks, micro_steps)
     for step, of_ranks in enumerate(batches):
         for micro_batches in of_ranks:
@@ -228,14 +236,14 @@ def late_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
 
 
 def freeze_below(net: OddNet) -> None:
-    """Train what comes last: no backward comes to the units before."""
+    """Train only the last layers: backward does not reach the units before."""
     net.embed.requires_grad_(False)
     net.blocks[:2].requires_grad_(False)
     net.blocks[2].norm.requires_grad_(False)
 
 
 def freeze_all_but_vectors(net: OddNet) -> None:
-    """Train a few elements of every unit, as adapters are."""
+    """Train a few elements of every unit, as with adapters."""
     for param in net.parameters():
         param.requires_grad_(param.ndim <= 1)
 
@@ -251,7 +259,7 @@ _little_trained = partial(partly_frozen, freeze_all_but_vectors)
 
 @torch.no_grad()
 def in_four_bits() -> OddNet:
-    """Adapters over frozen matrices in NF4; two of the blocks are recomputed."""
+    """Return a network with adapters over frozen NF4 matrices; two blocks are recomputed."""
     net = token_net(tied=False)
     net.requires_grad_(False)
     for number, block in enumerate(net.blocks):

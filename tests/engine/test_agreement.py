@@ -1,4 +1,4 @@
-"""What ranks must have in common, and how they are told when they do not."""
+"""Errors on all ranks if models, settings or the order of units differ."""
 
 from collections.abc import Callable
 
@@ -100,7 +100,7 @@ def test_an_invalid_shard_size_lists_the_valid_ones(rank: int, world_size: int) 
 )
 @distributed(world_size=4)
 def test_few_process_groups_are_made(rank, world_size, strategy, size, groups):
-    """The default one, one for reductions; with copies their own two, and one over copies."""
+    """The default group and one for reductions; with replicas, two per replica and one across."""
     models = [shard_model(make_net(tied=True), strategy, dp_shard_size=size) for _ in range(2)]
     assert len(dist.distributed_c10d._world.pg_map) == groups
     mesh = models[0].mesh

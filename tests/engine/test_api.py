@@ -1,4 +1,4 @@
-"""The Python interface: what users rely on by name."""
+"""The public Python interface."""
 
 import copy
 import pickle

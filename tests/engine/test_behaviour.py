@@ -1,4 +1,4 @@
-"""What users' modules and loops may do."""
+"""Behavior of sharded models in users' modules and loops."""
 
 import gc
 import warnings
@@ -66,7 +66,7 @@ def test_unsharded_parameters_are_views_of_one_buffer(rank: int, world_size: int
 @distributed(world_size=2)
 @in_turn(order=[[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
 def test_several_backwards_and_several_forwards_add_up(rank, world_size, order):
-    """A graph gone through twice; two forwards, then two backwards; two forwards in one loss."""
+    """Two backwards of a graph; two forwards, then two backwards; two forwards in one loss."""
 
     def twice(module: nn.Module) -> None:
         loss = square_loss(module, ones)
@@ -240,7 +240,7 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(rank, world_size,
     ("hybrid_shard_optimizer", "even"),
 ])  # fmt: skip
 def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strategy, owners):
-    """Also where a unit is not called as a module, which the first forward shows."""
+    """The first forward also detects a unit that is not called as a module."""
     found = []
     for overlaps in (False, True):
         net = make_net(tied=False)
@@ -270,7 +270,7 @@ def test_updates_that_arrive_late_change_nothing(rank, world_size, called, strat
 
 
 class Called(nn.Module):
-    """Calls what is in it by `.forward`."""
+    """A module that calls its children by `.forward`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Called(nn.Module):
 
 
 class OfOne(nn.Sequential):
-    """Calls a layer of one element in a unit that it does not call: nothing gathers it."""
+    """A module that calls a layer of a unit, but not the unit: nothing gathers it."""
 
     def forward(self, x):
         return self[1](self.get_submodule("0.0")(x))

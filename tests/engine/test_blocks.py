@@ -1,4 +1,4 @@
-"""Recomputed and compiled blocks: what they keep, and that their gradients are the same."""
+"""Recomputed and compiled blocks: saved operators, and equal gradients."""
 
 import copy
 from collections import Counter
@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import (
     checkpoint_block,
-    checkpoint_blocks,
     compile_block,
     missing_compiler,
     prepare_blocks,
 )
 from fsdpctl.models.lora import set_trainable
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.recomputation import block_checkpointing
 from tests.commands.run import TINY
+from tests.engine.odd import checkpoint_all
 from tests.models.decoders import drawn
 from tests.models.test_transformers_attention import pair
 from tests.operators import Operators
@@ -42,7 +41,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def operators(mode: str) -> Counter[str]:
-    """How often a forward and a backward compute what."""
+    """Return the counts of operators in a forward and a backward."""
     model = decoder(mode)
     with Operators() as counted:
         gradients(model)
@@ -50,7 +49,7 @@ def operators(mode: str) -> Counter[str]:
 
 
 def test_recomputation_repeats_what_its_mode_does_not_keep():
-    """Of seven products a block keeps four; the last one is not needed again."""
+    """A block saves four of seven products; backward does not need the last one."""
     none, full, selective = operators("none"), operators("full"), operators("selective")
     blocks = 2
     assert (full["mm"] - none["mm"], full[ATTENTION] - none[ATTENTION]) == (6 * blocks, blocks)
@@ -69,7 +68,7 @@ def test_recomputation_changes_no_bit(mode):
     ("llama", {"lora": 0.0}, False), ("llama", {"lora": 0.5}, True),
 ])  # fmt: skip
 def test_recomputation_draws_what_forward_drew(family, settings, draws):
-    """And keeps no state of random numbers where a decoder has no use for one."""
+    """The random state is not saved if the decoder draws no random numbers."""
     adapters = settings.pop("lora", None)
     words = ["activation_checkpointing=full", "train.compile=false"]
     if adapters is not None:
@@ -99,7 +98,7 @@ def test_recomputation_leaves_names_as_they_were():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own code
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
 def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     torch._dynamo.reset()
@@ -107,7 +106,7 @@ def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     model = decoder("none" if mode == "offload" else mode)
     blocks = list(model.get_submodule("model.layers").children())
     if mode == "offload":
-        checkpoint_blocks(blocks, block_checkpointing("full", None, len(blocks), offload=True))
+        checkpoint_all(blocks, "full", offload=True)
     for block in blocks:
         compile_block(block)
     for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):
@@ -125,7 +124,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 class Averages(nn.Module):
-    """A codebook that follows its inputs: what it returns depends on its buffer, which it sets."""
+    """A codebook that updates its buffer, on which its output depends."""
 
     mean: Tensor
     calls: Tensor

@@ -1,4 +1,4 @@
-"""Compiled blocks of a sharded model: as many graphs as without sharding, at every step."""
+"""Compiled blocks of a sharded model have as many graphs as without sharding, at every step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,17 +11,17 @@ from torch import nn
 
 import fsdpctl
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.blocks import checkpoint_blocks, compile_block
+from fsdpctl.engine.blocks import compile_block
 from fsdpctl.models.lora import set_trainable
 from fsdpctl.models.packed_documents import pack_documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.training.callbacks.reporting import CompilerReport
 from tests.distributed import distributed
+from tests.engine.odd import checkpoint_all
 from tests.matrix import fast
 from tests.models.decoders import drawn
 
-BLOCKS, LIMIT = 5, 3  # more than the graphs that Dynamo makes of one function
+BLOCKS, LIMIT = 5, 3  # blocks, and fewer graphs of one function
 TINY = [
     f"model.num_layers={BLOCKS}", "model.hidden_size=16", "model.intermediate_size=24",
     "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=32",
@@ -31,7 +31,7 @@ Wrap = Callable[[nn.Module], Any]
 
 
 def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
-    """A decoder with compiled blocks and frozen or trained weights."""
+    """Return a decoder with compiled blocks, `adapted` by LoRA or trained in full."""
     config = compose_config([*TINY, *(["model.lora.rank=2"] if adapted else [])]).config.model
     model = drawn(compose_config(TINY).config.model)
     if adapted:
@@ -44,16 +44,14 @@ def decoder(mode: str, *, adapted: bool) -> TransformersDecoder:
     blocks = list(model.get_submodule("model.layers").children())
     if mode != "none":
         kept = "full" if mode == "offload" else mode
-        checkpoint_blocks(
-            blocks, block_checkpointing(kept, None, len(blocks), offload=mode == "offload")
-        )
+        checkpoint_all(blocks, kept, offload=mode == "offload")
     for block in blocks:
         compile_block(block)
     return model
 
 
 class Block(nn.Module):
-    """A small block, which Dynamo traces in no time."""
+    """A small block, which Dynamo traces quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +64,7 @@ class Block(nn.Module):
 def small(mode: str) -> nn.Module:
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if mode != "none":
-        sends = mode == "offload"
-        checkpoint_blocks(list(model), block_checkpointing("full", None, len(model), offload=sends))
+        checkpoint_all(model, "full", offload=mode == "offload")
     for block in model:
         compile_block(block)
     return model
@@ -88,7 +85,7 @@ def run_decoder(model: Any, step: int) -> None:
 
 
 def graphs(make: Callable[[], nn.Module], run: Callable[..., None], wrap: Wrap) -> list[Any]:
-    """Graphs that exist and calls of them, after each of three steps and a validation."""
+    """Return the numbers of graphs and calls, after each of three steps and a validation."""
     calls = 0
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -148,15 +145,15 @@ def test_sharded_replicas_stay_compiled(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own code
 def test_recomputed_decoders_are_compiled():
-    """Whatever their attention does to find its mask."""
+    """Data-dependent masks of attention do not matter."""
     assert graphs(partial(decoder, "full", adapted=False), run_decoder, lambda module: module) == [
         (1, BLOCKS), (1, 2 * BLOCKS), (2, 3 * BLOCKS), (3, 4 * BLOCKS),
     ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own code
 def test_the_first_function_that_is_no_longer_compiled_is_warned_of():
     journal, run = mock.Mock(), mock.Mock()
     report = CompilerReport(journal)

@@ -1,4 +1,4 @@
-"""Copies of the model: their ranks share out what the optimizer has, or each copy keeps it."""
+"""Replicas of the model, which share optimizer states or store them all."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_si
 
 
 class Links:
-    """Counts what a rank sends or gets over each set of ranks, as bytes of the whole tensor."""
+    """A count of the bytes of full tensors in collectives, by group of ranks."""
 
     def __init__(self) -> None:
         self.nbytes = Counter[str]()
@@ -96,7 +96,7 @@ def sent(events: list[Event], *kinds: EventKind) -> int:
 @distributed(world_size=4)
 @in_turn(bf16=[False, True])
 def test_only_gradients_and_updates_are_sent_between_replicas(rank, world_size, bf16):
-    """A rank's part of them; and over all ranks next to nothing."""
+    """Between replicas, only a rank's shard is sent; over all ranks, next to nothing."""
     model = sharded(SHARED, precision=fsdpctl.Precision(torch.bfloat16 if bf16 else None))
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
     batch = token_batches(1, world_size)[0][rank][0]
@@ -121,7 +121,7 @@ def test_only_gradients_and_updates_are_sent_between_replicas(rank, world_size, 
 
 @distributed(world_size=4)
 def test_frozen_parameters_are_sent_once(rank: int, world_size: int) -> None:
-    """When it is loaded, and no more after a step."""
+    """Frozen parameters are sent when the model is sharded, and not after a step."""
     batch = token_batches(1, world_size)[0][rank][0]
     for strategy, size in ((SHARED, 2), ("shard_optimizer", None)):
         net = make_net(tied=False)

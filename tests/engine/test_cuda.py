@@ -45,7 +45,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
 
 
 class SleepyCollectives(NcclCollectives):
-    """Every collective is preceded by a pause on its own stream: a missing wait shows."""
+    """Delay every collective on its stream, so that a missing wait changes results."""
 
     def all_gather(self, buffers):
         with torch.cuda.stream(self.gather_stream):
@@ -90,7 +90,7 @@ def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[fl
 def unsharded_losses(
     device: torch.device, precision: Precision | None = None, *, in_part: bool = False
 ) -> list[float]:
-    """The plain path: whole parameters, no collectives. NCCL is there but has one rank."""
+    """Compare with an unsharded model. NCCL is used with one rank."""
     sharding, net = Sharding("no_shard", precision=precision or Precision()), make_net(tied=False)
     if in_part:
         freeze_all_but_vectors(net)
@@ -124,7 +124,7 @@ def test_slow_streams_change_nothing(device: torch.device, depth: int) -> None:
 
 
 def test_only_states_and_slots_stay_allocated_between_steps(device: torch.device) -> None:
-    losses(forced(device, "full_shard"), device, steps=1)  # workspaces of cuBLAS stay
+    losses(forced(device, "full_shard"), device, steps=1)  # allocates the workspaces of cuBLAS
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = forced(device, "full_shard")
@@ -132,6 +132,6 @@ def test_only_states_and_slots_stay_allocated_between_steps(device: torch.device
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     masters = sum(shard.master.nbytes for shard in model.flat_shards())
-    # Moments went with the optimizer; rounding to 512 bytes per tensor is all that may come on top.
+    # The optimizer and its moments are freed; the allocator rounds tensors up to 512 bytes.
     tensors = 6 * sum(len(shard.layout.param_spans) for shard in model.flat_shards()) + 64
     assert held <= masters + gathered_nbytes(model) + 512 * tensors

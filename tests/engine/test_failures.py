@@ -1,4 +1,4 @@
-"""What an exception leaves behind: nothing, or a clear error."""
+"""After an exception, a model has no leftovers, or raises a clear error."""
 
 from unittest import mock
 

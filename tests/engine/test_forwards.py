@@ -1,4 +1,4 @@
-"""Several forwards before a backward, and outputs that stay: which of them takes part is known."""
+"""Several forwards before a backward, and retained outputs: which forwards take part."""
 
 import gc
 import weakref
@@ -36,7 +36,7 @@ def together(module: nn.Module, batches: list[Tensor], rank: int) -> None:
 
 
 def first_of_two(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """The other's output is alive all the time."""
+    """Two forwards, of which one takes part; both outputs stay alive."""
     first, _other = _loss(module, batches[0]), _loss(module, batches[1])
     first.backward()
 
@@ -48,13 +48,13 @@ def one_by_one(module: nn.Module, batches: list[Tensor], rank: int) -> None:
 
 
 def by_rank(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """Of three forwards, ranks go back through different ones."""
+    """Three forwards; ranks run the backwards of different ones."""
     losses = [_loss(module, batch) for batch in batches]
     (losses[rank] + losses[2]).backward()
 
 
 def kept_from_before(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """An output of a forward whose backward came later than another's."""
+    """A forward whose backward runs after the backward of a later forward."""
     before = _loss(module, batches[0])
     _loss(module, batches[1]).backward()
     _loss(module, batches[2]).backward()
@@ -62,7 +62,7 @@ def kept_from_before(module: nn.Module, batches: list[Tensor], rank: int) -> Non
 
 
 def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """One forward runs again within the backward that goes through the other."""
+    """A forward that runs again within the backward of another one."""
     plain = _loss(module, batches[0])
     scale = torch.ones((), requires_grad=True)
     again = checkpoint(lambda scale: scale * _loss(module, batches[1]), scale, use_reentrant=True)
@@ -70,7 +70,7 @@ def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> 
 
 
 def hidden_states(module: nn.Module, batches: list[Tensor], rank: int) -> None:
-    """Losses of outputs within the module, of which one is made of parameters alone."""
+    """Losses of inner outputs, of which one depends on parameters alone."""
     kept: list[Tensor] = []
     net = module.module if isinstance(module, ShardedModel) else module
     assert isinstance(net, OddNet)
@@ -91,7 +91,7 @@ LOSSES: list[Loss] = [
 
 
 def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tensor]:
-    """The mean over ranks, computed in one process."""
+    """Return the mean gradients over ranks, computed in one process."""
     total: dict[str, Tensor] = {}
     for rank, own in enumerate(batches):
         net = make_net(tied=False)
@@ -106,7 +106,7 @@ def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tenso
 @distributed(world_size=2)
 def test_gradients_are_those_of_one_process(rank: int, world_size: int, strategy: str) -> None:
     batches = token_batches(1, world_size, micro_steps=3)[0]
-    # Where parameters are gathered, ranks that go through different forwards are told.
+    # If parameters are gathered, ranks that visit different forwards raise an error.
     for loss in LOSSES if strategy == "full_shard" else [*LOSSES, by_rank]:
         expected = _plain_gradients(loss, batches)
         model = shard_model(make_net(tied=False), strategy)
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_one_process(rank: int, world_size: int, strategy
 
 
 def _reductions_before_the_last_block(events: list[Event]) -> int:
-    """How many units' gradients are on their way when the backward of the first unit begins."""
+    """Return the number of reductions that have started before the first unit's backward."""
     last = max(i for i, event in enumerate(events) if event.kind is K.BACKWARD)
     return sum(event.kind is K.REDUCE for event in events[:last])
 
@@ -161,12 +161,12 @@ def test_a_retained_output_delays_no_reduction(rank: int, world_size: int) -> No
 
 @distributed(world_size=2)
 def test_a_graph_is_freed_with_its_outputs(rank: int, world_size: int) -> None:
-    """Nothing that tells forwards apart keeps activations alive."""
+    """The tracker of forwards keeps no activations alive."""
     model = shard_model(make_net(tied=False), "full_shard")
     alive: list[weakref.ref[object]] = []
 
     class Watched(torch.autograd.Function):
-        """A node that can be watched."""
+        """A function whose backward node has a weak reference."""
 
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:

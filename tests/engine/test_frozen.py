@@ -1,4 +1,4 @@
-"""Parameters that are not trained: no masters, no gradients, no gathers without need."""
+"""Frozen parameters have no masters, no gradients and no unneeded gathers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

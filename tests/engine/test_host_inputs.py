@@ -15,28 +15,26 @@ from torch import Tensor, nn
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Resolved
-from fsdpctl.engine.blocks import checkpoint_blocks
 from fsdpctl.engine.host_worker import Copier
 from fsdpctl.engine.offloaded_inputs import HostInputs, InputBuffers
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.recomputation import block_checkpointing
 from fsdpctl.resolve.machine import assign_ranks
 from fsdpctl.resolve.run_plan import stored_config
 from fsdpctl.training.assemble import enable_context_parallel, make_model, make_optimizer
 from tests.distributed import distributed, in_turn
-from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
+from tests.engine.odd import KINDS, InPlace, Kind, Stack, checkpoint_all, square_loss
 from tests.predict.random_configs import random_config
 from tests.predict.tensor_bytes import host_inputs
 from tests.train_step import train_step
 
-pytest.importorskip("torch._dynamo")  # whose import keeps what the stack refers to for a while
+pytest.importorskip("torch._dynamo")  # its import would keep references of the stack
 MODES = ["full", "selective"]
-# Of these, blocks are recomputed already, or write to their inputs.
+# Kinds with blocks that are recomputed already, or write to their inputs.
 LEFT_OUT = {"in four bits", "mixed", "recomputed", "recomputed selectively"}
 
 
 class Dropping(nn.Module):
-    """A block with dropout, and a hidden state that is named."""
+    """A block with dropout and a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,10 +62,7 @@ class Chain(nn.Module):
 
 def chain(mode: str, *, offload: bool) -> tuple[Chain, HostInputs]:
     net = Chain()
-    blocks = list(net.blocks)
-    return net, checkpoint_blocks(
-        blocks, block_checkpointing(mode, None, len(blocks), offload=offload)
-    )
+    return net, checkpoint_all(net.blocks, mode, offload=offload)
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -93,13 +88,11 @@ def test_the_same_bits_whatever_blocks_do(kind: str, mode: str) -> None:
     about, found = KINDS[kind], []
     for offload in (False, True):
         module = about.make()
-        blocks = list(module.get_submodule("blocks").children())
-        inputs = checkpoint_blocks(
-            blocks, block_checkpointing(mode, None, len(blocks), offload=offload)
-        )
+        blocks = module.get_submodule("blocks").children()
+        inputs = checkpoint_all(blocks, mode, offload=offload)
         found += [list(_steps(about, module))]
         assert all_free(inputs)
-        needs_them = kind != "frozen below"  # only the last block's, which stays
+        needs_them = kind != "frozen below"  # there, only the last block has a backward
         assert bool(inputs.sizes) == (offload and needs_them)
     assert all(map(same, *found))
 
@@ -118,7 +111,7 @@ def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> N
         net, inputs = chain(mode, offload=offload)
         torch.manual_seed(1)
         one, two = net(torch.randn(3, 16)), net(torch.randn(5, 16))
-        one.backward(retain_graph=mode == "full")  # torch keeps what is selected for one backward
+        one.backward(retain_graph=mode == "full")  # torch saves selected tensors for one backward
         if mode == "full":
             one.backward()
         two.backward()
@@ -131,7 +124,7 @@ def test_several_micro_batches_in_flight_kept_graphs_and_dropout(mode: str) -> N
 
 @contextmanager
 def seen(net: Chain) -> Iterator[list[str]]:
-    """Record when blocks run and copies start; a copy is named by the size of its target."""
+    """Record when blocks run and copies start: "down" to the host, "up" to the device."""
     events: list[str] = []
     right, forward = Copier._copy, Dropping.forward
 
@@ -163,9 +156,7 @@ def seen(net: Chain) -> Iterator[list[str]]:
 def test_inputs_leave_beside_their_block_and_return_one_block_ahead() -> None:
     net = Chain(num_blocks=4)
     with seen(net) as events:
-        checkpoint_blocks(
-            list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
-        )
+        checkpoint_all(net.blocks, "full", offload=True)
         loss = net(torch.randn(3, 16))
         assert events == ["down", "block 0", "down", "block 1", "down", "block 2", "block 3"]
         events.clear()
@@ -187,9 +178,7 @@ def test_only_the_last_input_stays_on_the_device(mode: str) -> None:
         return right(self, number, given)
 
     with mock.patch.object(HostInputs, "offload", watched):
-        checkpoint_blocks(
-            list(net.blocks), block_checkpointing(mode, None, len(net.blocks), offload=True)
-        )
+        checkpoint_all(net.blocks, mode, offload=True)
         loss = net(torch.randn(3, 16))
     assert [each() is not None for each in alive] == [False, False, False, False, True]
     loss.backward()
@@ -199,7 +188,7 @@ def test_only_the_last_input_stays_on_the_device(mode: str) -> None:
 @pytest.mark.parametrize("fails", [1, 4])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again: bool) -> None:
-    """Block `fails` raises: in forward, or when it is recomputed."""
+    """A block raises in its forward, or when it is recomputed."""
     (expected, _), net, batch = chain("full", offload=False), Chain(), torch.randn(3, 16)
     right, calls = Dropping.forward, []
 
@@ -210,9 +199,7 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
         return right(self, *given, **more)
 
     with mock.patch.object(Dropping, "forward", failing):
-        inputs = checkpoint_blocks(
-            list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
-        )
+        inputs = checkpoint_all(net.blocks, "full", offload=True)
         with pytest.raises(ValueError, match="planted"):
             net(batch).backward()
     net.zero_grad()
@@ -226,9 +213,7 @@ def test_a_failed_pass_leaks_nothing_and_the_next_one_is_right(fails: int, again
 
 def test_a_block_that_writes_to_its_input_is_rejected() -> None:
     net = Stack(InPlace)
-    checkpoint_blocks(
-        list(net.blocks), block_checkpointing("full", None, len(net.blocks), offload=True)
-    )
+    checkpoint_all(net.blocks, "full", offload=True)
     with pytest.raises(EngineError, match="offload=true: not supported, because a block writes"):
         square_loss(net, torch.randn(4, 13) * torch.ones(1, requires_grad=True))
 

@@ -1,4 +1,4 @@
-"""What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
+"""The collectives of NCCL, run over gloo: their arguments and results."""
 
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 
 @distributed(world_size=4)
 def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
-    """Before the next unit's backward, and without waiting for the reduction."""
+    """It starts before the next unit's backward, without waiting for the reduction."""
     tokens = token_batches(1, world_size)[0][rank][0]
     with nccl_path():
         model = shard_model(make_net(tied=False), "hybrid_shard", dp_shard_size=2)
@@ -63,7 +63,7 @@ def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size
 @WHOLE
 @distributed(world_size=4)
 def test_units_larger_than_a_block_are_reduced_in_pieces(rank, world_size, whole):
-    """As one process would, as the plan says, and no buffer is larger than a block's gradients."""
+    """Results equal one process and the plan; no buffer exceeds a block's gradients."""
     names = [name for name, row in STRATEGIES.items() if row.shards_params]
     names = names if whole else ["full_shard"]
     batches = token_batches(3, world_size)

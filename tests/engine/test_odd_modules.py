@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unused, shared or oddly placed: equal to one process, or an error."""
+"""Frozen, unused, shared or unusual parameters: equal to one process, or an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def difference(
     rank: int, make: Callable[[], nn.Module], batches: Batches, loss: Loss, strategy: str,
     **about: Any,
 ) -> float:  # fmt: skip
-    """By how much the weights of a sharded model differ from those of one process."""
+    """Return the largest difference of weights between a sharded model and one process."""
     torch.manual_seed(0)
     expected = train_reference(make(), loss, batches)
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def test_prefetch_changes_nothing_if_ranks_use_different_parameters(rank, world_
 
 
 class PassesThrough(OddBlock):
-    """Hands its second input on, as models with a shared position bias do."""
+    """A block that also returns its second input, as with a shared position bias."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, bias = pair
@@ -64,7 +64,7 @@ class WithBias(nn.Module):
 
 
 class Nested(nn.Module):
-    """Lists of lists, whose inner ones are never called."""
+    """A module with nested lists, which are never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_other_ways_to_build_modules(rank, world_size, strategy, make):
 
 
 class SideOutput(nn.Module):
-    """What its loss needs does not come out of its forward."""
+    """A module whose loss needs a tensor that its forward does not return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,10 @@ def test_a_loss_that_does_not_come_from_the_output(rank, world_size, strategy):
         module(x)
         inner = module.module if isinstance(module, ShardedModel) else module
         assert isinstance(inner, SideOutput)
-        found, inner.kept = inner.kept, torch.zeros(())  # else its graph would keep the module
+        found, inner.kept = (
+            inner.kept,
+            torch.zeros(()),
+        )  # otherwise, the graph would keep the module
         return found
 
     assert difference(rank, SideOutput, float_batches(3, world_size), loss, strategy) == 0.0
@@ -140,7 +143,7 @@ def test_buffers_of_any_dtype_become_rank_zeros(rank: int, world_size: int) -> N
 
 
 class NormedEmbedding(nn.Embedding):
-    """More than a lookup: its backward reads the norm's weight."""
+    """An embedding with a norm, whose weight backward reads."""
 
     def __init__(self, num: int, width: int) -> None:
         super().__init__(num, width)
@@ -152,7 +155,7 @@ class NormedEmbedding(nn.Embedding):
 
 
 class Speaker(OddNet):
-    """A model of transformers' kind, whose embedding has a norm."""
+    """A model with the methods of transformers, whose embedding has a norm."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -164,7 +167,7 @@ class Speaker(OddNet):
 
 
 class Speechless(OddNet):
-    """A model of transformers' kind without embeddings, as those of images are."""
+    """A model with the methods of transformers, but without embeddings, as for images."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -174,7 +177,7 @@ class Speechless(OddNet):
 
 
 class ByForward(Stack):
-    """Calls its blocks past their hooks."""
+    """A module that calls its blocks without their hooks."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -183,7 +186,7 @@ class ByForward(Stack):
 
 
 class InParts(Stack):
-    """Calls a part of a block."""
+    """A module that calls a part of a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         part: Tensor = self.blocks[1].up(x)  # type: ignore[operator]
@@ -191,7 +194,7 @@ class InParts(Stack):
 
 
 class Rescales(Stack):
-    """Writes to a block's weight before it is called."""
+    """A module that writes to a block's weight before it calls the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

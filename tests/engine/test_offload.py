@@ -1,4 +1,4 @@
-"""States in host memory: the bits of the step, its order behind the next forward, and failures."""
+"""States in host memory: bits and order of the step, and failures."""
 
 import gc
 import tempfile
@@ -67,7 +67,7 @@ def _trained(  # noqa: PLR0913  # the options of a case
     state_dtype: torch.dtype | None = None,
     module: Callable[[], nn.Module] = lambda: make_net(tied=True),
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    """Losses, weights and states after a few steps of two micro-batches with clipping."""
+    """Return losses, weights and states after a few steps of two micro-batches with clipping."""
     name, _, owners = strategy.partition(" ")
     sharding = Sharding(
         name, dp_shard_size=size, owner_map=owners or "even", precision=precision, offload=offload
@@ -194,7 +194,7 @@ def test_no_parameters_stay_on_the_device(rank: int, world_size: int) -> None:
 
 
 def test_the_memory_of_initial_values_is_freed() -> None:
-    """The builder of the units has it, as large as the largest flat buffer."""
+    """The builder of units allocates memory as large as the largest flat buffer."""
     model = shard_model(make_net(tied=True), Sharding(offload="states,params"))
     assert model.host is not None
     gc.collect()

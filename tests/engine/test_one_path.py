@@ -1,4 +1,4 @@
-"""Gradients take one path to their owners, whatever the ranks send them over.
+"""Gradients take one path to their owners over all transports.
 
 So what is tested over gloo holds on GPUs: only the collective itself is another one there.
 """
@@ -25,7 +25,7 @@ from tests.engine.test_parity import WINDOWS, largest_difference, train
 from tests.reference import train_reference
 
 GLOO, SHARED, NCCL, DEVICES = "gloo", "shared memory", "NCCL by gloo", "NCCL on emulated devices"
-# By the window, how flat buffers are made in it: of all gradients, of a share, and of later ones.
+# By window: the functions that make flat buffers of all, of some, and of later gradients.
 MADE_BY = {
     "one": ("flatten_gradients", "collect_piece"),
     "last": ("flatten_gradients", "add_gradients"),
@@ -36,7 +36,7 @@ STEPS = 2
 def trained(
     rank: int, world_size: int, transport: str, strategy: str, window: str, precision: Precision
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The state after a few steps, and the flat buffers that this rank gave to collectives."""
+    """Return the state after a few steps, and the flat buffers that this rank reduced."""
     device = torch.device("cuda", rank) if transport == DEVICES else torch.device("cpu")
     batches = token_batches(STEPS, world_size, WINDOWS[window])
     on_device = [[[each.to(device) for each in own] for own in of] for of in batches]
@@ -56,7 +56,7 @@ def trained(
 
 
 def strategy_over(transport: str) -> str:
-    """Parameters in shared memory are not sharded, and nothing is reduced in pieces."""
+    """Parameters in shared memory are not sharded, and units are reduced as a whole."""
     return "shard_optimizer" if transport == SHARED else "full_shard"
 
 

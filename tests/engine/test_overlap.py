@@ -1,4 +1,4 @@
-"""Communication hides behind computation: told by a clock that only collectives and blocks move.
+"""Overlap of communication, by a clock that only collectives and blocks advance.
 
 The engine runs as it always does; the collectives take time that the clock knows, each kind on a
 channel of its own, and so do the blocks. What is waited for is what was not hidden.
@@ -29,22 +29,22 @@ from fsdpctl.plan.step_plan import Prefetch, StepPlan
 from fsdpctl.plan.strategy import Offload, get_strategy
 from fsdpctl.plan.units import ModelLayout, unit_layouts
 
-COMPUTE, DELAY = 1.0, 0.9  # of a block's forward, and of a collective
+COMPUTE, DELAY = 1.0, 0.9  # time of a block's forward, and of a collective
 BLOCKS = 8
 
 
 class Clock:
-    """Time goes on when a block computes, and when somebody waits."""
+    """A clock that advances when a block computes and when the model waits."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.exposed = {"gather": 0.0, "reduce": 0.0}  # what was waited for
+        self.exposed = {"gather": 0.0, "reduce": 0.0}  # time of waiting, by kind
         self.started = {"copy": 0, "gather": 0, "reduce": 0}
         self.delays = {"copy": DELAY, "gather": DELAY, "reduce": DELAY}
-        self.free = {"copy": 0.0, "gather": 0.0, "reduce": 0.0}  # when each channel is
+        self.free = {"copy": 0.0, "gather": 0.0, "reduce": 0.0}  # when each channel is free
 
     def start(self, kind: str, after: float = 0.0) -> Callable[[], None]:
-        """A collective begins when its channel is free; the result waits for its end."""
+        """Start a collective when its channel is free; the result waits for its end."""
         end = max(self.now, self.free[kind], after) + self.delays[kind]
         self.free[kind] = end
         self.started[kind] += 1
@@ -57,7 +57,7 @@ class Clock:
 
 
 class Compute(torch.autograd.Function):
-    """The time of a block, and twice as much backward."""
+    """A function that takes the time of a block, and twice as much in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
@@ -72,7 +72,7 @@ class Compute(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A matrix that takes its time."""
+    """A block with a matrix, which advances the clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -80,18 +80,18 @@ class Block(nn.Module):
         self.clock = clock
 
     def forward(self, x):
-        """Compute, and let the clock know."""
+        """Compute, and advance the clock."""
         return Compute.apply(self.layer(x), self.clock)
 
 
 class DelayedCollectives(Collectives):
-    """One rank, whose collectives take time nevertheless."""
+    """The collectives of one rank, which take time on the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
     def all_gather(self, buffers: Sequence[AllGatherInput]) -> Handle:
-        wait = self.clock.start("gather", after=self.clock.free["copy"])  # the last one is its own
+        wait = self.clock.start("gather", after=self.clock.free["copy"])  # after the last copy
         done = super().all_gather(buffers)
 
         def finish() -> Tensor:
@@ -111,7 +111,7 @@ class DelayedCollectives(Collectives):
 
 
 def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") -> Clock:
-    """The clock after a forward and a backward."""
+    """Return the clock after a forward and a backward."""
     net = nn.Sequential(*(Block(clock) for _ in range(BLOCKS)))
     collectives, row = DelayedCollectives(clock), get_strategy(strategy)
     specs, device = module_units(net, ["Block"]), torch.device("cpu")
@@ -124,7 +124,7 @@ def run(strategy: str, prefetch: Prefetch, clock: Clock, offload: str = "none") 
 
 
 def hidden_share(clock: Clock, kind: str) -> float:
-    """Of the time of all collectives of a kind but one: the first gather, the last reduction."""
+    """Return the hidden share of the time, without the first gather or the last reduction."""
     return 1 - (clock.exposed[kind] - DELAY) / ((clock.started[kind] - 1) * DELAY)
 
 
@@ -139,20 +139,20 @@ def test_prefetch_hides_all_but_the_first_gather(strategy: str, depth: int) -> N
 
 def test_without_prefetch_every_gather_is_waited_for() -> None:
     clock = run("full_shard", Prefetch(0, 0), Clock())
-    assert clock.started["gather"] == 2 * BLOCKS - 1  # the last block stays
+    assert clock.started["gather"] == 2 * BLOCKS - 1  # the last block stays unsharded
     assert hidden_share(clock, "gather") <= 0.01
     assert hidden_share(clock, "reduce") >= 0.8
 
 
 @pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
 def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) -> None:
-    """The other direction's are waited for: in backward six blocks, as two are still there."""
+    """Without prefetch in one direction, its gathers are waited for."""
     assert run("full_shard", prefetch, Clock()).exposed["gather"] == pytest.approx(gathers * DELAY)
 
 
 @pytest.mark.parametrize(("depth", "gathering", "share"), [
     (1, 0.0, 0.8),  # a single rank
-    (2, DELAY, 0.8),  # a copy and a gather one after another, of two units at a time
+    (2, DELAY, 0.8),  # a copy and then a gather, of two units at a time
     (0, 0.0, 0.0),
 ])  # fmt: skip
 def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, share):
@@ -165,7 +165,7 @@ def test_parameters_come_from_the_host_behind_the_computation(depth, gathering, 
 
     with mock.patch.object(HostParamPool, "copy_to_device", sent):
         run("full_shard", Prefetch(depth, depth), clock, offload="all")
-    assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are in slots
+    assert clock.started["copy"] == 2 * BLOCKS - 1 - depth  # the last ones are still unsharded
     moving = DELAY + gathering
     assert 1 - (clock.exposed["gather"] - moving) / ((clock.started["copy"] - 1) * moving) >= share
     if not depth:

@@ -1,4 +1,4 @@
-"""What the parameters of a sharded module answer to those who look for gradients there."""
+"""Reads, copies and changes of the parameters of a sharded model."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Every strategy equals one process that sees all ranks' data."""
+"""Every strategy equals one process with all ranks' data."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -30,9 +30,9 @@ HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
     ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
 ]
-STRATEGIES_ALONE = len(STRATEGIES)  # of SHARDINGS; then come the owner maps
+STRATEGIES_ALONE = len(STRATEGIES)  # SHARDINGS has the strategies, then the owner maps
 MAPPED = ["tied embedding", "mixed", "used on some ranks"]
-# Micro-steps of a window; what is left of one is a window that ends before it is full.
+# Micro-batches per window; the last window can be partial.
 WINDOWS = {"one": 1, "every": 3, "last": 3, "partial": 3}
 
 
@@ -58,7 +58,7 @@ def train(model: ShardedModel, rank: int, batches: Batches, kind: Kind, window: 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     largest = [(ours[name] - theirs[name]).abs().max().double() for name in ours]
-    return float(torch.stack(largest).max())  # NaN if one of them is
+    return float(torch.stack(largest).max())  # NaN if any is NaN
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Whether one process adds in the same order."""
+        """Whether one process adds up in the same order."""
         return self.window != "every" and self.sharding[0] not in HYBRIDS
 
     @property
@@ -82,7 +82,7 @@ class Case:
         return KINDS[self.kind].batches(STEPS, self.ranks, WINDOWS[self.window])
 
     def trained(self, rank: int) -> dict[str, Tensor]:
-        """The state that all ranks come to; collective."""
+        """Return the full state after training. Collective."""
         kind, (strategy, owner_map) = KINDS[self.kind], self.sharding
         copy = 2 if strategy in HYBRIDS and self.ranks == 4 else None
         net: nn.Module = kind.make().to(self.dtype)
@@ -99,7 +99,7 @@ class Case:
 
 
 def check(rank: int, all_cases: Iterable[Case]) -> None:
-    """All ranks train together; then each looks at its share of what they came to."""
+    """Train on all ranks; each rank then checks its share of the states."""
     states = [(case, case.trained(rank)) for case in all_cases]
     for number, (case, state) in enumerate(states):
         if number % case.ranks == rank:
@@ -110,7 +110,7 @@ def check(rank: int, all_cases: Iterable[Case]) -> None:
 def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
     plain, mapped = SHARDINGS[:STRATEGIES_ALONE], SHARDINGS[STRATEGIES_ALONE:]
     kinds = list(KINDS)
-    # Two and four ranks take turns over kinds and strategies: at two alone they took too long.
+    # Two and four ranks take turns over kinds and strategies, to save time.
     return [
         *(
             (4 if (kinds.index(kind) + plain.index(sharding)) % 2 else 2, window, kind, sharding)
@@ -210,7 +210,7 @@ def test_ranks_with_different_weights_become_rank_zeros_model(rank: int, world_s
 
 @distributed(world_size=2)
 def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: int) -> None:
-    """By NCCL's own collectives too, which give each rank the part of its number."""
+    """Also with the even collectives of NCCL, which send part r to rank r."""
     batches = token_batches(3, world_size)
     expected = train_reference(make_net(tied=False), next_token_loss, batches)
     net = make_net(tied=False)

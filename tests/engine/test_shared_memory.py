@@ -39,7 +39,7 @@ def sharing(
 
 @dataclass(frozen=True)
 class Case(parity.Case):
-    """A case of the other strategies, over shared memory."""
+    """A case of test_parity over shared memory."""
 
     @property
     def exact(self) -> bool:
@@ -60,7 +60,7 @@ class Case(parity.Case):
 @pytest.mark.parametrize("world_size", fast(3, slow=[2, 4, 8]))
 @distributed(timeout=600)
 def test_equals_one_process_bit_for_bit(rank: int, world_size: int, whole: bool) -> None:
-    """Every kind of module in some window, or in all; strategies and owner maps take turns."""
+    """Every kind of module in some windows or all; strategies and owner maps take turns."""
     shardings, windows, kinds = parity.SHARDINGS, list(parity.WINDOWS), list(KINDS)
     some = [(kind, windows[at % len(windows)]) for at, kind in enumerate(kinds)]
     found = list(product(kinds, windows)) if whole else some
@@ -136,7 +136,7 @@ def test_an_outbox_is_as_large_as_the_largest_model_needs(rank: int, world_size:
 
 @distributed(world_size=2)
 def test_a_gather_to_other_memory_transfers(rank: int, world_size: int) -> None:
-    """Also where the addresses of freed shared memory are used again."""
+    """Also if addresses of freed shared memory are used again."""
     ranks, parts = SharedCollectives(), EvenSpans(64, world_size)
     (shared,) = ranks.allocate_shared([512])
     assert ranks.memory.contains(shared)
@@ -199,7 +199,7 @@ def test_counters_of_32_bits_go_round() -> None:
 
 @distributed(world_size=3)
 def test_messages_fit_in_any_order_that_the_plan_allows(rank: int, world_size: int) -> None:
-    """As many bytes are in flight as were reserved, of messages that leave gaps."""
+    """All reserved bytes are in flight, in messages that leave gaps."""
     ranks, limit = SharedCollectives(), 24
     parts, unit = EvenSpans(64, world_size), 64 * world_size * 4
     ranks.reserve_outbox(limit * unit)
@@ -219,7 +219,7 @@ def test_messages_fit_in_any_order_that_the_plan_allows(rank: int, world_size: i
 
 @distributed(world_size=2)
 def test_parameters_are_written_once_no_rank_reads_them(rank: int, world_size: int) -> None:
-    """A rank that evaluates longer than the other sees the old values until it is done."""
+    """A rank that evaluates longer than the other reads the old values to the end."""
     model = sharing(make_net(tied=False))
     state = {name: each + 1 for name, each in model.state_dict().items()}
     (tokens,) = token_batches(1, 1)[0][0]

@@ -1,4 +1,4 @@
-"""What would make the host wait for a CUDA device, counted on the CPU by a dispatch mode."""
+"""Operations that make the host wait for a CUDA device, counted on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from tests.matrix import WHOLE, cases
 
 
 class _Reads(TorchDispatchMode):
-    """Values of tensors that the host asked for: `.item()`, `.tolist()`, `if tensor:`."""
+    """A count of the values that the host reads: `.item()`, `.tolist()`, `if tensor:`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +33,7 @@ class _Reads(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What is asked of tensors, or made of Python's numbers on a device, within the block.
-
-    Copies from pageable memory block; `torch.tensor(…, device=…)` makes one.
-    """
+    """Record reads of tensors, and copies from pageable memory by `torch.tensor(…, device=…)`."""
     found: list[str] = []
     tensor, tolist = torch.tensor, torch.Tensor.tolist
 
@@ -56,10 +53,10 @@ def counted() -> Iterator[list[str]]:
     found += ["item"] * reads.count
 
 
-def asked_in_a_step(
+def waits_in_a_step(
     rank: int, strategy: str, reduce: Any, *, evaluates: bool, skips: bool
 ) -> list[str]:
-    """In the fifth of five steps of two micro-batches each."""
+    """Return the waits in the last of five steps of two micro-batches each."""
     net = make_net(tied=False)
     if skips:
         net.never_used = nn.Linear(5, 7)
@@ -67,9 +64,8 @@ def asked_in_a_step(
     optimizer = ShardedAdamW(model, lr=1e-3)
     accumulator = GradAccumulator(model, steps=2, reduce=reduce)
     ones = torch.ones(())
-    asked: list[str] = []
     for of_ranks in token_batches(5, 2, micro_steps=2):
-        with counted() as asked_now:
+        with counted() as waits:
             for batch in of_ranks[rank]:
                 with accumulator.micro_step():
                     loss = next_token_loss(model, batch)
@@ -82,8 +78,7 @@ def asked_in_a_step(
             if evaluates:
                 with torch.no_grad():
                     next_token_loss(model, of_ranks[rank][0])
-        asked = asked_now
-    return asked
+    return waits
 
 
 @pytest.mark.slow
@@ -93,10 +88,10 @@ def test_a_step_does_not_wait_for_tensors(rank: int, world_size: int, whole: boo
     switches = [False, True]
     chosen = cases(list(STRATEGIES), ["every", "last"], switches, switches, whole=whole)
     for strategy, reduce, evaluates, skips in chosen:
-        found = asked_in_a_step(rank, strategy, reduce, evaluates=evaluates, skips=skips)
-        # Of what the ranks gathered: on CUDA it is looked at a step later, when it has arrived.
+        found = waits_in_a_step(rank, strategy, reduce, evaluates=evaluates, skips=skips)
+        # The fingerprints of gathers; on CUDA they are compared a step later.
         allowed = ["item"] * STRATEGIES[strategy].shards_params
-        # Which parameters had no gradient on any rank decides what the optimizer leaves alone.
+        # The optimizer does not step parameters without a gradient on any rank.
         allowed += ["tolist"] * skips
         assert sorted(found) == sorted(allowed), (strategy, reduce, evaluates, skips)
 

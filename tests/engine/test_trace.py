@@ -1,4 +1,4 @@
-"""The engine does what the plan says: recorded events, bytes and buffers equal the planned ones."""
+"""Recorded events, bytes and buffers of the engine equal the planned ones."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from fsdpctl.plan.schedule import BufferKind, Event, EventKind
 from fsdpctl.plan.step_plan import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed, in_turn
-from tests.engine.events import gathered_nbytes, most_whole_units, recording
-from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
+from tests.engine.events import gathered_nbytes, recording, unsharded_units
+from tests.engine.models import make_net, next_token_loss, run_window, token_batches
 from tests.matrix import HALF, WHOLE, cases, half_of
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 
 
 def planned_events(model: ShardedModel) -> tuple[list[Event], ...]:
-    """For one step of each kind of accumulation, what happens until the gradients are dropped."""
+    """Return the events of a step with each accumulation, until gradients are dropped."""
     plan = model._runtime.plan
     passes = MICRO_STEPS.values()
     return tuple([*planned_step(plan, each), *planned_update(plan)] for each in passes)
@@ -32,7 +32,7 @@ def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
     traces = []
     for reduces in MICRO_STEPS.values():
         with recording(model) as trace:
-            backward_window(model, batches, reduces)
+            run_window(model, batches, reduces)
             optimizer.step()
         optimizer.zero_grad()
         traces.append(trace)
@@ -100,13 +100,11 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
         reduced = sum(each.untyped_storage().nbytes() for each in gradients)
         whole = [each.held_gradients for each in model._runtime.buffers]
         held = sum(each.untyped_storage().nbytes() for each in whole if each is not None)
-        ledger = model.accounting
-        assert (ledger.total(BufferKind.GRADS), ledger.total(BufferKind.UNSHARDED_GRADS)) == (
-            reduced,
-            held,
-        )
-        assert ledger.total(BufferKind.PARAMS) == gathered_nbytes(model)
-        assert ledger.nbytes == reduced + held + gathered_nbytes(model)
+        accounting = model.accounting
+        assert accounting.total(BufferKind.GRADS) == reduced
+        assert accounting.total(BufferKind.UNSHARDED_GRADS) == held
+        assert accounting.total(BufferKind.PARAMS) == gathered_nbytes(model)
+        assert accounting.nbytes == reduced + held + gathered_nbytes(model)
 
     with model.no_sync():
         next_token_loss(model, batch).backward()
@@ -124,20 +122,19 @@ def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int, str
 @distributed(world_size=2)
 @in_turn(tied=[False, True])
 def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: bool) -> None:
-    """Bytes of the slots after every event: those of the plan's units, and never more than two
-    blocks beside root, embedding and head."""
+    """Two blocks and root, embedding and head have memory, whatever event has happened."""
     model = shard_model(make_net(tied=tied), "full_shard")
     nbytes = {name: unit.nbytes for name, unit in model._runtime.units.items()}
     blocks = [name for name in nbytes if name.startswith("blocks.")]
     block = max(nbytes[name] for name in blocks)
-    two_blocks = 2 * block  # the resident slots, whether in use or not
-    oversize = {name for name in nbytes if not name.startswith("blocks.")}
-    shared = {name for name in oversize if name != "root" and nbytes[name] <= 2 * block}
+    two_blocks = 2 * block  # permanent unshard buffers, whether in use or not
+    oversize = nbytes.keys() - blocks
+    shared = {name for name in oversize if name != "root" and nbytes[name] <= two_blocks}
     seen: list[tuple[int, frozenset[str]]] = []
 
     def look() -> None:
         if trace[-1].kind not in (EventKind.ALLOCATE, EventKind.DEALLOCATE, EventKind.FREE):
-            seen.append((gathered_nbytes(model), most_whole_units(trace)[-1]))
+            seen.append((gathered_nbytes(model), unsharded_units(trace)[-1]))
 
     with recording(model) as trace:
         model.accounting.on_event = look
@@ -151,10 +148,10 @@ def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: b
 
 
 @distributed(world_size=2)
-def test_releases_follow_gathers_when_nothing_is_trained(rank: int, world_size: int) -> None:
+def test_evaluation_frees_every_gathered_unit(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=False), "full_shard")
     with recording(model) as trace, torch.no_grad():
         model(token_batches(1, world_size)[0][rank][0])
     gathered = [event.unit for event in trace if event.kind is EventKind.GATHER]
-    released = [event.unit for event in trace if event.kind is EventKind.FREE]
-    assert sorted(gathered) == sorted(released)
+    freed = [event.unit for event in trace if event.kind is EventKind.FREE]
+    assert sorted(gathered) == sorted(freed)

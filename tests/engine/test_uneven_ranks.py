@@ -1,4 +1,4 @@
-"""Ranks that go back through different parts of the model, or a different number of times."""
+"""Ranks whose backwards visit different parts of the model, or differ in number."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ WIDTH, DEPTH = 24, 9
 
 
 class Layer(nn.Module):
-    """A block like all others."""
+    """A plain block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Gives every block's output; the graph may be cut in the middle."""
+    """A module that returns every block's output; the graph may be cut in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def check_gradients(model: ShardedModel, expected: dict[str, Tensor], rtol: floa
 
 
 def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Tensor]:
-    """By one process: of each rank the (rank, uses, cut) of all that it goes back through."""
+    """Return the gradients of one process that runs each rank's backwards."""
     net = Deep()
     for of_rank in losses_of:
         for each in of_rank:
@@ -82,7 +82,7 @@ def test_a_rank_may_skip_the_backward_of_many_blocks(rank, world_size, strategy)
 
 @distributed(world_size=2, timeout=60)
 def test_a_rank_may_hold_gradients_back_that_others_do_not_have(rank: int, world_size: int) -> None:
-    """Where nothing is gathered, ranks need not go back equally often."""
+    """Without gathers, ranks may run different numbers of backwards."""
     last = DEPTH - 1
     of_ranks = [[(0, last, -1), (2, last, -1), (3, last, -1)], [(1, last, -1)]]
     expected = mean_gradients(of_ranks)

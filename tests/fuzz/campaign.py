@@ -40,7 +40,7 @@ from tests.hostile import (
 )
 
 SECONDS = 20
-MEMORY = 6 << 30  # bytes of addresses that a call may come to have beyond what it began with
+MEMORY = 6 << 30  # bytes of addresses that a call may add
 REFUSALS = (2, 4)
 
 Call = tuple[str, ...]
@@ -56,7 +56,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 class Campaign:
-    """Undamaged files, and what calls of them mean."""
+    """Undamaged files, and the results of calls on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class Campaign:
         )
 
     def one(self, rng: random.Random) -> dict[str, Any] | None:
-        """Damage something and call something: what was wrong, or None."""
+        """Damage a file and call a command; return the failure, or None."""
         what = rng.choice(sorted(_TARGETS))
         source, damage, calls = _TARGETS[what]
         place = self.folder / "case"
@@ -111,7 +111,7 @@ class Campaign:
 
 
 def _called(call: Call) -> tuple[int, str, str]:
-    """Exit code, the line of a refusal, and the traceback of anything else."""
+    """Return the exit code, the line of an error, and the traceback of another exception."""
     signal.alarm(SECONDS)
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -119,7 +119,7 @@ def _called(call: Call) -> tuple[int, str, str]:
         return (code if isinstance(code, int) else 0), "", ""
     except FsdpctlError as error:
         return error.exit_code, str(error), ""
-    except (OSError, MemoryError, RecursionError) as error:  # one line of the command line
+    except (OSError, MemoryError, RecursionError) as error:  # the command prints one line
         return 2, str(error), ""
     except _TooLongError:
         return 1, "", f"more than {SECONDS} s: {traceback.format_exc()[-600:]}"
@@ -131,7 +131,7 @@ def _called(call: Call) -> tuple[int, str, str]:
 
 def _manifest(checkpoint: Path, rng: random.Random) -> None:
     def change(content: dict[str, Any]) -> None:
-        # A surrogate alone cannot be sealed; it is there unsealed.
+        # A lone surrogate has no checksum: write it without.
         damaged = json.loads(json.dumps(damaged_value(content, rng)).replace("\\ud800", "?"))
         content.clear()
         content.update(damaged if isinstance(damaged, dict) else {"files": damaged})
@@ -154,7 +154,7 @@ def _header(checkpoint: Path, rng: random.Random) -> None:
 
 
 def _attachment(checkpoint: Path, rng: random.Random) -> None:
-    """A tokenizer of its own, and files beside the weights, damaged where their checksums fit."""
+    """Write a tokenizer, and damaged files beside the weights with valid checksums."""
     reseal(checkpoint, lambda content: content["config"].update({"data.tokenizer": "its own"}))
     name = rng.choice(("tokenizer.json", "tokenizer_config.json"))
     attach(checkpoint, name, damaged_json((checkpoint / name).read_bytes(), rng))
@@ -213,7 +213,7 @@ _TARGETS: dict[str, tuple[str, Damage, list[Call]]] = {
 
 
 def main(seed: str, count: int) -> None:
-    """Damage and call `count` times."""
+    """Damage a file and call a command `count` times."""
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _too_long)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Random damage to files of others, by a seed: bytes, JSON values, lines."""
+"""Random damage to files by a seed: bytes, JSON values, lines."""
 
 import json
 import random
@@ -16,7 +16,7 @@ _BYTES = [
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Some bytes flipped, cut, doubled, or others put between."""
+    """Return bytes of which some are flipped, cut, doubled or inserted."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
         at = rng.randrange(len(data) + 1) if data else 0
@@ -36,7 +36,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_value(content: Any, rng: random.Random) -> Any:
-    """A JSON value with one thing within it replaced, taken out, renamed or doubled."""
+    """Return a JSON value with one inner value replaced, removed, renamed or doubled."""
     content = json.loads(json.dumps(content))
     places = list(_places(content))
     if not places:
@@ -69,7 +69,7 @@ def _places(content: Any) -> Any:
 
 
 def damaged_json(content: bytes, rng: random.Random) -> bytes:
-    """JSON whose values or, less often, bytes are damaged."""
+    """Return JSON with damaged values or, less often, damaged bytes."""
     if rng.random() < 0.3:
         return damaged_bytes(content, rng)
     return json.dumps(damaged_value(json.loads(content), rng)).encode("utf-8", "surrogatepass")

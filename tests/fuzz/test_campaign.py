@@ -1,4 +1,4 @@
-"""Two thousand four hundred damaged files, and what the commands make of them."""
+"""2,400 damaged files, each of which a command rejects or reads as before."""
 
 import json
 import random

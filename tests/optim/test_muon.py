@@ -50,12 +50,12 @@ def is_matrix(name: str, param: Tensor) -> bool:
 
 
 def matrices(param: Tensor) -> list[Tensor]:
-    """Those of several experts, or a parameter itself."""
+    """Return the matrices of several experts, or the parameter itself."""
     return list(param) if param.ndim == 3 else [param]
 
 
 class TorchMuon:
-    """torch.optim.Muon over the matrices in parameters of blocks, and AdamW over the others."""
+    """Step matrices of blocks by torch.optim.Muon, and other parameters by AdamW."""
 
     def __init__(
         self, params: dict[str, nn.Parameter], lr: float, weight_decay: float, **muon: Any
@@ -86,7 +86,7 @@ class TorchMuon:
 
 
 def train(model: ShardedModel, optimizer: ShardedMuon, batches: list[list[Tensor]], loss) -> None:
-    """A step on each of the lists of micro-batches, of which the last reduces."""
+    """Run a step for each list of micro-batches; the last micro-batch reduces."""
     for micro_batches in batches:
         for number, batch in enumerate(micro_batches, start=1):
             with model.no_sync() if number < len(micro_batches) else nullcontext():
@@ -111,7 +111,7 @@ class Experts(nn.Module):
 
 
 def decoder(family: str) -> nn.Module:
-    """Of its layers, some are fused, and each is one matrix."""
+    """Return a model with fused layers, each of which is one matrix."""
     torch.manual_seed(0)
     module: nn.Module = AutoModelForCausalLM.from_config(tiny_config(family))
     return module.eval()  # without dropout
@@ -264,7 +264,7 @@ def test_temporary_tensors_are_those_that_estimates_expect(dtype, nesterov):
 
 
 class Blank(nn.Module):
-    """Has a parameter of some shape."""
+    """A module with one parameter of a given shape."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()

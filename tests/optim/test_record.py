@@ -1,4 +1,4 @@
-"""The step record makes the gradient that of the mean over all target tokens."""
+"""With the step record, the gradient is that of the mean over all target tokens."""
 
 from contextlib import nullcontext
 
@@ -18,11 +18,11 @@ from tests.matrix import WHOLE, fast
 
 IGNORED = -100
 MICRO_STEPS = 2
-NOMINAL = 3 * 5 * MICRO_STEPS  # targets of a rank, were none ignored
+NOMINAL = 3 * 5 * MICRO_STEPS  # targets of a rank if none is ignored
 
 
 def unequal_batches(ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Inputs and targets by rank and micro-step; one micro-batch has no target at all."""
+    """Return inputs and targets by rank and micro-batch; one micro-batch has no target."""
     generator = torch.Generator().manual_seed(3)
     batches = []
     for rank in range(ranks):
@@ -44,7 +44,7 @@ def summed_loss(net: OddNet | ShardedModel, tokens: Tensor, targets: Tensor) -> 
 
 
 def global_mean_gradients(ranks: int) -> tuple[dict[str, Tensor], float]:
-    """Of one process over all tokens; and the gradient's norm."""
+    """Return the weights of one process over all tokens, and the norm of its gradient."""
     net = make_net(tied=True, dtype=torch.float64)
     batches = [batch for of_rank in unequal_batches(ranks) for batch in of_rank]
     count = sum(int((targets != IGNORED).sum()) for _, targets in batches)

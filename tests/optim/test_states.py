@@ -1,4 +1,4 @@
-"""Optimizer states in 8 bits and weights in 24: their codes, and the same bits on any ranks."""
+"""8-bit optimizer states and 24-bit weights: codes, and the same bits on any number of ranks."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """Matrices whose states are compressed, vectors and a small matrix whose are not."""
+    """A network with compressed states of matrices, but not of vectors and of a small matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def made(strategy: str, kind: str = "int8") -> tuple[ShardedModel, ShardedAdamW]
 def train(
     model: ShardedModel, optimizer: ShardedAdamW, steps: range, *, alike: bool = False
 ) -> list[float]:
-    """Some words are in no batch, so that their gradients are exactly zero.
+    """Train; some tokens are in no batch, so that their gradients are exactly zero.
 
     If ranks are `alike`, all have the same batches.
     """
@@ -105,7 +105,7 @@ MANY = [*FEW, "shard_grad_op", *(f"shard_optimizer {each}" for each in OWNER_MAP
 @distributed(timeout=120)
 @in_turn(kind=list(EXPECTED))
 def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies: list[str]) -> None:
-    """With parameters in parts and unsharded, weights, codes and scales have the same bits."""
+    """Sharded and unsharded parameters have the same bits of weights, codes and scales."""
     found = []
     for strategy in strategies if world_size > 1 else FEW:
         model, optimizer = made(strategy, kind)
@@ -114,7 +114,7 @@ def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies:
     (losses, expected), *others = found
     names = {key.partition("/")[0] for key in expected if key.endswith("/layers.1.weight")}
     assert names > EXPECTED[kind]
-    assert "exp_avg/head.weight" in expected  # too small
+    assert "exp_avg/head.weight" in expected  # too small for codes
     if "int8" in kind:
         assert expected["exp_avg.codes/layers.1.weight"].dtype == torch.int8
     assert not any(value.float().isnan().any() for value in expected.values())
@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_ranks(tmp_path, ranks, strategies, others):
 @distributed(timeout=90)
 @in_turn(kind=list(EXPECTED), strategy=["full_shard", "shard_optimizer"])
 def train_same(rank: int, world_size: int, folder: Path, kind: str, strategy: str) -> None:
-    """Means over a power of two of equal gradients are exact."""
+    """Means of equal gradients over a power of two are exact."""
     model, optimizer = made(strategy, kind)
     losses = train(model, optimizer, range(STEPS), alike=True)
     found = save(model, optimizer, folder / f"{world_size} {strategy} {kind}")
@@ -165,7 +165,7 @@ def test_the_same_batches_give_the_same_bits_on_one_two_and_four_ranks(tmp_path)
 
 
 def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
-    """To codes from the numbers, and to numbers that the codes stand for; nothing else changes."""
+    """Numbers become codes, and codes the numbers that they encode; nothing else changes."""
     stages = []
     for number, dtype in enumerate((torch.float32, torch.int8, torch.float32)):
         model = shard_model(Net(), "full_shard")
@@ -190,7 +190,7 @@ def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
         assert ((codes != 0) == (last[key] != 0)).all()
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own code
 @pytest.mark.parametrize(("kind", "backend"), [
     ("int8", "eager"),
     *(pytest.param(kind, "inductor", marks=SLOW) for kind in EXPECTED),

@@ -21,7 +21,7 @@ from fsdpctl.plan.step_plan import (
 )
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import UnitOrder, UnitSpec, lay_out
-from tests.engine.events import most_whole_units
+from tests.engine.events import unsharded_units
 
 K = EventKind
 COMPUTES = (K.FORWARD, K.LEAVE, K.BACKWARD)
@@ -67,7 +67,7 @@ def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
 @given(orders, prefetches)
 def test_full_shard_has_at_most_depth_plus_one_blocks_unsharded(order, prefetch):
     events = step_events(Schedule(order, STRATEGIES["full_shard"], prefetch, alike(order)))
-    for alive in most_whole_units(events):
+    for alive in unsharded_units(events):
         assert len([unit for unit in alive if unit.startswith("b")]) <= prefetch.depth + 1
 
 
@@ -77,7 +77,7 @@ def test_units_that_are_unsharded_together_have_different_slots(order, prefetch)
     slots = assign_unshard_buffers(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
     events = step_events(Schedule(order, STRATEGIES["full_shard"], prefetch, alike(order)))
-    for alive in most_whole_units(events):
+    for alive in unsharded_units(events):
         for slot in slots:
             assert len(alive & set(slot.units)) <= 1
 
@@ -91,7 +91,7 @@ def test_units_compute_while_they_are_unsharded():
             "forward root", "forward a", "leave a", "forward b", "leave b", "backward b",
             "backward a", "leave root",
         ]  # fmt: skip
-        alive = most_whole_units(events)
+        alive = unsharded_units(events)
         for event, whole in zip(events, alive, strict=True):
             if name == "full_shard" and event.kind in (K.FORWARD, K.BACKWARD):
                 assert {event.unit, order.root} <= whole

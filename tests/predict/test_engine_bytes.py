@@ -21,7 +21,7 @@ from fsdpctl.resolve.launchers import ESTIMATE_ROLE
 from fsdpctl.resolve.prepare import prepare
 from fsdpctl.resolve.run_plan import make_run_plan
 from tests.distributed import distributed, in_turn
-from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
+from tests.engine.models import make_net, next_token_loss, run_window, token_batches
 from tests.matrix import WHOLE, cases, fast
 
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
@@ -47,7 +47,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in token_batches(2, model.collectives.size, micro_steps=len(reduces)):
         model.accounting.peak_nbytes = model.accounting.nbytes
-        backward_window(model, of_ranks[rank], reduces)
+        run_window(model, of_ranks[rank], reduces)
         optimizer.step()
         optimizer.zero_grad()
     return model.peak_memory_bytes() + optimizer.memory_bytes()
