@@ -74,10 +74,6 @@ class OutermostBackward:
     def end(self) -> None:
         self._task_id, self._ending = _NO_BACKWARD, None
 
-    @staticmethod
-    def keeps_graph() -> bool:
-        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class GraphProbe:
@@ -167,9 +163,6 @@ class BackwardTracker:
         if makes_graph:
             self._recent.append(ref(self.last_forward))
 
-    def end_forward(self) -> None:
-        self.last_forward.close()
-
     def begin_backward(self, first_forward: ForwardPass | None) -> None:
         """Find the forwards that the new backward visits. Collective if there are several forwards.
 
@@ -227,9 +220,9 @@ class BackwardTracker:
             for number in forward.calls.get(unit, ())
         )
 
-    def end_backward(self, *, keeps_graph: bool) -> None:
-        """End the backward. If its graph was freed, no other backward can visit its forwards."""
-        if not keeps_graph:
+    def end_backward(self) -> None:
+        """End the running backward. If it frees its graph, no other can visit its forwards."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             count = self.backward_count
             completed = [each for each in self._alive if count in each.reached_in.values()]
             self._alive.difference_update(completed)

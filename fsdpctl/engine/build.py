@@ -269,6 +269,7 @@ def _build_units(builder: _Builder) -> list[ShardedUnit]:
     specs = plan.unshard_buffers
     buffer_index = {unit: index for index, spec in enumerate(specs) for unit in spec.units}
     shared = shard_group.allocate_shared([spec.nbytes for spec in specs])
+    empty = partial(torch.empty, dtype=torch.uint8, device=builder.source.device)
     buffers: dict[int, UnshardBuffer] = {}
     units = []
     # The builder frees a sharded unit before the next buffer is allocated, so that the full units
@@ -278,10 +279,7 @@ def _build_units(builder: _Builder) -> list[ShardedUnit]:
         if index not in buffers:
             spec, num_sharers = specs[index], shard_group.size if shared else 1
             is_permanent = spec.is_permanent or not plan.strategy.shards_params
-            if shared:
-                memory = shared[index]
-            else:
-                memory = torch.empty(spec.nbytes, dtype=torch.uint8, device=builder.source.device)
+            memory = shared[index] if shared else empty(spec.nbytes)
             buffers[index] = UnshardBuffer(
                 unit_spec.name, memory, is_permanent=is_permanent, num_sharers=num_sharers
             )

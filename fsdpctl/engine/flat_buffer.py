@@ -171,11 +171,8 @@ class FlatBuffer:
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the parameters' gradients times `scale` to a flat buffer."""
-        pairs = [
-            (view, gradient)
-            for view, param in zip(self.param_views(flat), self.params, strict=True)
-            if (gradient := accumulated_grad(param)) is not None
-        ]
+        all_pairs = zip(self.param_views(flat), map(accumulated_grad, self.params), strict=True)
+        pairs = [(view, gradient) for view, gradient in all_pairs if gradient is not None]
         if pairs:
             targets, gradients = (list(each) for each in zip(*pairs, strict=True))
             torch._foreach_add_(targets, gradients, alpha=scale)

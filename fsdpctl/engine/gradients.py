@@ -98,18 +98,13 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Drop all gradients after a failed backward; wait for reductions in flight first."""
-        kinds = (
-            BufferKind.WORKSPACE,
-            BufferKind.UNSHARDED_GRADS,
-            BufferKind.SUM,
-            BufferKind.REPLICA_WORKSPACE,
-        )
+        kinds = (BufferKind.WORKSPACE, BufferKind.UNSHARDED_GRADS, BufferKind.SUM)
         in_flight = (*self._reducing, *self._combining)
         for reduction in (each for unit in in_flight for each in unit.reductions):
             for handle in (reduction.chained or reduction.collective, reduction.combine_handle):
                 if handle is not None:
                     handle.wait()
-            for kind in kinds:
+            for kind in (*kinds, BufferKind.REPLICA_WORKSPACE):
                 self.accounting.deallocate(kind, *reduction.key)
         self._reducing.clear()
         self._combining.clear()

@@ -160,15 +160,13 @@ class HostStates:
         return self._worker.call(function)
 
     def gradient_offload(self) -> GradientOffload | None:
-        if not self._gradient_slabs:
-            return None
+        slabs = self._gradient_slabs
+        return GradientOffload(self._copier, self._gradient_memory) if slabs else None
 
-        def get_memory(buffer: FlatBuffer) -> Tensor:
-            master = buffer.shard.param  # gradients have the same offsets as their masters
-            start, numel = master.storage_offset(), master.numel()
-            return self._gradient_slabs[master.dtype][start : start + numel]
-
-        return GradientOffload(self._copier, get_memory)
+    def _gradient_memory(self, buffer: FlatBuffer) -> Tensor:
+        master = buffer.shard.param
+        start = master.storage_offset()  # gradients lie as their masters do
+        return self._gradient_slabs[master.dtype][start : start + master.numel()]
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; EngineError if it failed."""

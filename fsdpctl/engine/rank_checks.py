@@ -119,10 +119,8 @@ def check_replicas(runtime: Runtime) -> None:
 def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     names, sums = [], []
     for buffer in runtime.buffers:
-        shard = buffer.shard
-        replicated = []
-        if buffer.stored is not None:
-            replicated.append((buffer.stored.span, buffer.stored.values))
+        shard, stored = buffer.shard, buffer.stored
+        replicated = [] if stored is None else [(stored.span, stored.values)]
         has_replicas = runtime.strategy.shards_params and shard.layout.shares_per_shard == 1
         if shard.stores_all or has_replicas:
             replicated.append((shard.span, shard.master))

@@ -242,7 +242,7 @@ class Runtime:
         self._execute(self.schedule.end_unit(unit.name, has_backward=torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
-        self.tracker.end_forward()
+        self.tracker.last_forward.close()
         if not torch.is_grad_enabled():
             self._execute(self.schedule.end_evaluation())
 
@@ -282,7 +282,7 @@ class Runtime:
             self._finish_reductions()
         self.accounting.record(EventKind.LEAVE, self.root.name)
         self.has_unreduced_grads = not self.reduces
-        self.tracker.end_backward(keeps_graph=self.backward.keeps_graph())
+        self.tracker.end_backward()
         self.backward.end()
         if self.schedule.learn_order():
             warnings.warn(

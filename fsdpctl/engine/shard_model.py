@@ -96,7 +96,8 @@ def shard_from(
 
     `mesh`, of a model with the same sharding, reuses the process groups of that model. Collective.
     """
-    params_on_host = Offload.PARAMS in sharding.offloaded
+    offloaded = sharding.offloaded
+    params_on_host = Offload.PARAMS in offloaded
     shares_memory = sharding.share_memory and source.device.type == "cpu" and not params_on_host
     make = shared_memory_collectives if shares_memory else partial(collectives_for, source.device)
     world = mesh.world if mesh is not None else make()
@@ -118,9 +119,7 @@ def shard_from(
 
     strategy, layout = agree_on(world, make_layout, describe)
     mesh = mesh or make_mesh(world, source.device, layout.ranks_per_replica)
-    plan = StepPlan(
-        layout, mesh.position, sharding.precision, sharding.prefetch, sharding.offloaded
-    )
+    plan = StepPlan(layout, mesh.position, sharding.precision, sharding.prefetch, offloaded)
     return ShardedModel(module, build_runtime(module, plan, mesh, source), strategy)
 
 
