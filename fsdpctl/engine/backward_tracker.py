@@ -151,7 +151,7 @@ class BackwardTracker:
         self.backward_count = 0  # completed backwards
         self._makes_graph = False  # whether the outermost module's forward makes a graph
         self._num_calls = 0
-        self.last_forward = ForwardPass()  # of the outermost module, in progress or complete
+        self.last_forward = ForwardPass()  # in progress or complete
         self._alive: WeakSet[ForwardPass] = WeakSet()
         self._recent: list[ref[ForwardPass]] = []  # forwards with a graph since the last backward
         self._untracked_units: set[str] = set()

@@ -196,8 +196,8 @@ def _make_offloaded(contexts: Callable[[], Any]) -> Callable[..., Any]:
             options: Any = {"use_reentrant": False, "preserve_rng_state": bool(block._is_random)}
             run = partial(checkpoint, _forward_with_offloaded, **options)
             context_fn = partial(_with_recompute_context, lambda: offloaded, contexts)
-            # Checkpointing saves the random state of the devices of its tensor arguments, and
-            # `offloaded` is no tensor.
+            # Checkpointing saves the random state of the devices of its tensor arguments, but
+            # `offloaded` is not a tensor.
             device_probe = torch.empty(0, device=block_input.device)
             return run(device_probe, block, *args, context_fn=context_fn, **kwargs)
 

@@ -23,7 +23,7 @@ class StoredParams:
     Masters of the same dtype are a view of these parameters.
     """
 
-    span: Span  # of the flat buffer
+    span: Span  # elements of the flat buffer
     values: Tensor  # 1-D
     is_on_host: bool = False
 

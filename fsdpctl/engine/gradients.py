@@ -41,7 +41,7 @@ class FlatReduction:
     collective: Reduction | None
     chained: Handle | None = None  # only of `NcclCollectives.chain`: done once `full` may be freed
     partial_sum: Tensor | None = None  # this rank's shard, to be combined or added to gradients
-    combine_handle: Handle | None = None  # of the second collective
+    combine_handle: Handle | None = None  # the second collective
 
 
 @dataclass(slots=True)

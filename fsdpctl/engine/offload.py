@@ -129,7 +129,7 @@ class HostStates:
             self._slabs[dtype] = worker.allocate(numel, dtype, pinned=pinned)
         self._num_taken = dict.fromkeys(self._slabs, 0)
         self._remainder_nbytes = 0
-        self._gradient_slabs: dict[torch.dtype, Tensor] = {}  # by the dtype of the masters
+        self._gradient_slabs: dict[torch.dtype, Tensor] = {}  # keys: dtypes of masters
         for name, grad_dtype in memory.gradients.items():
             slab = worker.allocate(memory.masters[name], torch_dtype(grad_dtype), pinned=True)
             self._gradient_slabs[torch_dtype(name)] = slab
@@ -165,7 +165,7 @@ class HostStates:
 
     def _gradient_memory(self, buffer: FlatBuffer) -> Tensor:
         master = buffer.shard.param
-        start = master.storage_offset()  # gradients lie as their masters do
+        start = master.storage_offset()  # gradients have the offsets of their masters
         return self._gradient_slabs[master.dtype][start : start + master.numel()]
 
     def synchronize(self) -> None:

@@ -76,7 +76,7 @@ class HostInputs:
             self.sizes[number] = tensor.nbytes
         previous = None if self._newest is None else self._newest()
         if previous is not None and previous.number >= number:
-            previous = None  # of an earlier forward
+            previous = None  # it belongs to an earlier forward
         offloaded = OffloadedInput(self, number, tensor, previous, stays_on_device=stays_on_device)
         self._newest = ref(offloaded)
         return offloaded

@@ -29,7 +29,7 @@ class SteppedSpan:
     span: Span  # elements of the flat buffer
     names: frozenset[str]  # names of the parameters in the span
     param: nn.Parameter  # a view of the shard's master
-    group_index: int  # of the parameter group
+    group_index: int  # index in `param_groups`
     separate_param: ParamSpec | None = None  # the only parameter, if it is stepped separately
 
     @property
