@@ -21,7 +21,7 @@ from fsdpctl.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from fsdpctl.checkpoint.training_progress import Progress
-from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, asset_name
+from fsdpctl.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, checked_asset_name
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.checksummed_json import checksummed, read_checksummed
 from fsdpctl.io.files import checked_name
@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name in manifest.files:
         checked_name(name, _RANK_FILE, location, CheckpointError)
     for name in manifest.attachments:
-        asset_name(name, location, CheckpointError)
+        checked_asset_name(name, location, CheckpointError)
         if name == MANIFEST:
             raise CheckpointError(f"{location}: attachment {name} not supported")
     for key, info in manifest.tensors.items():

@@ -9,7 +9,7 @@ from fsdpctl.chats.formats import Chat
 from fsdpctl.chats.template_processes import render_chats
 from fsdpctl.chats.values import Message
 from fsdpctl.data.chat_template import open_template
-from fsdpctl.data.open_chats import template_setup_of
+from fsdpctl.data.open_chats import make_template_setup
 from fsdpctl.data.packing import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.io.texts import printable
@@ -82,7 +82,7 @@ def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: 
     """
     template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], add_generation_prompt=True)
-    setup, location = template_setup_of(template, tokenizer, today), template.source
+    setup, location = make_template_setup(template, tokenizer, today), template.location
     (rendered,) = render_chats(setup, location, [(chat, location)])
     (sample,) = rendered.samples
     return tokenizer.encode_prompt(sample.text, add_special_tokens=False)

@@ -53,7 +53,7 @@ def tokenize(
     location = str(destination)
     if shard_tokens is not None:
         location = f"{result.files:,} files {destination.stem}-*.bin"
-    read = f"{result.tokens:,} tokens of {result.num_bytes:,} bytes of {result.about}"
+    read = f"{result.tokens:,} tokens of {result.num_bytes:,} bytes of {result.summary}"
     say(f"{location}: {read}", *result.notes)
 
 

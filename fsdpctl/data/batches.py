@@ -1,7 +1,7 @@
 """The micro-batches of each rank, computed from the seed, the position, the rank and the step."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from fsdpctl.data.packing import IGNORE_INDEX, Samples
 from fsdpctl.data.script_data import ScriptBatch
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch_plan import BatchPlan, ContextParallel, tokens_per_rank
+
+_STEPS_AHEAD = 8  # steps whose remote samples are fetched in advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class MicroBatch:
     lengths: tuple[tuple[int, ...], ...] = ()
     context: ContextParallel | None = None
     isolates_documents: bool = False  # attention stays within a document
-    ends: tuple[int, ...] = ()  # where padding begins in each row
+    padding_starts: tuple[int, ...] = ()  # the position at which padding begins in each row
     sources: tuple[int, ...] = ()  # the source of each row, if the data is a mixture
     script_batch: ScriptBatch | None = None  # a batch of the user's script replaces the tokens
 
@@ -37,9 +39,6 @@ class MicroBatch:
         length = self.tokens.shape[1]
         first = 0 if self.context is None else self.context.index * length
         return min(max(position - first, 0), length)
-
-
-_STEPS_AHEAD = 8  # steps whose remote samples are fetched in advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Batches:
             for step in range(_STEPS_AHEAD):
                 next_position = position + step * self.plan.global_batch_size
                 self.samples.fetch(self.sample_indices(next_position, rank))
-        return self._gather(indices, rank, self.plan.micro_batch_size)
+        return self._read_rows(indices, rank, self.plan.micro_batch_size)
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the `number`-th global batch of validation, in order.
@@ -98,7 +97,7 @@ class Batches:
         first = rank // self.plan.context_parallel * max_rows
         share = range(start, start + count)[first : first + max_rows]
         indices = np.array(share[micro_step * size : (micro_step + 1) * size], dtype=np.uint64)
-        return _trim(self._gather(indices, rank, max(len(indices), 1)))
+        return _trim(self._read_rows(indices, rank, max(len(indices), 1)))
 
     def num_validation_passes(self, number: int) -> int:
         """Return how many micro-batches each rank runs for a global batch of validation."""
@@ -125,45 +124,44 @@ class Batches:
         pairs = zip(self.samples.sources, self.samples.per_source, strict=True)
         return {source.name: replace(self, samples=samples) for source, samples in pairs}
 
-    def _gather(self, samples: Indices, rank: int, num_rows: int) -> MicroBatch:
-        context = self.plan.context(rank)
-        size = tokens_per_rank(self.samples.seq_len, self.plan.context_parallel)
-        length = self.samples.seq_len
-        padding = size * self.plan.context_parallel - length
+    def _read_rows(self, indices: Indices, rank: int, num_rows: int) -> MicroBatch:
+        samples, context, numbers = self.samples, self.plan.context(rank), indices.tolist()
+        length = samples.seq_len
+        local_length = tokens_per_rank(length, self.plan.context_parallel)
+        padding = local_length * self.plan.context_parallel - length
         shape = num_rows, length + padding
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         # Padding is split into pieces no longer than a sample: a model may have no more positions.
         padding_lengths = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *padding_lengths)] * len(tokens)
-        ends = [0] * len(tokens)
-        self.samples.fetch(samples.tolist())
-        for row, number in enumerate(samples.tolist()):
-            sample = self.samples[number]
+        padding_starts = [0] * len(tokens)
+        samples.fetch(numbers)
+        for row, number in enumerate(numbers):
+            sample = samples[number]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
             lengths[row] = (*(sample.lengths or (length,)), *padding_lengths)
-            ends[row] = length - sample.padding
+            padding_starts[row] = length - sample.padding
         largest = max(tokens.max(initial=0), targets.max(initial=0))
-        least = min(tokens.min(initial=0), targets.min(initial=0, where=targets != IGNORE_INDEX))
-        if largest >= self.vocab_size or least < 0:
+        smallest = min(tokens.min(initial=0), targets.min(initial=0, where=targets != IGNORE_INDEX))
+        if largest >= self.vocab_size or smallest < 0:
             raise UsageError(
-                f"{self.samples.origin}: corrupted, or made with another vocabulary: expected "
-                f"tokens below {self.vocab_size}, got {least if least < 0 else largest}"
+                f"{samples.origin}: corrupted, or made with another vocabulary: expected "
+                f"tokens below {self.vocab_size}, got {smallest if smallest < 0 else largest}"
             )
-        packs = self.samples.isolates_documents
-        split = tuple(lengths) if packs or context is not None else ()
         # Targets are shifted before rows are cut: the target of a rank's last token is the first
         # token of the next rank.
-        first = 0 if context is None else context.index * size
-        tokens, targets = (
-            np.ascontiguousarray(each[:, first : first + size]) for each in (tokens, targets)
-        )
-        part = torch.from_numpy(tokens), torch.from_numpy(targets)
-        sources: tuple[int, ...] = ()
-        if isinstance(self.samples, MixedSamples):
-            sources = tuple(map(self.samples.source_of, samples.tolist()))
-        content = self.samples.script_batch(samples.tolist())
-        return MicroBatch(*part, split, context, packs, tuple(ends), sources, content)
+        first = 0 if context is None else context.index * local_length
+        columns = slice(first, first + local_length)
+        tokens, targets = (np.ascontiguousarray(each[:, columns]) for each in (tokens, targets))
+        sources = map(samples.source_of, numbers) if isinstance(samples, MixedSamples) else ()
+        needs_lengths = samples.isolates_documents or context is not None
+        return MicroBatch(
+            torch.from_numpy(tokens), torch.from_numpy(targets),
+            lengths=tuple(lengths) if needs_lengths else (), context=context,
+            isolates_documents=samples.isolates_documents, padding_starts=tuple(padding_starts),
+            sources=tuple(sources), script_batch=samples.script_batch(numbers),
+        )  # fmt: skip
 
 
 def _trim(batch: MicroBatch) -> MicroBatch:
@@ -173,12 +171,10 @@ def _trim(batch: MicroBatch) -> MicroBatch:
     columns = (batch.targets != IGNORE_INDEX).any(0).nonzero()
     end = int(columns[-1]) + 1 if len(columns) else 1
     lengths = tuple(_truncate(each, end) for each in batch.lengths)
-    return replace(
-        batch, tokens=batch.tokens[:, :end], targets=batch.targets[:, :end], lengths=lengths
-    )
+    tokens, targets = batch.tokens[:, :end], batch.targets[:, :end]
+    return replace(batch, tokens=tokens, targets=targets, lengths=lengths)
 
 
 def _truncate(lengths: tuple[int, ...], end: int) -> tuple[int, ...]:
-    ends = [min(each, end) for each in accumulate(lengths)]
-    lengths_before_end = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
-    return tuple(each for each in lengths_before_end if each)
+    ends = (min(each, end) for each in accumulate(lengths))
+    return tuple(stop - start for start, stop in pairwise([0, *ends]) if stop > start)

@@ -22,7 +22,7 @@ class ChatTemplate:
 
     text: str
     tool_text: str  # for conversations with tools; usually the same
-    source: str  # the location that messages begin with
+    location: str  # begins error messages
     special_tokens: dict[str, str]
 
     @property
@@ -53,25 +53,23 @@ def open_template(tokenizer: FileTokenizer, file: str | None) -> ChatTemplate:
     if file is not None:
         text = read_text_file(Path(file), follow_links=True)
         return ChatTemplate(text, text, file, tokens)
-    folder, (template, source) = tokenizer.name, _template_and_source(tokenizer)
+    template, location = _template_and_location(tokenizer)
     if not template:
         raise UsageError(
-            f"{folder}: the tokenizer has no chat template; expected {TEMPLATE_FILE}, or "
+            f"{tokenizer.name}: the tokenizer has no chat template; expected {TEMPLATE_FILE}, or "
             f"chat_template in {TOKENIZER_CONFIG}; or set data.template=FILE"
         )
     named = template if isinstance(template, dict) else {_DEFAULT: template}
     texts = {name: text for name, text in named.items() if isinstance(text, str)}
     if len(texts) < len(named):
-        raise UsageError(f"{source}: expected text or a list of named texts")
+        raise UsageError(f"{location}: expected text or a list of named texts")
     if _DEFAULT not in texts:
-        raise UsageError(
-            f"{folder}: no default among the chat templates {', '.join(sorted(texts))}; set "
-            "data.template=FILE"
-        )
-    return ChatTemplate(texts[_DEFAULT], texts.get(_TOOLS, texts[_DEFAULT]), source, tokens)
+        problem = f"no default among the chat templates {', '.join(sorted(texts))}"
+        raise UsageError(f"{tokenizer.name}: {problem}; set data.template=FILE")
+    return ChatTemplate(texts[_DEFAULT], texts.get(_TOOLS, texts[_DEFAULT]), location, tokens)
 
 
-def _template_and_source(tokenizer: FileTokenizer) -> tuple[Any, str]:
+def _template_and_location(tokenizer: FileTokenizer) -> tuple[Any, str]:
     files, folder = tokenizer.files(), Path(tokenizer.name)
     template = tokenizer.hf.chat_template
     # Processors of transformers store the template in this file.

@@ -25,13 +25,14 @@ SPLITS = ("train", "val")
 _BEYOND_TEXT = np.iinfo(np.int64).max  # a position after all characters
 # Texts are tokenized in batches, since the library takes 150 bytes for a token with its span.
 _BATCH_CHARS = 1 << 20
+_Tokenized = tuple[Tokens, Mask, Any]  # the tokens of a sample, the loss mask, and the row's label
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
     """The files of a data set and how to render them."""
 
-    key: str  # the setting that messages name
+    key: str  # the setting that errors name
     train: Sequence[Path]
     validation: Sequence[Path]
     val_fraction: float  # held out of `train` if there are no validation files
@@ -44,8 +45,8 @@ class TokenizedChats:
     """The arrays of a data set by name (`train.tokens`, …), and facts about it for notes."""
 
     arrays: dict[str, NDArray[Any]]
-    # The caller stores the keys in the cache. `marked` and `found` count conversations whose loss
-    # mask comes from the template's generation blocks, and from locating messages in the text.
+    # The cache stores `counts`, so the keys must stay. `marked` and `found` count conversations
+    # whose loss mask comes from the template's generation blocks, or from located messages.
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
@@ -71,7 +72,7 @@ class ChatDataBuilder:
         self._chat_tokenizer = ChatTokenizer(tokenizer)
         self._splits = {name: _Split() for name in SPLITS}
         self._counts: Counter[str] = Counter()
-        self._ends: Counter[int] = Counter()
+        self._end_tokens: Counter[int] = Counter()
         self._keys: list[dict[str, Counter[str]]] = []
         self._advance: Advance = lambda count: None
 
@@ -94,9 +95,9 @@ class ChatDataBuilder:
             if split.tokens
             for kind, array in split.arrays(self._tokenizer.dtype).items()
         }
-        ends = [token for token, _ in self._ends.most_common(4)]
+        end_tokens = [token for token, _ in self._end_tokens.most_common(4)]
         keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
-        return TokenizedChats(arrays, dict(self._counts), formats, ends, keys)
+        return TokenizedChats(arrays, dict(self._counts), formats, end_tokens, keys)
 
     def _add(self, file: Path, split: str | None = None) -> str:
         """Add a file's samples to `split`, or to the split that each row's hash selects.
@@ -104,12 +105,12 @@ class ChatDataBuilder:
         Returns the format of the file.
         """
         name, rows = read_rows(str(file), self._counts, self._source.prompt)
-        for tokens, loss_mask, destination in self.samples(self._with_splits(rows, split)):
-            self._store(tokens, loss_mask, destination)
+        for tokens, loss_mask, row_split in self.samples(self._with_splits(rows, split)):
+            self._store(tokens, loss_mask, row_split)
         return name
 
-    def samples(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
-        """Yield the tokens of rows of one kind, their loss mask, and the row's label."""
+    def samples(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[_Tokenized]:
+        """Yield the samples of rows of one kind, with the labels that the caller gave the rows."""
         if (first := next(rows, None)) is None:
             return
         rows = chain([first], rows)
@@ -134,7 +135,7 @@ class ChatDataBuilder:
             yield row, split
 
     def _rendered(self, rows: Iterator[tuple[ChatRow, Any]]) -> Iterator[tuple[ChatSample, Any]]:
-        labels = deque[Any]()
+        labels = deque[Any]()  # `render_chats` returns chats in order, but without labels
 
         def chats() -> Iterator[tuple[Chat, str]]:
             for row, label in rows:
@@ -155,7 +156,7 @@ class ChatDataBuilder:
         if not loss_mask[1:].any():
             self._counts["without_loss"] += 1
             return
-        self._ends.update(self._chat_tokenizer.ends(tokens, loss_mask))
+        self._end_tokens.update(self._chat_tokenizer.end_tokens(tokens, loss_mask))
         self._splits[split].tokens.append(tokens)
         self._splits[split].loss_masks.append(loss_mask)
 
@@ -168,16 +169,14 @@ class ChatTokenizer:
         self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_control[list(tokenizer.control_tokens.values())] = True
 
-    def samples(
-        self, samples: Iterable[tuple[ChatSample, Any]]
-    ) -> Iterator[tuple[Tokens, Mask, Any]]:
+    def samples(self, samples: Iterable[tuple[ChatSample, Any]]) -> Iterator[_Tokenized]:
         """Yield the tokens of each sample, their loss mask, and the label."""
         for batch in batch_by_size(samples, _size, _BATCH_CHARS):
             encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
             for (sample, label), each in zip(batch, encoded, strict=True):
                 yield each.tokens, self._loss_mask(sample, each), label
 
-    def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[tuple[Tokens, Mask, Any]]:
+    def texts(self, texts: Iterable[tuple[PlainText, Any]]) -> Iterator[_Tokenized]:
         """Yield the tokens of each text with its boundary tokens, their mask, and the label."""
         for batch in batch_by_size(texts, _size, _BATCH_CHARS):
             joint = [text.text for text, _ in batch if _needs_offsets(text)]
@@ -201,19 +200,19 @@ class ChatTokenizer:
     def _loss_mask(self, sample: ChatSample, encoded: EncodedText) -> Mask:
         """Return True for each token that has a character in a span, even if a span's edge cuts it.
 
-        transformers does so too, with one exception: if several tokens share the last
-        character, transformers marks only the first token. A control token whose text includes the
-        whitespace after it is not trained on because of that whitespace, unless the template marks
-        the whitespace.
+        transformers does so too, but marks only the first of several tokens that share the last
+        character. A control token whose text includes whitespace after it is not trained on because
+        of that whitespace, unless the template marks the whitespace.
         """
         spans = np.array([*sample.spans, (_BEYOND_TEXT, _BEYOND_TEXT)], dtype=np.int64)
-        nearest = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]
-        loss_mask: Mask = nearest < encoded.stops
+        # The start of the first span that ends after the token starts.
+        span_starts = spans[np.searchsorted(spans[:, 1], encoded.starts, side="right"), 0]
+        loss_mask: Mask = span_starts < encoded.stops
         if not sample.is_marked:
-            loss_mask &= ~(self._is_control[encoded.tokens] & (encoded.starts < nearest))
+            loss_mask &= ~(self._is_control[encoded.tokens] & (encoded.starts < span_starts))
         return loss_mask
 
-    def ends(self, tokens: Tokens, loss_mask: Mask) -> list[int]:
+    def end_tokens(self, tokens: Tokens, loss_mask: Mask) -> list[int]:
         """Return the control tokens that end spans of trained tokens."""
         last = loss_mask & ~np.append(loss_mask[1:], False)
         return [int(each) for each in tokens[last & self._is_control[tokens]]]
@@ -224,5 +223,5 @@ def _size(item: tuple[ChatSample | PlainText, Any]) -> int:
 
 
 def _needs_offsets(text: PlainText) -> bool:
-    """Return whether the loss mask follows from the offsets of tokens that span both parts."""
+    """Return whether a token may span masked and trained text, so that offsets decide the loss."""
     return text.num_masked_chars > 0 and not text.tokenized_separately

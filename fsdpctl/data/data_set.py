@@ -40,7 +40,7 @@ class DataSet:
     date: str | None = None  # rendered into chats, if the template writes the date
     template: str | None = None  # the chat template, unless it is the tokenizer's
     end_tokens: tuple[int, ...] = ()  # tokens that end trained assistant messages, by frequency
-    prompt: tuple[int, ...] = ()  # tokens to generate a text from
+    generation_prompt: tuple[int, ...] = ()  # tokens to generate a text from
     files: tuple[Path, ...] = ()  # text or rows, not token files
     has_val_files: bool = False  # whether `val` was read from files, rather than held out
 
@@ -62,7 +62,7 @@ class DataSet:
 
 
 def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -> DataSet:
-    """Return the mixture of several sources. A source without a share gets its share of tokens.
+    """Return the mixture of several sources. A source without a share gets its part of all tokens.
 
     UsageError if two sources have the same name or different tokenizers.
     """
@@ -76,7 +76,7 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
     shares = [y.train.num_tokens / total if x.share is None else x.share for x, y in pairs]
     if smallest := next((n for n, x in zip(names, shares, strict=True) if x * PERIOD < 0.5), None):
         hint = "give it a larger share, or join it with another source"
-        raise UsageError(f"{key}: {smallest}: the share is below 1 of {PERIOD:,} samples; {hint}")
+        raise UsageError(f"{key}: {smallest}: its share rounds to 0 of {PERIOD:,} samples; {hint}")
 
     def part(name: str) -> tuple[MixedSource, ...]:
         streams = [getattr(each, name) for each in data_sets]
@@ -90,11 +90,11 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
         first.tokenizer,
         first.vocab_size,
         ", ".join(f"{n} ({x:.1%})" for n, x in zip(names, shares, strict=True)),
-        prompt=first.prompt,
+        generation_prompt=first.generation_prompt,
         files=tuple(file for each in data_sets for file in each.files),
         token_files=tuple(file for each in data_sets for file in each.token_files),
         notes=(
-            *_on_weights([each.typed_share or 0 for each in sources]),
+            *_note_on_shares([each.typed_share or 0 for each in sources]),
             *_notes(names, data_sets),
         ),
         format_notes=tuple(note for each in data_sets for note in each.format_notes),
@@ -105,7 +105,7 @@ def mix(sources: Sequence[DataSource], data_sets: Sequence[DataSet], key: str) -
     )
 
 
-def _on_weights(weights: Sequence[float]) -> Iterator[str]:
+def _note_on_shares(weights: Sequence[float]) -> Iterator[str]:
     """Yield a note if shares look like fractions but don't add up to 1; any numbers are valid."""
     total = sum(weights)
     if 0 < max(weights) < 1 and not math.isclose(total, 1, abs_tol=1e-2):

@@ -25,7 +25,7 @@ from fsdpctl.io.activity import Advance
 from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.texts import MIB
 
-_FILES_FOR_WHOLE_HOLDOUT = 50  # below this number, the end of each file is held out instead
+_MIN_TEXTS_FOR_WHOLE_HOLDOUT = 50  # below this number, the end of each text is held out
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 PIECE_BYTES = 16 * MIB  # bytes of a text file that are tokenized at a time
 _COMPRESSION_RATIO = 4  # assumed, to show progress in bytes of a compressed file
@@ -61,11 +61,11 @@ def documents(
     """
     for file in files.files:
         left = file.stat().st_size
-        unfolds = _COMPRESSION_RATIO if file.name.lower().endswith(_COMPRESSED) else 1
+        ratio = _COMPRESSION_RATIO if file.name.lower().endswith(_COMPRESSED) else 1
         location = f"{key}={file}" if len(files.files) == 1 else ""
-        pieces = _texts(file, location, skipped, max_bytes)
-        for piece in _rows(file, skipped) if files.kind == CHAT else pieces:
-            done = min(left, piece.size // unfolds)
+        texts = _texts(file, location, skipped, max_bytes)
+        for piece in _rows(file, skipped) if files.kind == CHAT else texts:
+            done = min(left, piece.size // ratio)
             left -= done
             advance(done)
             yield piece
@@ -120,7 +120,7 @@ def hold_out(texts: Sequence[bytes], fraction: float) -> tuple[list[bytes], list
     """
     if not fraction:
         return [*texts], []
-    if len(texts) < _FILES_FOR_WHOLE_HOLDOUT:
+    if len(texts) < _MIN_TEXTS_FOR_WHOLE_HOLDOUT:
         parts = [_split_document(each, fraction) for each in texts]
         return [a for a, _ in parts if a], [b for _, b in parts if b]
     held_out, left = set[int](), fraction * sum(map(len, texts))
@@ -145,13 +145,13 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
 
 def _rows(file: Path, skipped: SkippedInput) -> Iterator[TextPiece]:
     counts = Counter[str]()
-    name, lines = read_rows(str(file), counts, TEXT_COLUMN)
-    for line, _ in lines:
-        if name != TEXT_COLUMN or not isinstance(line.content, PlainText):
+    name, rows = read_rows(str(file), counts, TEXT_COLUMN)
+    for row, _ in rows:
+        if name != TEXT_COLUMN or not isinstance(row.content, PlainText):
             kind = "a prompt with its completion" if name.startswith("prompt") else "a conversation"
-            raise UsageError(f"{line.location}: {kind}; expected `text`, or set data=chat")
-        skipped.ignored_columns.update(line.keys.ignored)
-        yield TextPiece(line.content.text, len(line.content.text.encode()))
+            raise UsageError(f"{row.location}: {kind}; expected `text`, or set data=chat")
+        skipped.ignored_columns.update(row.keys.ignored)
+        yield TextPiece(row.content.text, len(row.content.text.encode()))
     skipped.empty_documents += counts["empty"]
 
 
@@ -195,8 +195,8 @@ def text_problem(content: bytes) -> str:
 
 
 def _piece(before: str, text: str, after: str, *, ends: bool) -> TextPiece:
-    span = len(before), len(before) + len(text)
-    return TextPiece(before + text + after, len(text.encode()), not before, ends, span)
+    span, size = (len(before), len(before) + len(text)), len(text.encode())
+    return TextPiece(before + text + after, size, begins=not before, ends=ends, span=span)
 
 
 def _next_step(problem: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class EstimatedData:
     scale: float = 1.0  # bytes of the data / bytes of the excerpt
     fractions: Sequence[float] | None = None  # the part of each document in the excerpt; None: all
     relative_error: float = 0.0  # standard error / `num_tokens`
-    num_bytes = None
+    num_bytes: ClassVar[None] = None  # unknown
 
     @property
     def fingerprint(self) -> NoReturn:
@@ -28,11 +28,12 @@ class EstimatedData:
     def samples(self, seq_len: int) -> "EstimatedSamples":
         if isinstance(self.excerpt, TokenStream):
             return EstimatedSamples(seq_len, (self.num_tokens - 1) // seq_len)
-        rows, shares = self.excerpt.samples(seq_len), self.excerpt.packing.shares_sequences
+        sequences, packs = self.excerpt.samples(seq_len), self.excerpt.packing.shares_sequences
         # The last sequences of an excerpt are packed less densely than the sequences of all data.
-        num_sequences = max(rows.num_tokens / seq_len, len(rows) - shares)
-        lengths = np.minimum(self.excerpt.lengths, seq_len if shares else 1)
-        part = 1 if self.fractions is None else np.dot(lengths, self.fractions) / lengths.sum()
+        num_sequences = max(sequences.num_tokens / seq_len, len(sequences) - packs)
+        # A document counts by its tokens if documents are packed, else as one sequence.
+        weights = np.minimum(self.excerpt.lengths, seq_len if packs else 1)
+        part = 1 if self.fractions is None else np.dot(weights, self.fractions) / weights.sum()
         return EstimatedSamples(seq_len, round(self.scale * num_sequences * part))
 
 

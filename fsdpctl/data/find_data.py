@@ -11,6 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.config.data import CHAT, TEXT, DataConfig
 from fsdpctl.config.data_files import DataFiles, kind_of_file, local_data_files, select_files
@@ -63,6 +64,7 @@ def find_data(
 
 
 def is_cached(path: str, key: str = "data.path") -> bool:
+    """Return whether the cache has the files of a data set on the Hub."""
     with suppress(UsageError):
         return bool(_hub_files(path, key, None, may_fetch=False).files)
     return False
@@ -106,25 +108,26 @@ def _select(
     option: str | None,
 ) -> DataFiles:
     paths = (x.relative_to(snapshot).as_posix() for x in snapshot.rglob("*") if not x.is_dir())
-    names = everything = sorted(repository.names() or paths)
+    all_names = sorted(repository.names() or paths)
     location, (config, split) = repository.location, config_split
-    check_inside([snapshot / each for each in names], snapshot, location)
+    check_inside([snapshot / each for each in all_names], snapshot, location)
     if patterns := _patterns(snapshot / _CARD, config, location):
         splits = {
-            each: {p: [snapshot / name for name in names if _matches(name, p)] for p in of_split}
+            each: {p: [snapshot / x for x in all_names if _matches(x, p)] for p in of_split}
             for each, of_split in patterns.items()
         }
         return _files_of_splits(splits, split, location, option)
-    names = [each for each in names if _kind(each) and (not config or _has_word(each, config))]
+    names = [x for x in all_names if _kind(x) and (not config or _has_word(x, config))]
     if split == "train" and not any(_has_word(each, word) for each in names for word in _SPLITS):
         split = None  # files that are not named after a split are training files
     files = [snapshot / each for each in names if not split or _has_word(each, split)]
     if not files:
-        has = f"; it has {', '.join(everything)[:100]}" if everything else ""
-        raise UsageError(f"{location}: no such files of JSON, Parquet, Arrow, CSV or text{has}")
+        has = f"; the data set has {', '.join(all_names)[:100]}" if all_names else ""
+        raise UsageError(f"{location}: files of JSON, Parquet, Arrow, CSV or text: not found{has}")
     are_csv = all(each.suffix in _CSV for each in files)
-    option = TEXT if are_csv else option
     is_folder = config_split == [None, None]
+    # `select_files` knows CSV only as text.
+    option = TEXT if are_csv else option
     data_files = select_files(files, snapshot, location, option, is_folder=is_folder)
     return replace(data_files, kind=CHAT) if are_csv else data_files
 
@@ -163,6 +166,41 @@ def _kind(name: str) -> str | None:
 
 
 def _patterns(card: Path, config: str | None, location: str) -> dict[str, list[str]]:
+    """Return the patterns of files that a card lists, by split; empty if it lists none."""
+    configs = _configurations(card, location)
+    # `parse_yaml` returns text.
+    defaults = [name for name, each in configs.items() if each.get("default") == "true"]
+    defaults += [_DEFAULT] if _DEFAULT in configs else [*configs] if len(configs) == 1 else []
+    selected = config or next(iter(defaults), "")
+    if configs and selected not in configs:
+        names = ", ".join(configs)[:200]
+        raise UsageError(f"{location}: name a configuration after a :, of {names}")
+    chosen = configs.get(selected, {})
+    files, folder = chosen.get("data_files"), chosen.get("data_dir")
+    if folder and not files:
+        raise UsageError(f"{location}: data_dir without data_files in the card: not supported")
+    if files and (other := next((each for each in chosen if each not in _CARD_KEYS), None)):
+        raise UsageError(f"{location}: {other} of the data set's card: not supported")
+    entries = files if isinstance(files, list) else [files] if files else []
+    if entries and all(isinstance(each, str) for each in entries):
+        entries = [{"split": "train", "path": entries}]
+    prefix = f"{str(folder).strip('/')}/" if folder else ""
+    patterns_of = dict[str, list[str]]()
+    for entry in entries:
+        paths = entry.get("path") if isinstance(entry, dict) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(paths, list) or "split" not in entry:
+            raise UsageError(f"{location}: data_files in the card: expected split and path")
+        patterns = [f"{prefix}{str(each).removeprefix('./')}" for each in paths]
+        if wrong := next((x for x in patterns if re.search(r"[^/]\*\*|\*\*[^/]", x)), None):
+            problem = f"{wrong} in the data set's card: expected /**/ for directories"
+            raise UsageError(f"{location}: {problem}")
+        patterns_of.setdefault(str(entry["split"]), []).extend(patterns)
+    return patterns_of
+
+
+def _configurations(card: Path, location: str) -> dict[str, dict[str, Any]]:
+    """Return the configurations that a card describes, by name."""
     text = read_regular(card).decode("utf-8", "replace") if card.is_file() else ""
     try:
         content = parse_yaml(text.split("---")[1], card.name) if text.startswith("---") else None
@@ -171,37 +209,11 @@ def _patterns(card: Path, config: str | None, location: str) -> dict[str, list[s
             return {}
         raise UsageError(f"{location}: the card of the data set cannot be read: {error}") from None
     listed = content.get("configs") if isinstance(content, dict) else None
-    configs = {
+    return {
         str(each.get("config_name", _DEFAULT)): each
         for each in (listed if isinstance(listed, list) else ())
         if isinstance(each, dict)
     }
-    defaults = [name for name, each in configs.items() if each.get("default") == "true"]
-    defaults += [_DEFAULT] if _DEFAULT in configs else [*configs] if len(configs) == 1 else []
-    if configs and (config or (defaults or [""])[0]) not in configs:
-        names = ", ".join(configs)[:200]
-        raise UsageError(f"{location}: name a configuration after a :, of {names}")
-    chosen = configs.get(config or (defaults or [""])[0], {})
-    files, folder = chosen.get("data_files"), chosen.get("data_dir")
-    if folder and not files:
-        raise UsageError(f"{location}: data_dir without data_files in the card: not supported")
-    if files and (other := next((each for each in chosen if each not in _CARD_KEYS), None)):
-        raise UsageError(f"{location}: {other} of the data set's card: not supported")
-    rows = files if isinstance(files, list) else [files] if files else []
-    if all(isinstance(each, str) for each in rows):
-        rows = [{"split": "train", "path": rows}] * bool(rows)
-    prefix, patterns_of = f"{str(folder).strip('/')}/" if folder else "", dict[str, list[str]]()
-    for row in rows:
-        paths = row.get("path") if isinstance(row, dict) else None
-        paths = [paths] if isinstance(paths, str) else paths
-        if not isinstance(paths, list) or "split" not in row:
-            raise UsageError(f"{location}: data_files in the card: expected split and path")
-        patterns = [f"{prefix}{str(each).removeprefix('./')}" for each in paths]
-        if wrong := next((x for x in patterns if re.search(r"[^/]\*\*|\*\*[^/]", x)), None):
-            problem = f"{wrong} in the data set's card: expected /**/ for directories"
-            raise UsageError(f"{location}: {problem}")
-        patterns_of.setdefault(str(row["split"]), []).extend(patterns)
-    return patterns_of
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -218,9 +230,12 @@ def _matches(name: str, pattern: str) -> bool:
         else:
             ends = {n + 1 for n in ends if n < len(parts) and fnmatchcase(parts[n], part)}
     described = parts[-1] in _DESCRIPTIONS and parts[-1] != pattern_parts[-1]
-    both = parts, pattern_parts
-    counts = [(sum(x[:1] == "." for x in y), sum(x[:2] == "__" for x in y[:-1])) for y in both]
-    return len(parts) in ends and not described and counts[0] == counts[1]
+    # The numbers of hidden parts and of directories such as __pycache__, in name and pattern.
+    name_counts, pattern_counts = (
+        (sum(each[:1] == "." for each in path), sum(each[:2] == "__" for each in path[:-1]))
+        for path in (parts, pattern_parts)
+    )
+    return len(parts) in ends and not described and name_counts == pattern_counts
 
 
 def _missing_shard(names: list[str]) -> str | None:

@@ -77,7 +77,7 @@ class Mixture:
     """Sources whose samples are mixed by share."""
 
     sources: tuple[MixedSource, ...]
-    purpose: str = ""  # names the data in errors
+    suffix: str = ""  # ends the location of errors
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +107,7 @@ class MixedSamples(Samples):
         self.per_source: list[Samples] = [each.content.samples(seq_len) for each in mixture.sources]
         for source, samples in zip(mixture.sources, self.per_source, strict=True):
             if not len(samples):
-                location = f"data.path: {source.name}{mixture.purpose}"
+                location = f"data.path: {source.name}{mixture.suffix}"
                 raise UsageError(f"{location}: {samples.empty_message}")
         self._starts = np.cumsum([0, *map(len, self.per_source)], dtype=np.int64)
         self.origin = ", ".join(samples.origin for samples in self.per_source)
@@ -148,7 +148,8 @@ class MixedSamples(Samples):
         for source in np.unique(sources).tolist():
             is_of_source, count = sources == source, len(self.per_source[source])
             start, num = int(before[source]), int(is_of_source.sum())
-            numbers = samples_at(start, num, count, seed + (source << 40))
+            source_seed = seed + (source << 40)  # gives each source another order
+            numbers = samples_at(start, num, count, source_seed)
             result[is_of_source] = numbers + np.uint64(self._starts[source])
         return result
 
@@ -159,7 +160,7 @@ class MixedSamples(Samples):
         """Return how many epochs of each source precede a position."""
         counts = self.schedule.counts(position).tolist()
         triples = zip(self.sources, counts, self.per_source, strict=True)
-        return {source.name: count / len(rows) for source, count, rows in triples}
+        return {source.name: count / len(samples) for source, count, samples in triples}
 
     def new_epochs(self, before: int, after: int) -> list[str]:
         """Return a line about each source that starts a new epoch between two positions."""
@@ -172,8 +173,8 @@ class MixedSamples(Samples):
         values: dict[str, Any] = {}
         counts = self.schedule.counts(position).tolist()
         triples = zip(self.epochs(position).items(), counts, self.per_source, strict=True)
-        for (name, epochs), count, rows in triples:
+        for (name, epochs), count, samples in triples:
             # Packed sequences differ in length: this is their mean.
-            tokens = count * rows.num_tokens // len(rows)
+            tokens = count * samples.num_tokens // len(samples)
             values |= {f"tokens/{name}": tokens, f"epochs/{name}": round(epochs, 6)}
         return values

@@ -29,10 +29,11 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         raise UsageError(f"{location}: requires a model's tokenizer; {hint}")
     from tokenizers import AddedToken
 
-    auto, size, added_vocab = tokenizer.hf, tokenizer.vocab_size, tokenizer.hf.get_added_vocab()
-    template = auto.chat_template or ""
+    hf, size, added_vocab = tokenizer.hf, tokenizer.vocab_size, tokenizer.hf.get_added_vocab()
+    template = hf.chat_template or ""
     template = "".join(template.values()) if isinstance(template, dict) else template
     if config.template is not None:
+        # An empty file does not replace the template.
         template = read_text_file(Path(config.template), follow_links=True) or template
     new_tokens = [
         AddedToken(
@@ -41,10 +42,11 @@ def open_run_tokenizer(config: DataConfig) -> Tokenizer:
         for text in config.new_token_texts
         if text not in added_vocab
     ]
-    old_vocab = auto.get_vocab()
+    old_vocab = hf.get_vocab()
     with library_errors(location):
+        # In runs, so that ids keep the order of the setting.
         for is_special, tokens in groupby(new_tokens, lambda each: each.special):
-            auto.add_tokens([*tokens], special_tokens=is_special)
+            hf.add_tokens([*tokens], special_tokens=is_special)
     files = tokenizer.files_as_saved()
     if tokenizer.model_config is not None:
         files[CONFIG_JSON] = tokenizer.model_config

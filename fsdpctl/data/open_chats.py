@@ -30,7 +30,7 @@ from fsdpctl.io.files import open_regular
 
 _CHUNK_BYTES = 1 << 22
 _MAX_NAMED_FILES = 8  # in notes
-_ENCODING = 7  # a part of cache keys; increase it if the same input gives other tokens
+_CACHE_VERSION = 7  # a part of cache keys; increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as rendered while it is the last message",
     "keep": "they are trained on as rendered after the rewrite",
@@ -69,8 +69,8 @@ class ChatSetup:
         """
         if isinstance(self.template, UsageError):
             raise self.template
-        setup = template_setup_of(self.template, self.tokenizer, self.today, self.config)
-        return setup, self.template.source
+        setup = make_template_setup(self.template, self.tokenizer, self.today, self.config)
+        return setup, self.template.location
 
 
 def open_chat_setup(config: DataConfig, seed: int) -> ChatSetup:
@@ -85,10 +85,7 @@ def open_chat_setup(config: DataConfig, seed: int) -> ChatSetup:
 
 
 def open_chats(
-    setup: ChatSetup,
-    config: DataConfig,
-    key: str = "data.path",
-    data_files: DataFiles | None = None,
+    setup: ChatSetup, config: DataConfig, key: str, data_files: DataFiles | None = None
 ) -> DataSet:
     """Open the conversations at `config.path`, the value of the setting `key`.
 
@@ -98,34 +95,33 @@ def open_chats(
     data_files = data_files or find_data(str(config.path), key, CHAT)
     val_files = data_files.validation if config.uses_validation_files else ()
     files = DataFiles(data_files.kind, data_files.files, val_files)
-    for each in (*files.files, *files.validation) if config.is_inferred else ():
+    paths = (*files.files, *files.validation)
+    for each in paths if config.is_inferred else ():
         check_unambiguous(str(each))
     entry = _entry(config, files, setup, key)
     counts: dict[str, int] = entry.facts["counts"]
-    template = setup.template_or_none
-    if not (counts.get("marked") or counts.get("found")):
-        template = None  # all rows are plain text
+    has_chats = counts.get("marked") or counts.get("found")  # otherwise, all rows are plain text
+    template = setup.template_or_none if has_chats else None
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
     train, val = (_documents(entry, part, packing, str(config.path)) for part in SPLITS)
     assert train is not None
     summary = data_files.summary(validates=config.uses_validation_files)
-    about_files = tuple(_notes_on_files([*files.files, *files.validation], entry.facts, template))
-    today = setup.today
+    format_notes = tuple(_notes_on_files(paths, entry.facts, template))
     parts = [("train" if key == "data.path" else "validation", train), ("validation", val)]
     return DataSet(
         train,
         val,
-        setup.tokenizer,
-        setup.tokenizer.vocab_size,
-        str(config.path) if summary == "1 file" else f"{config.path}, {summary}",
-        files=(*files.files, *files.validation),
-        notes=(*about_files, *_notes(config, counts, parts, (template, today))),
-        format_notes=about_files,
-        date=today if template is not None and template.uses_date else None,
+        tokenizer=setup.tokenizer,
+        vocab_size=setup.tokenizer.vocab_size,
+        description=str(config.path) if summary == "1 file" else f"{config.path}, {summary}",
+        files=paths,
+        notes=(*format_notes, *_notes(config, counts, parts, (template, setup.today))),
+        format_notes=format_notes,
+        date=setup.today if template is not None and template.uses_date else None,
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=tuple(entry.facts["end_tokens"]),
-        prompt=_first_prompt(val or train),
-        has_val_files=bool(files.validation),
+        generation_prompt=_first_prompt(val or train),
+        has_val_files=bool(val_files),
     )
 
 
@@ -138,21 +134,20 @@ def _entry(config: DataConfig, files: DataFiles, setup: ChatSetup, key: str) -> 
     name = _entry_name(config, files, setup)
     if entry := read_cache(name):
         return entry
-    parts = files.files, files.validation
-    fraction, prompt = config.used_val_fraction, config.prompt
-    source = ChatSource(key, *parts, fraction, prompt, setup.template_setup)
+    splits, fraction = (files.files, files.validation), config.used_val_fraction
+    source = ChatSource(key, *splits, fraction, config.prompt, setup.template_setup)
     tokenized = ChatDataBuilder(source, setup.tokenizer).build()
     facts = {each: getattr(tokenized, each) for each in ("counts", "formats", "end_tokens", "keys")}
     return write_cache(name, tokenized.arrays, facts)
 
 
-def _documents(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
-    if f"{name}.tokens" not in entry.arrays:
+def _documents(entry: CacheEntry, split: str, packing: Packing, origin: str) -> DocumentSet | None:
+    keys = [f"{split}.{each}" for each in ("tokens", "trained", "starts")]
+    if keys[0] not in entry.arrays:
         return None
-    keys = [f"{name}.{each}" for each in ("tokens", "trained", "starts")]
     tokens, loss_mask, starts = (entry.arrays[each] for each in keys)
     checksum = "".join(entry.checksums[each] for each in keys)
-    origin = origin if name == "train" else "the validation data"
+    origin = origin if split == "train" else "the validation data"
     return DocumentSet(tokens, loss_mask, starts, packing, origin, checksum)
 
 
@@ -181,18 +176,20 @@ def _date(day: str | None) -> str:
         raise UsageError(f"data.date={day}: expected a day such as 2026-01-31, or auto") from None
 
 
-def template_setup_of(
+def make_template_setup(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> TemplateSetup:
-    texts = template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer)
-    rules = config.train_on, config.rewritten_turns
-    return TemplateSetup(*texts, today, *rules, MAX_SECONDS_PER_CHAT, MAX_BYTES_PER_CHAT)
+    return TemplateSetup(
+        template.text, template.tool_text, template.special_tokens, control_pattern(tokenizer),
+        date=today, train_on=config.train_on, rewritten_turns=config.rewritten_turns,
+        max_seconds=MAX_SECONDS_PER_CHAT, max_bytes=MAX_BYTES_PER_CHAT,
+    )  # fmt: skip
 
 
 def _entry_name(config: DataConfig, files: DataFiles, setup: ChatSetup) -> str:
     template = setup.template_or_none
     parts = [
-        str(_ENCODING),
+        str(_CACHE_VERSION),
         *_checksums(files),
         setup.tokenizer.checksum,
         "" if template is None else template.checksum,
@@ -202,7 +199,8 @@ def _entry_name(config: DataConfig, files: DataFiles, setup: ChatSetup) -> str:
         config.rewritten_turns,
         "" if files.validation else repr(config.used_val_fraction),
     ]
-    return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
+    text = "\n".join(parts)
+    return f"chats-{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
 def _checksums(files: DataFiles) -> list[str]:
@@ -263,7 +261,7 @@ def _notes(
 def _about_template(
     config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
 ) -> list[str]:
-    lines = [f"chat template: {template.source}"]
+    lines = [f"chat template: {template.location}"]
     answers = count_of(counts.get("answers", 0), "assistant message")
     if config.train_on == "all":
         lines.append("all tokens are trained on (data.train_on=all)")
@@ -285,6 +283,7 @@ def _notes_on_files(
     lines, more_ignored = [], Counter[str]()
     for number, (file, name, counts) in enumerate(triples):
         ignored, followed = dict(counts["ignored"]), dict(counts["followed"])
+        # The template may read keys of messages, and may not read tools.
         for key in counts["ignored"]:
             if "[]" in key and key.rpartition(".")[2] in template_words:
                 del ignored[key]
@@ -295,7 +294,8 @@ def _notes_on_files(
             continue
         more = f", with {list_counts(followed)}" if followed else ""
         lines.append(f"{file}: format {name}{more}")
-        lines += [f"{file}: ignored: {list_counts(ignored)}"] if ignored else []
+        if ignored:
+            lines.append(f"{file}: ignored: {list_counts(ignored)}")
     if len(files) > _MAX_NAMED_FILES:
         text = count_of(len(files) - _MAX_NAMED_FILES, "more file")
         lines.append(f"{text}, ignored: {list_counts(more_ignored)}" if more_ignored else text)

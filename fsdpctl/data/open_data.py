@@ -31,8 +31,8 @@ _PATH, _VAL_PATH = "data.path", "data.val_path"
 def open_data(
     config: DataConfig,
     seed: int = 0,
-    chats: Callable[[ChatSetup, DataConfig, str], DataSet] = open_chats,
-    text: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
+    chat_opener: Callable[[ChatSetup, DataConfig, str], DataSet] = open_chats,
+    text_opener: Callable[[Tokenizer, DataConfig, str], DataSet] = open_text,
 ) -> DataSet:
     """Open the data of a run; `seed` decides which documents share a sequence.
 
@@ -45,9 +45,9 @@ def open_data(
         raise UsageError(f"data={config.name}: data.path is required: a file, directory or glob")
     open_one: Callable[[DataConfig, str], DataSet] = _from_token_files
     if config.name == CHAT:
-        open_one = partial(chats, open_chat_setup(config, seed))
+        open_one = partial(chat_opener, open_chat_setup(config, seed))
     elif config.name != TOKENS:
-        open_one = partial(text, open_run_tokenizer(config))
+        open_one = partial(text_opener, open_run_tokenizer(config))
     if config.name == STDLIB:
         return open_one(config, _PATH)
     if config.val_path is None:
@@ -88,7 +88,7 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
         train, val = train.split(count - min(int(count * config.used_val_fraction), MAX_VAL_TOKENS))
     all_files = (*files, *val_files)
     if isolates and (unknown := next((x for x in all_files if x.shard.index is None), None)):
-        problem = f"the format {unknown.format} does not tell where documents end"
+        problem = f"the format {unknown.format} does not record the ends of documents"
         raise UsageError(f"data.packing=true: {unknown.shard.path}: {problem}")
     tokenizer = _tokenizer_of(files[0])
     notes = tuple(dict.fromkeys(each.hint for each in all_files if each.hint))
@@ -101,12 +101,13 @@ def _from_token_files(config: DataConfig, key: str) -> DataSet:
     summary = opened.files.summary(validates=validates)
     description = path if summary == "1 file" else f"{path}, {summary}"
     return DataSet(
-        train, val, tokenizer, files[0].vocab_size or tokenizer_size, description, all_files, notes,
-        has_val_files=bool(val_files),
+        train, val, tokenizer=tokenizer, vocab_size=files[0].vocab_size or tokenizer_size,
+        description=description, token_files=all_files, notes=notes, has_val_files=bool(val_files),
     )  # fmt: skip
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
+    """Return the tokenizer of a file, or if it is unknown, a stand-in of another size."""
     if file.tokenizer_xxh3 is not None and has_tokenizer(Path(str(file.tokenizer))):
         tokenizer = open_tokenizer(file.tokenizer)
         if file.tokenizer_xxh3 == tokenizer.checksum:

@@ -39,8 +39,8 @@ NUM_EXCERPTS, EXCERPT_BYTES = 64, 1 << 15
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # UTF-8, after a character's first byte
 
 
-class _Excerpt(NamedTuple):
-    """A part of a file, and the samples that overlap it."""
+class _SampledPart(NamedTuple):
+    """A row or a part of a text file in an excerpt, and the samples that overlap it."""
 
     size: float  # bytes of the file
     fraction: float  # the part of the samples' tokens that is in the excerpt
@@ -69,7 +69,7 @@ def open_estimated(config: DataConfig, seed: int = 0) -> DataSet:
 def _estimated(corpus: Any) -> Any:
     if isinstance(corpus, Mixture):
         parts = (MixedSource(x.name, x.share, _estimated(x.content)) for x in corpus.sources)
-        return Mixture(tuple(parts), corpus.purpose)
+        return Mixture(tuple(parts), corpus.suffix)
     is_estimated = isinstance(corpus, EstimatedData)
     return corpus if is_estimated else EstimatedData(corpus, corpus.num_tokens)
 
@@ -78,7 +78,7 @@ def _estimated(corpus: Any) -> Any:
 class _Opener:
     """Opens sources of data: counts the tokens of up to `left` bytes, and estimates the rest."""
 
-    left: int = field(default_factory=lambda: EXACT_BYTES)
+    left: int = field(default_factory=lambda: EXACT_BYTES)  # read late: tests change it
     estimates: bool = False  # whether a source was estimated
 
     def chats(self, setup: ChatSetup, config: DataConfig, key: str) -> DataSet:
@@ -90,35 +90,37 @@ class _Opener:
         return self._open((open_text, has_cached_text, _of_text), tokenizer, config, key)
 
     def _open(
-        self, steps: tuple[Callable[..., Any], ...], encoder: Any, config: DataConfig, key: str
+        self, functions: tuple[Callable[..., Any], ...], setup: Any, config: DataConfig, key: str
     ) -> DataSet:
-        read, is_counted, estimate = steps
+        """Open a source with `functions`; `setup` is their ChatSetup or Tokenizer."""
+        read, is_counted, estimate = functions
         data_files = find_data(str(config.path), key, config.name, fetches=False)
         val_files = data_files.validation if config.uses_validation_files else ()
         files = DataFiles(data_files.kind, data_files.files, val_files)
-        val, size = _size(val_files), _size((*data_files.files, *val_files))
+        val_size, size = _size(val_files), _size((*data_files.files, *val_files))
         # An estimate would read the bytes of all excerpts, too.
         limit = max(self.left, NUM_EXCERPTS * EXCERPT_BYTES)
-        if (has_count := is_counted(encoder, config, files)) or size <= limit:
+        if (has_count := is_counted(setup, config, files)) or size <= limit:
             self.left -= 0 if has_count else size
-            counted: DataSet = read(encoder, config, key, data_files)
+            counted: DataSet = read(setup, config, key, data_files)
             return counted
         self.estimates = True
         with doing("estimating tokens"):
             all_files = DataFiles(data_files.kind, (*data_files.files, *val_files))
-            data: EstimatedData = estimate(encoder, config, key, all_files)
-        share = val / size if val else config.used_val_fraction
+            data: EstimatedData = estimate(setup, config, key, all_files)
+        share = val_size / size if val_size else config.used_val_fraction
         train, held_out = (
             replace(data, num_tokens=round(data.num_tokens * x), scale=data.scale * x)
             for x in (1 - share, share)
         )
-        tokenizer = encoder.tokenizer if isinstance(encoder, ChatSetup) else encoder
+        tokenizer = setup.tokenizer if isinstance(setup, ChatSetup) else setup
         count = float(f"{data.num_tokens:.4g}")
         tokens = f"{count:,.0f} tokens ±{2 * data.relative_error:.1%} in {size:,} bytes"
         return DataSet(
             train, held_out if share else None, tokenizer, tokenizer.vocab_size,
             f"{config.path}, {data_files.summary(validates=config.uses_validation_files)}",
-            notes=(f"{tokens} (estimated from {NUM_EXCERPTS} excerpts)",), has_val_files=bool(val),
+            notes=(f"{tokens} (estimated from {NUM_EXCERPTS} excerpts)",),
+            has_val_files=bool(val_size),
         )  # fmt: skip
 
 
@@ -129,11 +131,11 @@ def _size(files: Sequence[Path]) -> int:
 def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFiles) -> EstimatedData:
     # Raise the errors that a run would raise for the first document.
     next(documents(files, key, SkippedInput(), EXCERPT_BYTES), None)
-    excerpts = list[_Excerpt]()
+    parts = list[_SampledPart]()
 
     def add(text: TextPiece, size: float, fraction: float = 1) -> None:
-        tokens = [tokenizer.encode_pieces([text])] if text.text else []
-        excerpts.append(_Excerpt(size, fraction, [(each, None) for each in tokens]))
+        samples: Any = [(tokenizer.encode_pieces([text]), None)] if text.text else []
+        parts.append(_SampledPart(size, fraction, samples))
 
     for path, spans in _excerpt_spans(files.files).items():
         if files.kind == CHAT:
@@ -145,60 +147,61 @@ def _of_text(tokenizer: Tokenizer, config: DataConfig, key: str, files: DataFile
             end = path.stat().st_size
             for start, stop in spans:
                 file.seek(start)
-                part = file.read(stop - start)
-                part = part.lstrip(_CONTINUATION_BYTES) if start else part
-                part = part if stop == end else part[: last_char_start(part)]
+                content = file.read(stop - start)
+                content = content.lstrip(_CONTINUATION_BYTES) if start else content
+                content = content if stop == end else content[: last_char_start(content)]
                 # Training skips a file that isn't text.
-                text = "" if text_problem(part) else part.decode()
-                add(TextPiece(text, 0, not start, stop == end), len(part))
-    return _estimate(excerpts, files, key)
+                text = "" if text_problem(content) else content.decode()
+                add(TextPiece(text, 0, begins=not start, ends=stop == end), len(content))
+    return _estimate(parts, files, key)
 
 
 def _of_chats(setup: ChatSetup, config: DataConfig, key: str, files: DataFiles) -> EstimatedData:
     for each in files.files if config.is_inferred else ():
         check_unambiguous(str(each))
-    excerpts, rows = list[_Excerpt](), list[tuple[ChatRow, _Excerpt]]()
+    rows = list[tuple[ChatRow, _SampledPart]]()
     for path, spans in _excerpt_spans(files.files).items():
         for row, size, fraction in rows_in_spans(str(path), spans, config.prompt):
-            excerpts.append(_Excerpt(size, fraction, []))
-            rows.append((row, excerpts[-1]))
+            rows.append((row, _SampledPart(size, fraction, [])))
     source = ChatSource(key, (), (), 0.0, config.prompt, setup.template_setup)
-    chat_tokenizer = ChatDataBuilder(source, setup.tokenizer)
+    builder = ChatDataBuilder(source, setup.tokenizer)
     for kind in (PlainText, Chat):
-        samples = chat_tokenizer.samples(row for row in rows if isinstance(row[0].content, kind))
-        for tokens, loss_mask, excerpt in samples:
+        samples = builder.samples(row for row in rows if isinstance(row[0].content, kind))
+        for tokens, loss_mask, part in samples:
             # Training drops a sample without a target.
             if loss_mask[1:].any():
-                excerpt.samples.append((tokens, loss_mask))
+                part.samples.append((tokens, loss_mask))
     packing = Packing(config.packing is not False, config.too_long, setup.seed)
-    return _estimate(excerpts, files, key, packing)
+    return _estimate([part for _, part in rows], files, key, packing)
 
 
 def _estimate(
-    excerpts: list[_Excerpt], files: DataFiles, key: str, packing: Packing | None = None
+    parts: list[_SampledPart], files: DataFiles, key: str, packing: Packing | None = None
 ) -> EstimatedData:
-    samples = [x for each in excerpts for x in each.samples]
+    samples = [x for each in parts for x in each.samples]
     if not samples:
         location = shorten_list([*map(str, files.files)])
         raise UsageError(f"{key}: {location}: nothing to train on in {NUM_EXCERPTS} excerpts")
-    excerpt_of = np.arange(len(excerpts)) * NUM_EXCERPTS // len(excerpts)
-    num_bytes = np.bincount(excerpt_of, [each.size for each in excerpts])
-    lengths = [each.fraction * sum(len(x) for x, _ in each.samples) for each in excerpts]
+    # The parts are in order, so they are divided evenly into excerpts.
+    excerpt_of = np.arange(len(parts)) * NUM_EXCERPTS // len(parts)
+    num_bytes = np.bincount(excerpt_of, [each.size for each in parts])
+    lengths = [each.fraction * sum(len(x) for x, _ in each.samples) for each in parts]
     counts, size = np.bincount(excerpt_of, lengths), _size(files.files)
     rate, unread = counts.sum() / num_bytes.sum(), max(0, 1 - num_bytes.sum() / size)
     # The relative standard error of a ratio estimator, from its residuals; read bytes have none.
     error = float(np.linalg.norm(counts - rate * num_bytes) * unread**0.5 / counts.sum())
     tokens = np.concatenate([x for x, _ in samples])
-    fractions = [each.fraction for each in excerpts for _ in each.samples]
+    fractions = [each.fraction for each in parts for _ in each.samples]
     figures = round(rate * size), float(size / num_bytes.sum()), fractions, error
     if packing is None:
         return EstimatedData(TokenStream(tokens, None), *figures)
     starts = np.cumsum([0, *(len(x) for x, _ in samples)], dtype=np.int64)
-    trained = np.concatenate([x for _, x in samples if x is not None])
-    return EstimatedData(DocumentSet(tokens, trained, starts, packing), *figures)
+    loss_mask = np.concatenate([x for _, x in samples if x is not None])
+    return EstimatedData(DocumentSet(tokens, loss_mask, starts, packing), *figures)
 
 
 def _excerpt_spans(files: Sequence[Path]) -> dict[Path, list[ByteSpan]]:
+    """Return NUM_EXCERPTS spans, evenly spaced in the concatenated files, by file."""
     sizes = [each.stat().st_size for each in files]
     ends, spans = [*accumulate(sizes)], defaultdict[Path, list[ByteSpan]](list)
     size = min(EXCERPT_BYTES, -(-ends[-1] // NUM_EXCERPTS))

@@ -21,7 +21,7 @@ from fsdpctl.io.texts import MIB, batch_by_size
 from fsdpctl.io.untrusted import Count, as_type
 
 STDLIB = "python_stdlib"
-_ENCODING = 5  # a part of cache keys; increase it if the same text gives other tokens
+_CACHE_VERSION = 5  # a part of cache keys; increase it if the same text gives other tokens
 _SMALL = 16 * MIB  # bytes of text; byte tokens of smaller texts are not cached
 
 
@@ -58,7 +58,7 @@ def open_text(
     files = tuple[Path, ...]()
     if config.name == STDLIB:
         texts = _standard_library(config)
-        index, train, val = _encoded(tokenizer, config, texts, [])
+        index, train, val = _split_and_encode(tokenizer, config, texts, [])
         summary = f"Python's standard library, {len(texts)} files"
     else:
         path, validates = str(config.path), config.uses_validation_files
@@ -67,6 +67,7 @@ def open_text(
         name = _entry_name_of(files, tokenizer, config)
         if (opened := _from_cache(name)) is None:
             opened = _read(data_files, tokenizer, config, key)
+            # Byte tokens of small texts are not cached.
             if all(part is None or part.name for part in (opened[0].train, opened[0].val)):
                 write_cache(name, {}, asdict(opened[0]))
         index, train, val = opened
@@ -79,7 +80,12 @@ def open_text(
 
 
 def _entry_name_of(files: Sequence[Path], tokenizer: Tokenizer, config: DataConfig) -> str:
-    facts = _ENCODING, tokenizer.checksum, config.used_val_fraction, config.uses_validation_files
+    facts = (
+        _CACHE_VERSION,
+        tokenizer.checksum,
+        config.used_val_fraction,
+        config.uses_validation_files,
+    )
     return entry_name("texts", facts, files)
 
 
@@ -124,10 +130,10 @@ def _read(data_files: DataFiles, tokenizer: Tokenizer, config: DataConfig, key: 
         path = shorten_list([*map(str, val_files.files)])
         val_texts, skipped_val = read_text(val_files, key, path)
         skipped.files += skipped_val.files
-    return _encoded(tokenizer, config, texts, val_texts, skipped.files, skipped.notes())
+    return _split_and_encode(tokenizer, config, texts, val_texts, skipped.files, skipped.notes())
 
 
-def _encoded(
+def _split_and_encode(
     tokenizer: Tokenizer,
     config: DataConfig,
     texts: Sequence[bytes],
@@ -152,15 +158,15 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[_Part, TokenS
     pieces = (TextPiece(each.decode(), len(each)) for each in texts)
     if isinstance(tokenizer, ByteTokenizer) and size < _SMALL:
         return _Part("", size), TokenStream(tokenizer.encode_pieces([*pieces]), size)
-    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
+    digest = xxhash.xxh3_128(f"{_CACHE_VERSION} {tokenizer.checksum}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "little"))
         digest.update(text)
     part = _Part(f"text-{digest.hexdigest()}", size)
     if (stream := _stream(part)) is None:
-        some = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
+        batches = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
         with doing("tokenizing text"):
-            tokens = np.concatenate([tokenizer.encode_pieces(each) for each in some])
+            tokens = np.concatenate([tokenizer.encode_pieces(each) for each in batches])
         entry = write_cache(part.name, {"tokens": tokens}, {})
         stream = TokenStream(entry.arrays["tokens"], size, entry.checksums["tokens"])
     return part, stream

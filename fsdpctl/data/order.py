@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 _ROUNDS = 4
 _WINDOW = 16_384  # documents that are packed together
-Indices = NDArray[np.uint64]
-IntArray = NDArray[np.int64]
+Indices = NDArray[np.uint64]  # indices of samples, unsigned for arithmetic modulo 2 ** 64
+IntArray = NDArray[np.int64]  # positions, lengths and tokens
 
 
 def splitmix64(values: Indices, key: int) -> Indices:
@@ -40,7 +40,7 @@ def permute(indices: Indices, count: int, seed: int, epoch: int) -> Indices:
             left, right = right, left ^ (splitmix64(right, key) & mask)
         return (left << half_bits) | right
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2 ** 64
         result = feistel(indices.astype(np.uint64))
         while (outside := result >= count).any():
             result[outside] = feistel(result[outside])
@@ -61,7 +61,7 @@ def samples_at(position: int, length: int, count: int, seed: int) -> Indices:
     return result
 
 
-def pack_documents(lengths: Sequence[int] | IntArray, capacity: int, seed: int) -> list[list[int]]:
+def pack_sequences(lengths: Sequence[int] | IntArray, capacity: int, seed: int) -> list[list[int]]:
     """Return the numbers of the documents in each sequence of at most `capacity` tokens.
 
     `lengths` has the number of tokens of each document, from 1 to `capacity`. Best-fit decreasing
@@ -70,11 +70,11 @@ def pack_documents(lengths: Sequence[int] | IntArray, capacity: int, seed: int) 
     """
     count = len(lengths)
     order = permute(np.arange(count, dtype=np.uint64), count, seed, 0).astype(np.int64)
-    rows: list[list[int]] = []
+    sequences: list[list[int]] = []
     for start in range(0, count, _WINDOW):
         window = sorted(order[start : start + _WINDOW].tolist(), key=lambda each: -lengths[each])
-        rows += _best_fit(window, lengths, capacity)
-    return rows
+        sequences += _best_fit(window, lengths, capacity)
+    return sequences
 
 
 def _best_fit(
@@ -85,22 +85,22 @@ def _best_fit(
     Bit N of `open_rows` is set if a sequence has room for exactly N tokens. So the lowest set bit
     that is high enough names the sequence, without a search.
     """
-    rows: list[list[int]] = []
+    sequences: list[list[int]] = []
     by_capacity: dict[int, list[list[int]]] = defaultdict(list)
-    open_rows = 0
+    capacities = 0
     for document in documents:
         length = int(lengths[document])
-        fitting = open_rows >> length
+        fitting = capacities >> length
         if fitting:
             left = length + (fitting & -fitting).bit_length() - 1
-            row = by_capacity[left].pop()
+            sequence = by_capacity[left].pop()
             if not by_capacity[left]:
-                open_rows &= ~(1 << left)
+                capacities &= ~(1 << left)
         else:
-            left, row = capacity, []
-            rows.append(row)
-        row.append(document)
+            left, sequence = capacity, []
+            sequences.append(sequence)
+        sequence.append(document)
         if left > length:
-            by_capacity[left - length].append(row)
-            open_rows |= 1 << (left - length)
-    return rows
+            by_capacity[left - length].append(sequence)
+            capacities |= 1 << (left - length)
+    return sequences

@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fsdpctl.data.order import Indices, IntArray, pack_documents, samples_at
+from fsdpctl.data.order import Indices, IntArray, pack_sequences, samples_at
 from fsdpctl.data.tokenizer import Tokens
 
 Mask = NDArray[np.bool_]
@@ -87,16 +87,17 @@ class Packing:
     seed: int = 0  # determines which documents share a sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DocumentSet:
     """Concatenated documents. A token is predicted from the tokens before it in its document."""
 
     tokens: Tokens  # 1-D; may be memory-mapped
-    trained: Mask  # (tokens,): whether a token is a target, if it isn't a document's first
+    loss_mask: Mask  # (tokens,): whether a token is a target, if it isn't a document's first
     starts: IntArray  # (documents + 1,): the start of each document, and the end of the last one
     packing: Packing = Packing()
     origin: str = "the data"
     checksum: str | None = None  # checksums of the three arrays, concatenated
+    num_bytes: ClassVar[None] = None  # the number of bytes of the trained text is unknown
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,7 +108,7 @@ class DocumentSet:
         text = f"Packing(shares_rows={packing.shares_sequences}, {too_long=}, seed={packing.seed})"
         digest = xxhash.xxh3_64(f"{text} {self.checksum or ''}".encode())
         if self.checksum is None:
-            for part in (self.tokens, self.trained, self.starts):
+            for part in (self.tokens, self.loss_mask, self.starts):
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
@@ -116,13 +117,8 @@ class DocumentSet:
         return len(self.tokens)
 
     @property
-    def num_bytes(self) -> None:
-        """None: the number of bytes of the trained text is unknown."""
-        return
-
-    @property
     def num_trained(self) -> int:
-        return int(np.count_nonzero(self.trained))
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def lengths(self) -> IntArray:
@@ -133,19 +129,13 @@ class DocumentSet:
 
     def __getitem__(self, number: int) -> tuple[Tokens, Mask]:
         span = slice(int(self.starts[number]), int(self.starts[number + 1]))
-        return self.tokens[span], self.trained[span]
+        return self.tokens[span], self.loss_mask[span]
 
     def samples(self, seq_len: int) -> "PackedSamples":
         return _packed(self, seq_len)
 
-    def __hash__(self) -> int:
-        return id(self)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # holds the arrays of 32 document sets
 def _packed(documents: DocumentSet, seq_len: int) -> "PackedSamples":
     return PackedSamples(documents, seq_len)
 
@@ -166,23 +156,23 @@ class PackedSamples(Samples):
         too_long = lengths > seq_len
         self.num_too_long = int(too_long.sum())
         self._lengths: IntArray = np.minimum(lengths, seq_len)
-        trained = self._count_trained(too_long)
-        used = trained > 0
+        num_targets = self._count_targets(too_long)
+        used = num_targets > 0
         drops = documents.packing.too_long == DROP
         if drops:
             used &= ~too_long
         self.num_untrained = int((~used).sum()) - (self.num_too_long if drops else 0)
-        self.num_targets = int(trained[used].sum())
+        self.num_targets = int(num_targets[used].sum())
         self._num_tokens = int(self._lengths[used].sum())
         numbers = np.flatnonzero(used)
         if documents.packing.shares_sequences and len(numbers):
-            packed = pack_documents(self._lengths[numbers], seq_len, documents.packing.seed)
+            packed = pack_sequences(self._lengths[numbers], seq_len, documents.packing.seed)
             self._sequences: Sequence[Sequence[int]] = [numbers[row].tolist() for row in packed]
         else:
             self._sequences = [[int(number)] for number in numbers]
 
-    def _count_trained(self, too_long: Mask) -> IntArray:
-        starts, loss_mask = self._documents.starts, self._documents.trained
+    def _count_targets(self, too_long: Mask) -> IntArray:
+        starts, loss_mask = self._documents.starts, self._documents.loss_mask
         if not len(self._lengths):
             return self._lengths
         counts: IntArray = np.add.reduceat(loss_mask, starts[:-1], dtype=np.int64)
@@ -219,9 +209,9 @@ class PackedSamples(Samples):
         for document in self._sequences[number]:
             length, start = int(self._lengths[document]), int(self._documents.starts[document])
             ids = self._documents.tokens[start : start + length + 1].astype(np.int64)
-            trained = self._documents.trained[start + 1 : start + length + 1]
+            loss_mask = self._documents.loss_mask[start + 1 : start + length + 1]
             tokens[position : position + length] = ids[:-1]
-            targets[position : position + length] = np.where(trained, ids[1:], IGNORE_INDEX)
+            targets[position : position + length] = np.where(loss_mask, ids[1:], IGNORE_INDEX)
             lengths.append(length)
             position += length
         padding = self.seq_len - position

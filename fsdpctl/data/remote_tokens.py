@@ -28,7 +28,7 @@ from fsdpctl.io.activity import doing
 from fsdpctl.io.files import cache_folder, write_atomic
 from fsdpctl.io.stores import POOL, StoredFile, open_store, with_retries
 
-_START = 4096  # bytes of a file that tell its format
+START_BYTES = 4096  # bytes of a file that tell its format
 _MAX_PREFETCHED = 1 << 14  # samples
 _COMPLETE = "complete"
 # Keys by which drivers of fsspec report the version of a file, most exact first.
@@ -43,10 +43,9 @@ class RemoteShard(TokenShard):
     file: StoredFile
     version: str
     prefetched: dict[tuple[int, int], Future[bytes]] = field(default_factory=dict, compare=False)
-    lock: Any = field(default_factory=Lock, compare=False)
-    check_lock: Any = field(default_factory=Lock, compare=False)
-    # When the version was last checked, in seconds of the monotonic clock; in a list, since the
-    # dataclass is frozen.
+    lock: Any = field(default_factory=Lock, compare=False)  # guards `prefetched`
+    check_lock: Any = field(default_factory=Lock, compare=False)  # guards `last_check`
+    # Monotonic seconds of the last check of the version; a list, since the dataclass is frozen.
     last_check: list[float] = field(default_factory=lambda: [0.0], compare=False)
 
     def read(self, start: int, stop: int) -> TokenArray:
@@ -57,10 +56,10 @@ class RemoteShard(TokenShard):
         """
         with self.lock:
             prefetch = self.prefetched.pop((start, stop), None)
-        # A prefetch that failed is repeated: the store may answer now.
-        failed = prefetch is None or prefetch.exception() is not None
-        content = self._get(start, stop) if prefetch is None or failed else prefetch.result()
-        return np.frombuffer(content, dtype=self.dtype)
+        # `exception` waits. A prefetch that failed is repeated: the store may answer now.
+        if prefetch is not None and prefetch.exception() is None:
+            return np.frombuffer(prefetch.result(), dtype=self.dtype)
+        return np.frombuffer(self._get(start, stop), dtype=self.dtype)
 
     def fetch(self, start: int, stop: int) -> None:
         with self.lock:
@@ -76,9 +75,9 @@ class RemoteShard(TokenShard):
 
     def _check(self) -> None:
         """Check that the file has not changed; one check covers all reads that precede it."""
-        fetched = time.monotonic()
+        read_end = time.monotonic()
         with self.check_lock:
-            if self.last_check[0] > fetched:
+            if self.last_check[0] > read_end:
                 return
             check_start = time.monotonic()
             if _version(self.file.info()) != self.version:
@@ -108,25 +107,24 @@ def cache_descriptions(path: str, key: str) -> tuple[Path, dict[str, tuple[Store
 
     def fetch(url: str) -> None:
         size, copies_all = files[url][0], url in neighbors and not url.endswith(LOSS_MASK_SUFFIX)
-        prefix_size = size if copies_all else min(_START, size)
-        remote_files[url].copy_prefix(folder / os.path.relpath(url, root), prefix_size, size)
+        prefix_size = size if copies_all else min(START_BYTES, size)
+        remote_files[url].copy_prefix(paths[url], prefix_size, size)
 
     urls = [*bins, *sorted(neighbors)]
+    paths = {url: folder / os.path.relpath(url, root) for url in urls}
     remote_files = {url: StoredFile(store, url, url) for url in urls}
     if not (folder / _COMPLETE).exists():
-        with doing(f"looking at {path}", "files", len(urls)) as advance:
+        with doing(f"reading headers of {path}", "files", len(urls)) as advance:
             for _ in POOL.map(fetch, urls):
                 advance(1)
         write_atomic(folder / _COMPLETE, "")
-    descriptions = {url: str(folder / os.path.relpath(url, root)) for url in urls}
-    return folder, {file: (remote_files[url], files[url][1]) for url, file in descriptions.items()}
+    return folder, {str(paths[url]): (remote_files[url], files[url][1]) for url in urls}
 
 
 def _belongs(url: str, bins: set[str]) -> bool:
     stem, suffix = os.path.splitext(url)
-    return suffix in TOKEN_NEIGHBORS and (
-        stem in bins or any(f"{stem}{x}" in bins for x in TOKEN_SUFFIXES)
-    )
+    owners = {stem, *(f"{stem}{each}" for each in TOKEN_SUFFIXES)}
+    return suffix in TOKEN_NEIGHBORS and not owners.isdisjoint(bins)
 
 
 def _version(info: Mapping[str, Any]) -> str:
@@ -136,15 +134,15 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _listed(path: str, key: str) -> tuple[Any, dict[str, tuple[int, str]]]:
+    """Return the store, and size and version of each matching or neighboring file, by URL."""
     target = open_store(path, f"{key}={path}")
     store, root = target.store, target.path
     is_glob = re.search(r"[*?\[]", root) is not None
     with doing(f"listing {path}"):
         if is_glob or with_retries(path, lambda: store.isfile(root), UsageError):
             folder = os.path.dirname(re.split(r"[*?\[]", root)[0])
-            matches = {root}
-            if is_glob:
-                matches = set(with_retries(path, lambda: store.glob(root), UsageError))
+            glob = partial(store.glob, root)
+            matches = set(with_retries(path, glob, UsageError)) if is_glob else {root}
         else:
             folder, matches = root, set[str]()
         depth = 1 if matches and not is_glob else None

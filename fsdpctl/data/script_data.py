@@ -36,7 +36,7 @@ class ScriptData(Samples):
     @property
     def fingerprint(self) -> str:
         """The number of samples; their content isn't included, since it may be random."""
-        return f"{len(self)} samples "
+        return f"{len(self)} samples "  # the fingerprint of the validation data follows
 
     def samples(self, seq_len: int) -> "ScriptData":
         return self

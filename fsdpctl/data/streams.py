@@ -24,7 +24,7 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """The xxh3 of the tokens; of a part, the xxh3 of the whole and the split's position."""
+        """The checksum of the tokens or their files; of a part, also the position of the split."""
         if self.checksum is not None:
             return self.checksum
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
@@ -35,6 +35,7 @@ class TokenStream:
 
     def split(self, at: int) -> tuple["TokenStream", "TokenStream"]:
         """Return the first `at` tokens and the rest, without reading them if `checksum` is set."""
+        # Both parts get one checksum.
         checksum = None if self.checksum is None else f"{self.checksum}/{at}"
         fields = None, checksum, self.origin, self.isolates_documents
         rest = TokenStream(_slice(self.tokens, at, self.num_tokens), *fields)
@@ -46,8 +47,7 @@ class TokenStream:
 
 
 def concatenated(files: Sequence[TokenFile], origin: str, *, isolates: bool = False) -> TokenStream:
-    sizes = [each.num_bytes for each in files]
-    known_sizes = [each for each in sizes if each is not None]
+    known_sizes = [each.num_bytes for each in files if each.num_bytes is not None]
     size = sum(known_sizes) if len(known_sizes) == len(files) else None
     checksum = files[0].xxh3 if len(files) == 1 and files[0].xxh3 else _fingerprint(files)
     tokens = ShardTokens([each.shard for each in files])
@@ -57,9 +57,8 @@ def concatenated(files: Sequence[TokenFile], origin: str, *, isolates: bool = Fa
 def _fingerprint(files: Sequence[TokenFile]) -> str:
     digest = xxhash.xxh3_64()
     for file in files:
-        shard = file.shard
         checksum = file.xxh3 or file.start_checksum
-        digest.update(f"{shard.count} {shard.dtype.str} {checksum};".encode())
+        digest.update(f"{file.shard.count} {file.shard.dtype.str} {checksum};".encode())
     return digest.hexdigest()
 
 
@@ -77,9 +76,8 @@ class StreamSamples(Samples):
 
     @property
     def empty_message(self) -> str:
-        return (
-            f"train.seq_len={self.seq_len}: longer than the data of {self.stream.num_tokens} tokens"
-        )
+        num_tokens = self.stream.num_tokens
+        return f"train.seq_len={self.seq_len}: longer than the data of {num_tokens} tokens"
 
     def __len__(self) -> int:
         return max(0, (self.stream.num_tokens - 1) // self.seq_len)
@@ -100,7 +98,6 @@ class StreamSamples(Samples):
 
     def fetch(self, numbers: Iterable[int]) -> None:
         tokens, size = self.stream.tokens, self.seq_len
-        if not isinstance(tokens, ShardTokens):
-            return
-        for number in numbers:
-            tokens.fetch(number * size, number * size + size + 1)
+        if isinstance(tokens, ShardTokens):
+            for number in numbers:
+                tokens.fetch(number * size, number * size + size + 1)

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fsdpctl.data.token_reads import file_stamp
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import cache_folder
 from fsdpctl.io.untrusted import read_json
@@ -48,7 +49,7 @@ def read_cache(name: str) -> CacheEntry | None:
         if header["version"] != _VERSION:
             return None
         checksums, states = dict(header["checksums"]), header["states"]
-        changed = [x for x in checksums if _state(folder, x) != states[x]]
+        changed = [each for each in checksums if _stamp(folder, each) != states[each]]
         if any(_checksum(_read(folder, each)) != checksums[each] for each in changed):
             return None
         # The arrays are mapped again, because verifying them has made all pages resident.
@@ -79,7 +80,7 @@ def write_cache(name: str, arrays: Arrays, facts: Mapping[str, Any]) -> CacheEnt
                 os.fsync(file.fileno())
             # The time is a whole second, so that any later write changes it, however soon.
             os.utime(scratch / f"{each}.npy", (second, second))
-        states = {each: _state(scratch, each) for each in arrays}
+        states = {each: _stamp(scratch, each) for each in arrays}
         header = {"version": _VERSION, "checksums": checksums, "states": states, "facts": facts}
         (scratch / _HEADER).write_text(json.dumps(header, indent=1) + "\n")
         if folder.exists() and read_cache(name) is None:  # corrupted
@@ -101,9 +102,8 @@ def entry_name(kind: str, about: object, files: Iterable[Path]) -> str:
     return f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
 
 
-def _state(folder: Path, name: str) -> list[int]:
-    status = (folder / f"{name}.npy").stat()
-    return [status.st_size, status.st_mtime_ns]
+def _stamp(folder: Path, name: str) -> list[int]:
+    return [*file_stamp((folder / f"{name}.npy").stat())]
 
 
 def _checksum(array: NDArray[Any]) -> str:

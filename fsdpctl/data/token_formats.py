@@ -16,7 +16,7 @@ from fsdpctl.config.data import LOSS_MASK_SUFFIX, TOKEN_FORMATS, TOKEN_SUFFIXES,
 from fsdpctl.config.data_files import DataFiles, select_files
 from fsdpctl.config.model import MAX_TOKENS
 from fsdpctl.data.find_data import find_data
-from fsdpctl.data.remote_tokens import RemoteShard, cache_descriptions
+from fsdpctl.data.remote_tokens import START_BYTES, RemoteShard, cache_descriptions
 from fsdpctl.data.token_reads import DocumentIndex, ShardTokens, TokenShard, file_stamp
 from fsdpctl.errors import UsageError
 from fsdpctl.io.activity import BYTES, doing
@@ -26,7 +26,7 @@ from fsdpctl.io.untrusted import as_type, check_version, read_json
 
 TOKEN_FILE_FORMAT = "fsdpctl-tokens", 1  # format and version in NAME.json
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_START, _LLM_C_HEADER = 4096, 1024  # bytes
+_LLM_C_HEADER = 1024  # bytes
 # By magic number and version: the dtype and the vocabulary of GPT-2, and of Llama 3.
 _LLM_C = {(20240520, 1): ("uint16", 50257), (20240801, 7): ("uint32", 128256)}
 _MEGATRON, _MEGATRON_HEADER = b"MMIDIDX\0\0", "<9sQBQQ"
@@ -61,7 +61,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sidecar:
+class _Header:
     """The contents of NAME.json."""
 
     dtype: Literal["uint16", "uint32"]
@@ -74,7 +74,7 @@ class _Sidecar:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenedFile:
+class _InspectedFile:
     """A token file of unknown format. Its errors name the setting and the file."""
 
     path: Path
@@ -85,7 +85,7 @@ class _OpenedFile:
     location: str
 
     @property
-    def checksum(self) -> str:
+    def start_checksum(self) -> str:
         return xxhash.xxh3_64_hexdigest(self.start)
 
     def error(self, problem: str) -> UsageError:
@@ -120,7 +120,7 @@ class TokenFiles:
 
 
 def open_token_files(
-    path: str, key: str = "data.path", kind: str = "auto", *, validates: bool = True
+    path: str, key: str = "data.path", format_name: str = "auto", *, validates: bool = True
 ) -> TokenFiles:
     """Open the token files at a path: a file, a directory, or a glob.
 
@@ -138,36 +138,36 @@ def open_token_files(
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
     else:
         data_files = find_data(path, key, TOKENS)
-    for folder in {each.parent for each in data_files.files} if not Path(path).is_file() else ():
+    folders = {each.parent for each in data_files.files}
+    for folder in () if Path(path).is_file() else folders:
         if busy := next(folder.glob("*.progress.json"), None):
             raise UsageError(f"{key}={path}: {busy.name}: `fsdpctl tokenize` has not finished")
     paths = [*data_files.files, *(data_files.validation if validates else ())]
-    opened = _open_all(paths, key, kind)
+    token_files = _open_all(paths, key, format_name)
     if remote_files:
-        opened = [replace(x, shard=_in_store(x.shard, remote_files)) for x in opened]
-    first = opened[0]
-    for other in opened[1:]:
+        token_files = [replace(x, shard=_in_store(x.shard, remote_files)) for x in token_files]
+    first = token_files[0]
+    for other in token_files[1:]:
         for fact in ("vocab_size", "tokenizer_xxh3" if first.tokenizer_xxh3 else "tokenizer"):
             expected, got = (getattr(each, fact) or "unknown" for each in (first, other))
             if expected != got:
                 problem = f"{fact}: expected {expected}, as in {first.shard.path}, got {got}"
                 raise UsageError(f"{key}: {other.shard.path}: {problem}")
-    unmasked = [each.shard.path for each in opened if each.shard.loss_mask is None]
-    if unmasked and len(unmasked) < len(opened):
+    unmasked = [each.shard.path for each in token_files if each.shard.loss_mask is None]
+    if unmasked and len(unmasked) < len(token_files):
         problem = "not found; expected one next to every token file, or none"
         raise UsageError(f"{key}: {unmasked[0]}{LOSS_MASK_SUFFIX}: {problem}")
     count = len(data_files.files)
-    return TokenFiles(opened[:count], opened[count:], data_files)
+    return TokenFiles(token_files[:count], token_files[count:], data_files)
 
 
 def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
     """Read and verify all tokens; `vocab_size` is the model's.
 
-    UsageError if the checksum differs from the checksum in the header, or if a token isn't in the
-    vocabulary.
+    UsageError if a token isn't in the vocabulary, or if the checksum isn't that of the header.
     """
     tokens, digest, path = ShardTokens([file.shard]), xxhash.xxh3_64(), file.shard.path
-    limit = file.vocab_size or vocab_size or MAX_TOKENS
+    limit, hint = file.vocab_size or vocab_size or MAX_TOKENS, file.hint and f"; {file.hint}"
     with doing(f"checking {path}", BYTES, file.size) as advance:
         for start in range(0, len(tokens), _CHUNK):
             chunk = tokens[start : start + _CHUNK]
@@ -176,7 +176,7 @@ def check_tokens(file: TokenFile, vocab_size: int | None) -> None:
                 if not 0 <= chunk[position] < limit:
                     raise UsageError(
                         f"{path}: token {start + position}: expected less than {limit}, the size "
-                        f"of the vocabulary, got {chunk[position]}{file.hint and f'; {file.hint}'}"
+                        f"of the vocabulary, got {chunk[position]}{hint}"
                     )
             advance(chunk.nbytes)
     if file.xxh3 not in (None, digest.hexdigest()):
@@ -190,46 +190,45 @@ def _in_store(shard: TokenShard, remote_files: Mapping[str, tuple[StoredFile, st
     return RemoteShard(Path(file.url), *fields, file=file, version=version)
 
 
-def _open_all(paths: Sequence[Path], key: str, kind: str) -> list[TokenFile]:
+def _open_all(paths: Sequence[Path], key: str, format_name: str) -> list[TokenFile]:
     names: dict[Path, frozenset[str]] = {}  # listed once: a directory may have 10,000 files
     for folder in {each.parent for each in paths}:
         with os_errors_as(f"{key}={folder}"):
             names[folder] = frozenset(os.listdir(folder))
-    return [_open(each, names[each.parent], key, kind) for each in paths]
+    return [_open(each, names[each.parent], key, format_name) for each in paths]
 
 
-def _open(path: Path, names: Collection[str], key: str, kind: str) -> TokenFile:
-    opened = _inspect(path, names, key)
-    kind = _detect_format(opened) if kind == "auto" else kind
-    if not opened.size:
-        raise opened.error("contains no tokens")
-    token_file = _READERS[kind](opened)
+def _open(path: Path, names: Collection[str], key: str, format_name: str) -> TokenFile:
+    inspected = _inspect(path, names, key)
+    format_name = _detect_format(inspected) if format_name == "auto" else format_name
+    if not inspected.size:
+        raise inspected.error("contains no tokens")
+    token_file = _READERS[format_name](inspected)
     if f"{path.name}{LOSS_MASK_SUFFIX}" not in names:
         return token_file
     # datatrove writes loss masks in this form.
-    mask_file = _inspect(_beside(path, LOSS_MASK_SUFFIX), names, key)
+    mask_file = _inspect(Path(f"{path}{LOSS_MASK_SUFFIX}"), names, key)
     shard = replace(token_file.shard, loss_mask=mask_file.shard("u1", 0, token_file.shard.count))
-    checksum = f"{token_file.start_checksum} {mask_file.checksum}"
+    checksum = f"{token_file.start_checksum} {mask_file.start_checksum}"
     return replace(token_file, shard=shard, start_checksum=checksum)
 
 
-def _inspect(path: Path, names: Collection[str], key: str) -> _OpenedFile:
+def _inspect(path: Path, names: Collection[str], key: str) -> _InspectedFile:
     descriptor = open_regular(path, follow_links=True)
     with open(descriptor, "rb") as file:
-        status, start = os.fstat(descriptor), file.read(_START)
-    return _OpenedFile(path, status.st_size, file_stamp(status), start, names, f"{key}={path}")
+        status, start = os.fstat(descriptor), file.read(START_BYTES)
+    return _InspectedFile(path, status.st_size, file_stamp(status), start, names, f"{key}={path}")
 
 
-def _detect_format(file: _OpenedFile) -> str:
+def _detect_format(file: _InspectedFile) -> str:
     path, stem = file.path, file.path.stem
-    magic = struct.unpack_from("<2i", file.start) if len(file.start) >= _LLM_C_HEADER else None
     if f"{stem}.json" in file.names:
         return "fsdpctl"
     if f"{stem}.idx" in file.names:
         return "megatron"
     if path.suffix == ".ds" or f"{path.name}.index" in file.names:
         return "datatrove"
-    if magic in _LLM_C:
+    if len(file.start) >= _LLM_C_HEADER and struct.unpack_from("<2i", file.start) in _LLM_C:
         return "llm.c"
     if file.start.startswith(_NUMPY):
         return "numpy"
@@ -240,16 +239,12 @@ def _detect_format(file: _OpenedFile) -> str:
     )
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-def _fsdpctl(file: _OpenedFile) -> TokenFile:
-    sidecar = file.path.with_suffix(".json")
-    content = read_json(sidecar, dict[str, Any], follow_links=True)
+def _fsdpctl(file: _InspectedFile) -> TokenFile:
+    path = file.path.with_suffix(".json")
+    content = read_json(path, dict[str, Any], follow_links=True)
     noun = "the header of a token file"
-    check_version(content, TOKEN_FILE_FORMAT, noun, str(sidecar), UsageError)
-    header = as_type(content, _Sidecar, str(sidecar))
+    check_version(content, TOKEN_FILE_FORMAT, noun, str(path), UsageError)
+    header = as_type(content, _Header, str(path))
     dtype = TOKEN_DTYPES[header.dtype]
     if file.size != header.num_tokens * dtype.itemsize:
         raise file.error(
@@ -257,10 +252,10 @@ def _fsdpctl(file: _OpenedFile) -> TokenFile:
             f"{file.size} bytes"
         )
     facts = header.vocab_size, header.tokenizer, header.tokenizer_xxh3, header.xxh3
-    return TokenFile(file.shard(dtype), "fsdpctl", file.checksum, *facts, header.num_bytes)
+    return TokenFile(file.shard(dtype), "fsdpctl", file.start_checksum, *facts, header.num_bytes)
 
 
-def _llm_c(file: _OpenedFile) -> TokenFile:
+def _llm_c(file: _InspectedFile) -> TokenFile:
     if len(file.start) < _LLM_C_HEADER:
         raise file.error(f"truncated: expected a header of {_LLM_C_HEADER} bytes")
     magic, version, count = struct.unpack_from("<3i", file.start)
@@ -268,11 +263,14 @@ def _llm_c(file: _OpenedFile) -> TokenFile:
         raise file.error(f"not a file of llm.c: magic number {magic}, version {version}")
     dtype, vocab_size = _LLM_C[magic, version]
     return TokenFile(
-        file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count), "llm.c", file.checksum, vocab_size
+        file.shard(TOKEN_DTYPES[dtype], _LLM_C_HEADER, count),
+        "llm.c",
+        file.start_checksum,
+        vocab_size,
     )
 
 
-def _megatron(file: _OpenedFile) -> TokenFile:
+def _megatron(file: _InspectedFile) -> TokenFile:
     path = file.path.with_suffix(".idx")
     size = struct.calcsize(_MEGATRON_HEADER)
     with open(open_regular(path, follow_links=True), "rb") as index:
@@ -282,26 +280,28 @@ def _megatron(file: _OpenedFile) -> TokenFile:
         _, version, code, sequences, documents = struct.unpack(_MEGATRON_HEADER, start)
         if version != 1 or code not in _MEGATRON_DTYPES:
             raise UsageError(f"{path}: version {version}, dtype {code}: not supported")
+        # The header, int32 lengths of sequences, int64 positions of sequences in bytes, and the
+        # int64 indices of the sequences that begin documents.
         pointers, documents_start = size + 4 * sequences, size + 12 * sequences
         if index_size < documents_start + 8 * documents or not sequences:
             raise UsageError(f"{path}: truncated, or without sequences")
         index.seek(size)
         lengths = np.frombuffer(index.read(4 * sequences), dtype="<i4")
         index.seek(documents_start)
-        ends = np.frombuffer(index.read(8 * documents), dtype="<i8").tolist()
+        boundaries = np.frombuffer(index.read(8 * documents), dtype="<i8").tolist()
     if (lengths < 0).any():
         raise UsageError(f"{path}: damaged: a length below 0")
-    if ends[:1] != [0] or ends[-1] != sequences or ends != sorted(ends):
+    if boundaries[:1] != [0] or boundaries[-1] != sequences or boundaries != sorted(boundaries):
         raise UsageError(f"{path}: damaged: its documents do not have {sequences} sequences")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     selection = documents_start, documents
     document_index = DocumentIndex(path, pointers, sequences, dtype.itemsize, selection)
     shard = file.shard(dtype, 0, int(lengths.sum(dtype=np.int64)), document_index)
-    return TokenFile(shard, "megatron", file.checksum)
+    return TokenFile(shard, "megatron", file.start_checksum)
 
 
-def _datatrove(file: _OpenedFile) -> TokenFile:
-    path, metadata_path = _beside(file.path, ".index"), _beside(file.path, ".metadata")
+def _datatrove(file: _InspectedFile) -> TokenFile:
+    path, metadata_path = Path(f"{file.path}.index"), Path(f"{file.path}.metadata")
     with open(open_regular(path, follow_links=True), "rb") as index:
         size = os.fstat(index.fileno()).st_size
         index.seek(max(0, size - 8))
@@ -320,42 +320,40 @@ def _datatrove(file: _OpenedFile) -> TokenFile:
         name = line.rpartition("|")[0] or line
     shard = file.shard(f"<u{width}", 0, count, DocumentIndex(path, 0, size // 8, 1))
     name = None if name == "Unknown Tokenizer" else name
-    return TokenFile(shard, "datatrove", file.checksum, tokenizer=name)
+    return TokenFile(shard, "datatrove", file.start_checksum, tokenizer=name)
 
 
-def _numpy(file: _OpenedFile) -> TokenFile:
+def _numpy(file: _InspectedFile) -> TokenFile:
     with open(open_regular(file.path, follow_links=True), "rb") as content:
         try:
             version = np.lib.format.read_magic(content)
-            read = np.lib.format.read_array_header_1_0
-            shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-                content
-            )
+            readers = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
+            shape, _, dtype = readers[version != (1, 0)](content)
         # NumPy calls Python's parser for the header, which raises arbitrary exceptions.
         except Exception as error:
             raise file.error(f"not an array of NumPy: {str(error):.100}") from None
         offset = content.tell()
     if len(shape) != 1 or dtype.kind not in "ui" or not dtype.isnative:
         raise file.error(f"expected a 1-D array of whole numbers, got {dtype} of shape {shape}")
-    return TokenFile(file.shard(dtype, offset, shape[0]), "numpy", file.checksum)
+    return TokenFile(file.shard(dtype, offset, shape[0]), "numpy", file.start_checksum)
 
 
-def _raw(name: str) -> Callable[[_OpenedFile], TokenFile]:
-    def read(file: _OpenedFile) -> TokenFile:
+def _raw(name: str) -> Callable[[_InspectedFile], TokenFile]:
+    def read(file: _InspectedFile) -> TokenFile:
         if file.start.startswith(_NUMPY):
             raise file.error(f"data.format={name}: has a header of NumPy; set data.format=auto")
         shard = file.shard(TOKEN_DTYPES[name])
-        return TokenFile(shard, name, file.checksum, hint=_hint(file.start, shard.dtype))
+        return TokenFile(shard, name, file.start_checksum, hint=_hint(file.start, shard.dtype))
 
     return read
 
 
 def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     ids, size = np.frombuffer(start[: len(start) // 8 * 8], dtype), dtype.itemsize
-    is_half = ids < 4  # upper halves of ids of twice the width are small
+    is_small = ids < 4  # upper halves of ids of twice the width are small
     if len(ids) < 64:
         return ""
-    if is_half[1::2].mean() > 0.99 and is_half[::2].mean() < 0.9:
+    if is_small[1::2].mean() > 0.99 and is_small[::2].mean() < 0.9:
         next_step = "set data.format=uint32" if size == 2 else "convert them to uint32"
         problem = f"nearly every second id is 0: the ids probably have {2 * size} bytes"
         return f"{problem}; {next_step}"
@@ -364,7 +362,7 @@ def _hint(start: bytes, dtype: np.dtype[Any]) -> str:
     return ""
 
 
-_READERS: dict[str, Callable[[_OpenedFile], TokenFile]] = {
+_READERS: dict[str, Callable[[_InspectedFile], TokenFile]] = {
     "fsdpctl": _fsdpctl, "llm.c": _llm_c, "megatron": _megatron, "datatrove": _datatrove,
     "numpy": _numpy, "uint16": _raw("uint16"), "uint32": _raw("uint32"),
 }  # fmt: skip

@@ -78,7 +78,7 @@ class _OpenFile:
 
 @lru_cache(maxsize=_MAX_OPEN)
 def _opened(path: Path, stamp: tuple[int, int]) -> _OpenFile:
-    return _OpenFile(path)
+    return _OpenFile(path)  # `stamp` is a part of the key: a replaced file is opened again
 
 
 def file_stamp(status: os.stat_result) -> tuple[int, int]:
@@ -86,10 +86,7 @@ def file_stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 class ShardTokens:
-    """The concatenated tokens of several files, or a part of these tokens.
-
-    A slice reads its tokens, and is an array.
-    """
+    """The concatenated tokens of several files, or a part of them. Slicing reads an array."""
 
     def __init__(
         self, shards: Sequence[TokenShard], start: int = 0, stop: int | None = None

@@ -41,7 +41,7 @@ class TextPiece(NamedTuple):
     """A document, or a part of a long document, and its size in bytes."""
 
     text: str  # a part has up to CONTEXT_CHARS characters of context on both sides
-    size: int  # bytes of the file
+    size: int  # bytes of the text without context, for progress
     begins: bool = True  # whether the document begins here
     ends: bool = True
     span: tuple[int, int] | None = None  # the part in `text`, without context; None: all of it
@@ -50,13 +50,13 @@ class TextPiece(NamedTuple):
 class ByteTokenizer:
     """A tokenizer whose tokens are the bytes of UTF-8."""
 
-    name = BYTE_TOKENIZER
+    name = checksum = BYTE_TOKENIZER  # the tokens of bytes never change
     vocab_size = 256
     dtype = np.uint16  # in token files
     splits_text = True
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> Tokens:
-        texts = (each.text[slice(*each.span or (None,))] for each in pieces)
+        texts = (x.text if x.span is None else x.text[slice(*x.span)] for x in pieces)
         return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -75,11 +75,6 @@ class ByteTokenizer:
             yield decoder.decode(bytes([token if token < self.vocab_size else 0xFF]))
         yield decoder.decode(b"", final=True)
 
-    @property
-    def checksum(self) -> str:
-        """The name, since the tokens of bytes never change."""
-        return BYTE_TOKENIZER
-
     def files(self) -> dict[str, bytes]:
         """Return a byte-level BPE without merges, whose 256 tokens are the bytes in order."""
         alphabet = _byte_alphabet()
@@ -87,10 +82,9 @@ class ByteTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
             "model_max_length": 1 << 30,
-        }
+        }  # fmt: skip
         return {
             TOKENIZER_JSON: tokenizer.to_str(pretty=True).encode(),
             TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode(),
@@ -140,13 +134,13 @@ class FileTokenizer:
             if self.eos_id is not None:
                 self.control_tokens[str(self.hf.eos_token)] = self.eos_id
             self._control_ids = set(self.control_tokens.values())
-            self.prefix, self.suffix = self._added_tokens()
+            self.prefix, self.suffix = self._find_boundary_tokens()
         self.first_new_id: int | None = None  # the first token that `data.new_tokens` has added
         if self.vocab_size > MAX_TOKENS:
             problem = f"token {self.vocab_size - 1}: exceeds the limit of {MAX_TOKENS:,} tokens"
             raise UsageError(f"{self._location}: {problem}")
 
-    def _added_tokens(self) -> tuple[list[int], list[int]]:
+    def _find_boundary_tokens(self) -> tuple[list[int], list[int]]:
         plain, with_added = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
         size = len(plain)
         for start in range(len(with_added) - size + 1):
@@ -174,7 +168,7 @@ class FileTokenizer:
             for piece in pieces:
                 row = next(rows) if piece.span is None else self._ids_of_part(piece)
                 prefix, suffix = self.boundary_tokens(row, begins=piece.begins)
-                tokens = prefix + row + suffix * piece.ends
+                tokens = [*prefix, *row, *(suffix if piece.ends else ())]
                 arrays.append(np.array(tokens, dtype=self.dtype))
             return np.concatenate(arrays)
 
@@ -186,13 +180,14 @@ class FileTokenizer:
         Boundary tokens that the text itself contains are not added again. `begins`: whether
         `tokens` are the beginning of the document.
         """
-        prefix, suffix = self.prefix * begins, self.suffix
+        prefix, suffix = self.prefix if begins else [], self.suffix
         if prefix and len(tokens) and tokens[0] == prefix[0] and prefix[0] in self._control_ids:
             prefix = []
         if suffix and [*tokens[-1:]] == suffix[-1:] and suffix[-1] in self._control_ids:
             suffix = []
-        has_end = self.eos_id is None or self.eos_id in self.suffix
-        if has_end or [*prefix, *tokens[-1:], *suffix][-1:] == [self.eos_id]:
+        has_eos = self.eos_id is None or self.eos_id in self.suffix
+        last_token = [*prefix, *tokens[-1:], *suffix][-1:]
+        if has_eos or last_token == [self.eos_id]:
             return prefix, suffix
         return prefix, [*suffix, int(self.eos_id or 0)]
 
@@ -204,9 +199,8 @@ class FileTokenizer:
     def _ids_of_part(self, piece: TextPiece) -> list[int]:
         """Return the tokens that a part has within the whole text.
 
-        The text around a cut is tokenized alone, which selects a token near the cut. Both parts are
-        tokenized with this context, and end and begin at that token. The tokens around it must be
-        the same in all three.
+        The text around a cut is tokenized alone, which selects a token near the cut. Both parts,
+        tokenized with their context, are divided at this token. The tokens around it must agree.
         """
         assert piece.span is not None
         assert self._backend is not None
@@ -223,6 +217,7 @@ class FileTokenizer:
         context = self._backend.encode(context_text, add_special_tokens=False)
         spans = np.array(context.offsets, dtype=np.int64).reshape(-1, 2)
         starts, stops = spans.T + cut - CONTEXT_CHARS
+        # Tokens that are not empty, and that begin after the token before them ends.
         candidates = np.flatnonzero((starts[1:] >= stops[:-1]) & (stops[1:] > starts[1:])) + 1
         if len(candidates):
             context_index = int(candidates[np.abs(starts[candidates] - cut).argmin()])
@@ -251,8 +246,12 @@ class FileTokenizer:
                 f"{self._location}: {type(self.hf).__name__} returns no positions of tokens, which "
                 "data=chat requires; expected a tokenizer with a tokenizer.json"
             )
+        results = []
         with library_errors(self._location):
-            return [self._encoded(*each) for each in self._with_offsets(list(texts))]
+            for ids, offsets in self._with_offsets(list(texts)):
+                starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+                results.append(EncodedText(np.array(ids, dtype=self.dtype), starts, stops))
+        return results
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize as `encode_texts`, without spans, which takes a third of the time."""
@@ -267,10 +266,6 @@ class FileTokenizer:
         for text in texts:
             each = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
             yield each["input_ids"], each["offset_mapping"]
-
-    def _encoded(self, ids: list[int], offsets: list[tuple[int, int]]) -> EncodedText:
-        spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        return EncodedText(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1])
 
     def encode_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize the prompt; an empty prompt becomes EOS, the token that ends other documents."""
@@ -322,23 +317,21 @@ class FileTokenizer:
         return (each.ids for each in encodings)
 
 
-def _backend(auto: Any) -> JsonTokenizer | None:
+def _backend(hf: Any) -> JsonTokenizer | None:
     """Return the tokenizer of the library `tokenizers` if its tokens are the same, else None.
 
-    Truncation and padding, which a tokenizer.json may have stored, are disabled, as transformers
-    does in each call.
+    As transformers does in each call, the function disables a stored truncation and padding.
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
-    cls = type(auto)
-    if not isinstance(auto, Fast):
+    cls = type(hf)
+    methods = Fast._encode_plus, Fast.__call__
+    if not isinstance(hf, Fast) or (cls._encode_plus, cls.__call__) != methods:
         return None
-    if (cls._encode_plus, cls.__call__) != (Fast._encode_plus, Fast.__call__):
-        return None
-    backend: JsonTokenizer = auto.backend_tokenizer
+    backend: JsonTokenizer = hf.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = auto.split_special_tokens
+    backend.encode_special_tokens = hf.split_special_tokens
     return backend
 
 

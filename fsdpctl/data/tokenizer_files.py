@@ -40,33 +40,33 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 _CLASS_KEYS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _IGNORED_KEYS = ("tokenizer_object", "gguf_file", "fast_selected", "init_inputs")
-_TEMPLATE_PIECE = f"{TEMPLATES}/"
+_TEMPLATES_PREFIX = f"{TEMPLATES}/"
 
 
-def has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(path: Path) -> bool:
     """Return whether a directory or GGUF file has a description of a tokenizer."""
-    if is_gguf(folder):
-        kind: object = read_header(folder).metadata.get("tokenizer.ggml.model", "none")
+    if is_gguf(path):
+        kind: object = read_header(path).metadata.get("tokenizer.ggml.model", "none")
         return kind != "none"
-    return any((folder / name).is_file() for name in VOCABULARIES)
+    return any((path / name).is_file() for name in VOCABULARIES)
 
 
-def read_files(folder: Path, *others: str) -> dict[str, bytes]:
+def read_files(path: Path, *others: str) -> dict[str, bytes]:
     """Read the existing files of a tokenizer, and `others`; return contents by relative name.
 
     For a GGUF file, the contents are what transformers would save. UsageError if a file is too
     large, not regular, or links out of the directory.
     """
-    if is_gguf(folder):
-        files = _files_of_gguf(folder.absolute(), folder.stat().st_mtime_ns)
+    if is_gguf(path):
+        files = _files_of_gguf(path.absolute(), path.stat().st_mtime_ns)
         return {name: text for name, text in files.items() if name != CONFIG_JSON or name in others}
-    names, templates = [*TOKENIZER_FILES, *others], folder / TEMPLATES
+    names, templates = [*TOKENIZER_FILES, *others], path / TEMPLATES
     if templates.is_symlink():
         raise UsageError(f"{templates}: expected a directory, got a link")
     if templates.is_dir():
         jinja = sorted(each.name for each in templates.iterdir() if each.name.endswith(".jinja"))
-        names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in jinja)
-    return {name: read_regular(folder / name) for name in names if os.path.lexists(folder / name)}
+        names += (checked_asset_name(f"{TEMPLATES}/{x}", str(path), UsageError) for x in jinja)
+    return {name: read_regular(path / name) for name in names if os.path.lexists(path / name)}
 
 
 @lru_cache(maxsize=2)
@@ -100,11 +100,11 @@ def _files_of_gguf(path: Path, mtime_ns: int) -> dict[str, bytes]:
     return files | {name: text.encode() for name, text in texts.items()}
 
 
-def asset_name(name: str, location: str, error_type: type[FsdpctlError]) -> str:
-    """Return `name` if a data file in the directory of weights may have it, else raise an error."""
+def checked_asset_name(name: str, location: str, error_type: type[FsdpctlError]) -> str:
+    """Check that a data file next to weights may have a name; return the name."""
     kinds = r".*\.(jinja|json|model|txt|spm|codes|tokenizer)"
-    if name.startswith(_TEMPLATE_PIECE):
-        checked_name(name.removeprefix(_TEMPLATE_PIECE), r".*\.jinja", location, error_type)
+    if name.startswith(_TEMPLATES_PREFIX):
+        checked_name(name.removeprefix(_TEMPLATES_PREFIX), r".*\.jinja", location, error_type)
         return name
     return checked_name(name, kinds, location, error_type)
 
@@ -124,15 +124,14 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
         from transformers import AutoTokenizer  # takes a second
 
         try:
-            auto = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            load = AutoTokenizer.from_pretrained
+            hf = load(folder, local_files_only=True, trust_remote_code=False)
             # Without their files, some classes create a tokenizer that has no tokens.
-            if auto.vocab_files_names and not files.keys() & set(VOCABULARIES[1:]):
+            if hf.vocab_files_names and not files.keys() & set(VOCABULARIES[1:]):
                 raise ValueError
         except Exception as error:
             raise _load_error(name, str(error).replace(folder, name), files) from None
-    return auto
+    return hf
 
 
 def _load_error(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
@@ -167,7 +166,7 @@ def library_errors(location: str) -> Iterator[None]:
 
 def _files_to_copy(files: Mapping[str, bytes], location: str) -> dict[str, bytes]:
     """Return the files that transformers may read, after checks that transformers omits."""
-    names = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATE_PIECE))
+    names = (x for x in files if x in TOKENIZER_FILES or x.startswith(_TEMPLATES_PREFIX))
     selected = {name: files[name] for name in names}
     parsed = {
         name: parse_json(content, dict[str, Any], f"{location}: {name}")
@@ -178,8 +177,7 @@ def _files_to_copy(files: Mapping[str, bytes], location: str) -> dict[str, bytes
     if TOKENIZER_CONFIG in parsed:
         settings = parsed[TOKENIZER_CONFIG]
         if settings.get("fast_selected", [TOKENIZER_JSON]) != [TOKENIZER_JSON]:
-            problem = f"fast_selected in {TOKENIZER_CONFIG}: not supported"
-            raise UsageError(f"{location}: {problem}")
+            raise UsageError(f"{location}: fast_selected in {TOKENIZER_CONFIG}: not supported")
         # A path in the settings could lead out of the directory.
         contents[TOKENIZER_CONFIG] = {
             key: value

@@ -31,7 +31,7 @@ from fsdpctl.io.files import open_nofollow, os_errors_as
 from fsdpctl.io.texts import batch_by_size
 from fsdpctl.io.untrusted import read_json
 
-_PIECES = "3"  # a part of the state's checksum; increase it if the same files give other pieces
+_PIECES_VERSION = "3"  # in the state's checksum; increase it if the same files give other pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class TokenizeResult:
     files: int
     tokens: int
     num_bytes: int
-    about: str  # describes the files that were read
+    summary: str  # describes the files that were read
     notes: tuple[str, ...]  # about skipped input
 
 
@@ -77,9 +77,9 @@ class TokenizeResult:
 class _State:
     """How much of the input is in the complete files; stored as JSON."""
 
-    about: str  # a checksum of the input and the settings
+    about: str  # the checksum of the input and the settings
     pieces: int = 0  # pieces of text whose tokens are all written
-    more: int = 0  # written tokens of the batch after `pieces`
+    more: int = 0  # written tokens of the next batch
     files: int = 0
     total: int = 0  # tokens
     num_bytes: int = 0  # bytes of text
@@ -97,13 +97,11 @@ def tokenize_files(
     train = tuple(each for each in data_files.files if not output.contains(each))
     data_files = DataFiles(data_files.kind, train, data_files.validation, data_files.left_out)
     skipped = SkippedInput()
-    stored, about = None, _about(data_files, output, tokenizer)
-    if output.state.exists():
-        stored = read_json(output.state, _State)
-    continues = stored is not None and stored.about == about
-    state = stored if stored is not None and continues else _State(about)
+    stored = read_json(output.state, _State) if output.state.exists() else None
+    checksum = _input_checksum(data_files, output, tokenizer)
+    state = stored if stored and stored.about == checksum else _State(checksum)
     existing = _existing(output)
-    if existing and not (overwrite or continues):
+    if existing and not (overwrite or state is stored):
         raise UsageError(f"{existing[0]}: already exists; pass --overwrite to replace it")
     with os_errors_as(output.path), closing(_Writer(output, tokenizer, state)) as writer:
         size = sum(each.stat().st_size for each in data_files.files)
@@ -124,8 +122,8 @@ def tokenize_files(
     return TokenizeResult(state.files, state.total, state.num_bytes, summary, skipped.notes())
 
 
-def _about(data_files: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
-    parts = [_PIECES, tokenizer.checksum, repr(output.shard_tokens)]
+def _input_checksum(data_files: DataFiles, output: TokenOutput, tokenizer: Tokenizer) -> str:
+    parts = [_PIECES_VERSION, tokenizer.checksum, repr(output.shard_tokens)]
     for file in data_files.files:
         status = file.stat()
         parts.append(f"{file} {status.st_size} {status.st_mtime_ns}")
@@ -143,8 +141,9 @@ def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], Tokens]]:
     with ThreadPoolExecutor(1) as pool:
-        groups = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
-        futures = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in groups)
+        batches = batch_by_size(pieces, lambda piece: piece.size, BATCH_BYTES)
+        futures = ((each, pool.submit(tokenizer.encode_pieces, each)) for each in batches)
+        # `pairwise` submits the next batch before this one is yielded.
         for (batch, tokens), _ in pairwise(chain(futures, [([], Future[Tokens]())])):
             yield batch, tokens.result()
 

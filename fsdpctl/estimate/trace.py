@@ -22,7 +22,7 @@ from fsdpctl.estimate.device_operators import (
 )
 from fsdpctl.estimate.operator_work import work_of
 from fsdpctl.io.resources import without_gc
-from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.models.custom_ops import PRODUCT_OPERATORS
 from fsdpctl.models.module_spec import dtype_name
 from fsdpctl.models.quantized import DEQUANTIZE, dequantize_parts
 from fsdpctl.predict.hardware import UNPACKING
@@ -86,7 +86,7 @@ class _AllocationTracer(TorchDispatchMode):
         if func is DEQUANTIZE:
             self._dequantize(*args)
             return None
-        if (function := OPERATORS.get(func)) is not None:
+        if (function := PRODUCT_OPERATORS.get(func)) is not None:
             with self:  # torch disables the mode in this method, but the function must be traced
                 return function(*args)
         result = self._routing.result_of(func, args, kwargs or {})

@@ -33,7 +33,7 @@ def documents_of(batch: MicroBatch, device: torch.device) -> dict[str, PackedDoc
         device,
         context=batch.context,
         one_per_row=are_rows,
-        padding_starts=batch.ends,
+        padding_starts=batch.padding_starts,
     )
     return {"documents": documents}
 

@@ -147,7 +147,7 @@ def _run(
     only_measures: bool,
 ) -> None:
     from fsdpctl.models.attention_kernels import tf32_matmuls, use_kernel
-    from fsdpctl.models.custom_ops import fusing
+    from fsdpctl.models.custom_ops import fuse_kernels
     from fsdpctl.training.assemble import make_trainer
     from fsdpctl.training.callbacks.memory import write_snapshot
     from fsdpctl.training.train_step import LaunchContext
@@ -159,7 +159,7 @@ def _run(
         with (
             use_kernel(config.model.attention),
             tf32_matmuls(to_tf32=config.uses_tf32),
-            fusing(config.launch.device if config.train.compile else None),
+            fuse_kernels(config.launch.device if config.train.compile else None),
         ):
             trainer = make_trainer(plan, world, context, task=task, **options)
             trainer.run()

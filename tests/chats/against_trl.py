@@ -34,7 +34,7 @@ def outcome(place: Path, name: str, kind: str, plain: str, marked: str) -> str:
     if [made.train[n][0].tolist() for n in range(len(made.train))] != [tokens]:
         return f"other tokens, in {len(made.train)} samples"
     differing: dict[bool, list[int]] = {True: [], False: []}
-    for token, one, other in zip(tokens, mask, made.train.trained.tolist(), strict=True):
+    for token, one, other in zip(tokens, mask, made.train.loss_mask.tolist(), strict=True):
         if bool(one) != other:
             differing[other].append(token)
     ours, trl = (

@@ -31,7 +31,7 @@ def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path
         for token in found.train.tokens.tolist()
     ]
     assert "".join(text) == "hello there good day<|eot_id|>"
-    assert found.train.trained.tolist()[-1]
+    assert found.train.loss_mask.tolist()[-1]
     assert trained_of(tmp_path / "b", "llama3", rows) == [[" good day<|eot_id|>"]]
     assert trained_of(tmp_path / "c", "llama3", [{"text": "yes"}]) == [["yes<|eot_id|>"]]
     assert found.template is None
@@ -98,7 +98,7 @@ def test_rows_of_alpaca_have_the_tokens_that_axolotl_makes(tmp_path, family, add
     expected = [*before, *answer["input_ids"], tokenizer.eos_token_id]
     assert found.train.tokens.tolist() == expected
     trained = [False] * len(before) + [True] * (len(expected) - len(before))
-    assert found.train.trained.tolist() == trained
+    assert found.train.loss_mask.tolist() == trained
 
 
 def test_only_rows_with_an_instruction_are_written_as_alpaca(tmp_path):
@@ -129,7 +129,7 @@ def test_rows_of_trls_documentation_have_the_tokens_that_trl_makes(tmp_path, fam
     asked = len(tokenizer("The sky is")["input_ids"])
     assert pair_set.train.tokens.tolist() == [*whole, end]
     count = len(whole) + 1 - asked
-    assert pair_set.train.trained.tolist() == [False] * asked + [True] * count
+    assert pair_set.train.loss_mask.tolist() == [False] * asked + [True] * count
     chat = opened(tmp_path / "chat", family, [{"messages": SKY}], train_on="all")
     expected = tokenizer.apply_chat_template(SKY, return_dict=False)
-    assert (chat.train.tokens.tolist(), all(chat.train.trained.tolist()[1:])) == (expected, True)
+    assert (chat.train.tokens.tolist(), all(chat.train.loss_mask.tolist()[1:])) == (expected, True)

@@ -42,7 +42,7 @@ def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
         again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     assert isinstance(again.train.tokens, np.memmap)
     assert (again.fingerprint, again.notes) == (first.fingerprint, first.notes)
-    assert (again.end_tokens, again.train.trained.dtype) == (first.end_tokens, np.bool_)
+    assert (again.end_tokens, again.train.loss_mask.dtype) == (first.end_tokens, np.bool_)
     assert again.train.starts.tolist() == first.train.starts.tolist()
     with pytest.raises(TypeError):
         opened(tmp_path, "qwen3", numbered(21), val_fraction=0.3)

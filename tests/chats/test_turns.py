@@ -53,7 +53,7 @@ def test_located_messages_equal_generation_blocks(name, tmp_path):
     found = opened(tmp_path / "found", name, rows)
     marked = opened(tmp_path / "marked", name, rows, template_of(name, marked=True))
     assert found.train.tokens.tolist() == marked.train.tokens.tolist()
-    differing = found.train.trained != marked.train.trained
+    differing = found.train.loss_mask != marked.train.loss_mask
     # Phi-3's marks have two tokens for the line's end behind each answer, its last token, and the
     # control token ahead of the first, which swallowed the space that the answer begins with.
     assert differing.sum() == (6 if name == "phi3" else 0)
@@ -100,7 +100,7 @@ def test_weights_mask_assistant_messages(tmp_path):
 def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
     rows = [{"messages": TALK}]
     assert trained_of(tmp_path / "a", "chatml", rows, train_on="last") == [["because<|im_end|>"]]
-    assert opened(tmp_path / "b", "chatml", rows, train_on="all").train.trained.all()
+    assert opened(tmp_path / "b", "chatml", rows, train_on="all").train.loss_mask.all()
     off = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
     texts = trained_of(tmp_path / "c", "chatml", off, train_on="all")
     assert (len(texts[0]), any("good" in text for text in texts[0])) == (2, False)

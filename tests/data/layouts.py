@@ -56,9 +56,8 @@ def _tokenizer(kind: str) -> Tokenizer:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     elif kind == "metaspace":
         made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
-        made.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(steps)
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     elif kind == "word_piece":
         made = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
@@ -101,10 +100,8 @@ def write_layout(folder: Path, layout: Layout) -> Path:
 
 
 def _around(before: str, after: str) -> Any:
-    named = [(each, SPECIALS.index(each)) for each in SPECIALS]
-    return processors.TemplateProcessing(
-        single=f"{before} $A {after}".strip(), special_tokens=named
-    )
+    ids = [(each, SPECIALS.index(each)) for each in SPECIALS]
+    return processors.TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=ids)
 
 
 POSTS = {"begin": _around("<s>", ""), "end": _around("", "</s>"), "both": _around("<s>", "</s>"),

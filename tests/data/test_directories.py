@@ -352,7 +352,7 @@ def test_files_that_turn_out_not_to_be_text_are_not_counted_as_used(tmp_path):
     said = said.replace(" sk", " files sk")
     assert found.endswith(f"2 files of 4, 2 of them to validate, {said}")
     done = tokenize_files(str(tmp_path / "train"), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
-    assert done.about == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
+    assert done.summary == "1 file of 2, 1 file skipped: b.py (not UTF-8 at byte 1)"
     (tmp_path / "val/c.py").write_bytes(b"\0")
     with pytest.raises(UsageError, match=r"/val/c.py, .*/val/d.py: no text found, 2 files skipped"):
         open_data(DataConfig("text", str(tmp_path)))
@@ -368,7 +368,7 @@ def test_text_and_tokenize_read_the_rows_that_chats_do(tmp_path):
     notes = ("2 documents without text, skipped", "columns ignored: label (2 rows)")
     assert found.notes == notes
     done = tokenize_files(str(tmp_path), TokenOutput(tmp_path / "t.bin"), ByteTokenizer())
-    assert (done.tokens, done.about) == (4, "1 file of 2; left out: README.md")
+    assert (done.tokens, done.summary) == (4, "1 file of 2; left out: README.md")
     assert done.notes == notes
     write_lines(tmp_path / "train.jsonl", numbered(2, "a"))
     with pytest.raises(UsageError, match=r"line 1: a conversation; expected `text`, or set data="):

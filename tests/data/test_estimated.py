@@ -139,9 +139,8 @@ def test_most_of_large_data_is_not_read(name, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "EXCERPT_BYTES", 128)
     monkeypatch.setattr(partial_reads, "MIB", 1 << 16)
     kind = "chat" if "chats" in name else "text"
-    content = (
-        "\n".join(TEXTS).encode() if name == "a.txt" else lines(CHATS if kind == "chat" else ROWS)
-    )
+    rows = CHATS if kind == "chat" else ROWS
+    content = "\n".join(TEXTS).encode() if name == "a.txt" else lines(rows)
     content = gzip.compress(40 * content, 1) if name.endswith("gz") else 40 * content
     (tmp_path / name).write_bytes(content)
     config = DataConfig(name=kind, path=str(tmp_path / name), tokenizer=tokenizer)

@@ -75,7 +75,7 @@ def test_a_card_with_several_configurations_asks_for_one(cached):
             names(path)
     cached("org/bare", ["a.jsonl", "b.jsonl"])
     assert names("hf://org/bare/train") == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(UsageError, match="no such files"):
+    with pytest.raises(UsageError, match="text: not found"):
         names("hf://org/bare/test")
     for number, (about, word) in enumerate({
         "- config_name: en\n  data_dir: en\n": "data_dir without data_files in the card",

@@ -20,12 +20,8 @@ SIZES = (5000, 70, 333, 40, 1000)
 
 def mixture():
     """Return five sources; a token tells its source and its sample of 4."""
-    streams = [
-        TokenStream(
-            np.repeat(np.arange(size + 1) * 5 + n, 4).astype(np.uint32)[: 4 * size + 1], None
-        )
-        for n, size in enumerate(SIZES)
-    ]
+    numbers = [np.arange(size + 1, dtype=np.uint32) * 5 + n for n, size in enumerate(SIZES)]
+    streams = [TokenStream(np.repeat(each, 4)[:-3], None) for each in numbers]
     parts = zip("abcde", SHARES, streams, strict=True)
     return Mixture(tuple(MixedSource(*each) for each in parts))
 
@@ -99,7 +95,7 @@ def test_sources_are_named_in_the_path(tmp_path):
         text = ",".join(f"{name}:{s}" for name, s in zip("abc", shares.split(","), strict=True))
         once = absolute_paths(text)
         assert absolute_paths(once) == once
-    with pytest.raises(UsageError, match=r"web: the share is below 1 of 4,096 samples"):
+    with pytest.raises(UsageError, match=r"web: its share rounds to 0 of 4,096 samples"):
         open_data(DataConfig(name="text", path=f"{web}:0.0001,{code}:1"))
     with pytest.raises(UsageError, match=r"data\.val_path=.*not found"):
         open_data(DataConfig(name="text", path=f"{web},{code}", val_path=f"{tmp_path}/v.txt"))

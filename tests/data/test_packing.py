@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.order import pack_documents
+from fsdpctl.data.order import pack_sequences
 from fsdpctl.data.packing import IGNORE_INDEX, DocumentSet, Packing
 from fsdpctl.data.streams import TokenStream
 from fsdpctl.errors import UsageError
@@ -28,27 +28,27 @@ def some(*lengths: int, trained: float = 0.6, packing: Packing = Packing()) -> D
 
 @given(st.lists(st.integers(1, ROOM), max_size=80), st.integers(0, 9))
 def test_every_document_is_in_one_sequence_that_has_room_for_it(lengths, seed):
-    rows = pack_documents(lengths, ROOM, seed)
+    rows = pack_sequences(lengths, ROOM, seed)
     assert sorted(chain(*rows)) == list(range(len(lengths)))
     assert all(0 < sum(lengths[each] for each in row) <= ROOM for row in rows)
 
 
 @given(st.lists(st.integers(1, ROOM), min_size=1, max_size=80))
 def test_no_two_sequences_fit_into_one(lengths):
-    filled = sorted(sum(lengths[each] for each in row) for row in pack_documents(lengths, ROOM, 0))
+    filled = sorted(sum(lengths[each] for each in row) for row in pack_sequences(lengths, ROOM, 0))
     assert len(filled) < 2 or filled[0] + filled[1] > ROOM
 
 
 def test_packing_leaves_little_padding():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64), 1, 2048)
-    rows = pack_documents(lengths, 2048, 0)
+    rows = pack_sequences(lengths, 2048, 0)
     assert int(lengths.sum()) / (len(rows) * 2048) > 0.997
 
 
 def test_packing_depends_on_the_seed_only():
     lengths = [3, 5, 7, 2, 9, 4, 6, 1] * 10
-    assert pack_documents(lengths, ROOM, 1) == pack_documents(lengths, ROOM, 1)
-    assert pack_documents(lengths, ROOM, 1) != pack_documents(lengths, ROOM, 2)
+    assert pack_sequences(lengths, ROOM, 1) == pack_sequences(lengths, ROOM, 1)
+    assert pack_sequences(lengths, ROOM, 1) != pack_sequences(lengths, ROOM, 2)
 
 
 @pytest.mark.parametrize("shares_rows", [True, False])
@@ -61,7 +61,7 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
     for start, end in zip(documents.starts, documents.starts[1:], strict=False):
         if end - start - 1 <= ROOM or too_long == "truncate":
             part = range(start + 1, min(end, start + 1 + ROOM))
-            wanted |= {place + 1 for place in part if documents.trained[place]}
+            wanted |= {place + 1 for place in part if documents.loss_mask[place]}
     found = list[int]()
     for number in range(len(rows)):
         row = rows[number]
@@ -82,8 +82,8 @@ def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shar
 
 def test_documents_without_trained_tokens_are_dropped_and_counted():
     documents = some(5, 40, 6)
-    documents.trained[:] = False
-    documents.trained[[3, 30, 47]] = True  # the second one's lies beyond what there is room for
+    documents.loss_mask[:] = False
+    documents.loss_mask[[3, 30, 47]] = True  # the second one's lies beyond what there is room for
     rows = documents.samples(ROOM)
     assert (rows.num_too_long, rows.num_untrained, rows.num_targets) == (1, 1, 2)
     rows = some(5, 40, 6, packing=Packing(too_long="drop"), trained=1).samples(ROOM)
@@ -142,5 +142,5 @@ def test_the_fingerprint_includes_mask_and_packing():
     assert first.fingerprint == second.fingerprint
     assert some(5, 6, packing=Packing(seed=1)).fingerprint != first.fingerprint
     second = some(5, 6)
-    second.trained[3] ^= True
+    second.loss_mask[3] ^= True
     assert second.fingerprint != first.fingerprint

@@ -180,9 +180,8 @@ def test_bytes_are_cut_without_a_trace(tmp_path):
     for text in TEXTS.values():
         (tmp_path / "a.txt").write_text(text)
         passed = SkippedInput()
-        pieces = [
-            *documents(DataFiles("text", (tmp_path / "a.txt",)), "SRC", passed, max_bytes=3000)
-        ]
+        files = DataFiles("text", (tmp_path / "a.txt",))
+        pieces = [*documents(files, "SRC", passed, max_bytes=3000)]
         assert len(pieces) > 2
         assert bytes(ByteTokenizer().encode_pieces(pieces)) == text.encode()
         assert sum(each.size for each in pieces) == len(text.encode())

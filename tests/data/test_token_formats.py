@@ -95,7 +95,7 @@ def test_each_format_gives_its_tokens_and_documents(tmp_path, kind):
             assert masked.tolist() == inside
             assert (start + np.cumsum(sample.lengths)).tolist() == sorted({*inside, start + 100})
     else:
-        with pytest.raises(UsageError, match="does not tell where documents end"):
+        with pytest.raises(UsageError, match="does not record the ends of documents"):
             opened(path, packing=True, **about)
 
 
@@ -205,9 +205,8 @@ def test_tokens_whose_flag_is_false_are_no_targets(tmp_path):
         inside = np.isin(np.arange(start, start + 100), ENDS)
         for stream, trained in ((plain, True), (packed, ~inside)):
             sample = stream.samples(100)[number]
-            expected = np.where(
-                flags[start : start + 100] & trained, TOKENS[start:][:100], IGNORE_INDEX
-            )
+            has_target = flags[start : start + 100] & trained
+            expected = np.where(has_target, TOKENS[start:][:100], IGNORE_INDEX)
             assert sample.tokens.tolist() == TOKENS[start - 1 : start + 99].tolist()
             assert sample.targets.tolist() == expected.tolist()
     assert plain.fingerprint != opened(write_datatrove(tmp_path / "b.ds")).fingerprint
@@ -228,10 +227,8 @@ def test_flags_of_several_files_are_those_of_their_tokens(tmp_path):
     both = f"{tmp_path / 'a.bin'}:0.5,{tmp_path / 'b.bin'}:0.5"
     mixed = open_data(DataConfig(name="tokens", path=both, format="uint16"))
     assert "NAME.loss" in mixed.notes[-1]
-    assert (
-        mixed.train.samples(50)[3].targets.tolist().count(IGNORE_INDEX)
-        == (~flags[0, 151:201]).sum()
-    )
+    targets = mixed.train.samples(50)[3].targets
+    assert (targets == IGNORE_INDEX).sum() == (~flags[0, 151:201]).sum()
 
 
 def test_flags_that_do_not_match_the_tokens_are_refused(tmp_path):

@@ -190,9 +190,8 @@ def test_a_text_with_its_own_begin_and_end_token_gets_no_other(post, tmp_path):
         own_begin = plain[0] == ours.prefix[0]
         own_end = bool(ours.suffix) and plain[-1] == ours.suffix[-1]
         expected = [*ours.prefix * (not own_begin), *plain, *ours.suffix * (not own_end)]
-        expected += (
-            [] if expected[-1] == ours.eos_id or ours.eos_id in ours.suffix else [ours.eos_id]
-        )
+        if ours.eos_id not in (expected[-1], *ours.suffix):
+            expected.append(ours.eos_id)
         assert encoded(ours, text).tolist() == expected
 
 

@@ -68,7 +68,7 @@ def test_all_kinds_of_files_become_their_documents(
         "source": "18 files of 21; left out: README.md, e.dat, state.json",
         "texts": "60 files of 61, 1 file skipped: e.dat (binary)",
     }
-    assert done.about == left_out[kind]
+    assert done.summary == left_out[kind]
     assert sorted(each.name for each in tmp_path.glob("t.*")) == ["t.bin", "t.json"]
 
 
@@ -113,11 +113,9 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, source, monkeypatch,
         except KilledError:
             kills += 1
     assert kills > 1
-    written = [
-        {each.name: each.read_bytes() for each in one.path.parent.iterdir()}
-        for one in (whole, output)
-    ]
-    assert written[0] == written[1]
+    folders = [each.path.parent for each in (whole, output)]
+    one, other = ({each.name: each.read_bytes() for each in x.iterdir()} for x in folders)
+    assert one == other
     pattern = "t.bin" if shard_tokens is None else "t-*.bin"
     assert bytes(tokens_at(output.path.parent / pattern)).decode() == "".join(TEXTS)
 

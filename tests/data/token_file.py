@@ -13,14 +13,7 @@ from fsdpctl.io.files import open_atomic
 def write_token_file(
     path: Path, tokens: Tokens, tokenizer: Tokenizer, *, num_bytes: int | None
 ) -> None:
-    """Write NAME.bin and NAME.json. The header is last, so that a truncated file has none.
-
-    Args:
-        path: The path of NAME.bin.
-        tokens: The tokens of a text.
-        tokenizer: The tokenizer that made them.
-        num_bytes: The size of the text, if known.
-    """
+    """Write NAME.bin and NAME.json. The header is last, so that a truncated file has none."""
     data = np.ascontiguousarray(tokens, dtype=np.dtype(tokenizer.dtype))
     with open_atomic(path, durable=True) as file:
         file.write(data.data)

@@ -104,15 +104,15 @@ class SampleText(Callback):
 
         tokens = generate(
             run.parts.model,
-            list(data.prompt) or data.tokenizer.encode_prompt(""),
+            list(data.generation_prompt) or data.tokenizer.encode_prompt(""),
             turns(),
             context=config.train.seq_len,
             sampling=Sampling(config.train.seed),
             device=run.parts.device,
             caches=not config.train.compile,
         )
-        if data.prompt:
-            run.journal.say(f"prompt:\n{data.tokenizer.decode(data.prompt).rstrip()}")
+        if data.generation_prompt:
+            run.journal.say(f"prompt:\n{data.tokenizer.decode(data.generation_prompt).rstrip()}")
         run.journal.say("sample:")
         with run.journal.display.stream() as write:
             for piece in data.tokenizer.decode_stream(until_ended()):
