@@ -217,7 +217,7 @@ def _compared(family: str, name: str, folder: Path) -> Tried:
     theirs = load_decoder(folder)
     try:
         config = compose_config(["model=hf", f"model.path={folder}"]).config
-        packs = check_decoder(config.model).isolates
+        packs = check_decoder(config.model).isolates_documents
         config = stored_config(config.changed({"model.attention": attention_for(config.model)}))
         weights = open_weights(config.model)
         build_base_model(config.model)

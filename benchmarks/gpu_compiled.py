@@ -32,7 +32,7 @@ from fsdpctl.config.clusters import gpu_by_name
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.blocks import compile_block
 from fsdpctl.engine.build import Sharding, WeightInit
-from fsdpctl.models.custom_ops import fusing
+from fsdpctl.models.custom_ops import fuse_kernels
 from fsdpctl.models.module_spec import block_names
 from fsdpctl.models.quantized import INT8, NF4
 from fsdpctl.training.trainer import synchronized_gc
@@ -135,7 +135,7 @@ def bases(numel: int, rounds: int) -> Iterator[Row]:
         packed = packing.quantize(torch.randn(numel, device=DEVICE))
         unpack = partial(packing.dequantize, packed, (numel,), torch.bfloat16)
         yield from _beside(packing.name, numel, unpack, rounds)
-        with fusing("cuda"):
+        with fuse_kernels("cuda"):
             fused = unpack()
         what = f"{packing.name}: the same bits"
         yield {"what": what, "found": torch.equal(fused, unpack()), "exactly": True}
@@ -147,7 +147,7 @@ def moments(width: int, rounds: int) -> Iterator[Row]:
     with joined(1, fake=False) as nccl:
         for device in (None, "cuda"):
             optimizer = _EightBits(width, nccl)
-            with fusing(device):
+            with fuse_kernels(device):
                 optimizer()
             codes += [optimizer.codes()]
         off = int((codes[0].int() - codes[1].int()).abs().max())
@@ -184,7 +184,7 @@ def _beside(name: str, numel: int, run: Callable[[], object], rounds: int) -> It
     if gpu is not None:
         rate = compose_config([f"cluster={gpu.cluster}"]).config.cluster.memory_bandwidth
     for way, device, moved in zip(("eager", "fused"), (None, "cuda"), MOVED[name], strict=True):
-        with fusing(device):
+        with fuse_kernels(device):
             seconds = statistics.median([device_seconds(run) for _ in range(3 + rounds)][3:])
         about = None if rate is None else moved * numel / (rate * 1e9 * STREAMING)
         yield {"what": f"{name}, {way}: seconds", "found": seconds, "about": about}

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch._dynamo.utils import counters
 
-from fsdpctl.models.custom_ops import compiled, fusing
+from fsdpctl.models.custom_ops import compiled, fuse_kernels
 
 
 @contextmanager
@@ -23,6 +23,6 @@ def fused_by(backend: str) -> Iterator[Callable[[], int]]:
     torch._dynamo.reset()
     counters.clear()
     compiled.cache_clear()
-    with mock.patch.object(torch, "compile", by_backend), fusing("cpu"):
+    with mock.patch.object(torch, "compile", by_backend), fuse_kernels("cpu"):
         yield lambda: counters["stats"]["unique_graphs"]
     compiled.cache_clear()

@@ -35,7 +35,7 @@ from fsdpctl.io.untrusted import Count, as_type, read_json
 from fsdpctl.models.adapter_names import PEFT_PREFIX
 from fsdpctl.models.build_model import build_base_model
 from fsdpctl.models.linear_layers import transposed_layers
-from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
+from fsdpctl.models.stacked_experts import expert_matrices, named_experts
 from fsdpctl.plan.layout import Span
 
 _SOURCES_READ_ON = "2026-11-29"
@@ -99,7 +99,7 @@ class _AdapterTensors:
             if len(shape) == 2 and (layer := name.removesuffix(".weight")) != name:
                 out_features, in_features = shape[::-1] if layer in transposed else shape
                 self.layers[layer] = [_BaseWeight(name, in_features, out_features)]
-        for name, experts in stacked_experts(base):
+        for name, experts in named_experts(base):
             for weight in (f"{name}.{matrix}" for matrix in expert_matrices(experts)):
                 num_experts, *sizes = self.shapes[weight]
                 size_in, size_out = sizes if experts.is_transposed else sizes[::-1]

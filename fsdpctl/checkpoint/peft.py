@@ -31,7 +31,7 @@ from fsdpctl.models.adapter_names import (
 from fsdpctl.models.build_model import build_base_model, build_model
 from fsdpctl.models.hub_names import tied_names
 from fsdpctl.models.linear_layers import transposed_layers
-from fsdpctl.models.stacked_experts import stacked_experts
+from fsdpctl.models.stacked_experts import named_experts
 
 # Ends of names of tensors that PEFT writes for modules_to_save if embeddings were resized: a second
 # copy of the trained tensor, and the tensor that it replaces. Neither is read.
@@ -190,7 +190,7 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
     linear = [each for each in adapted if EXPERT_ADAPTERS not in each]
     # In a model with stacked experts, PEFT would take layers in _RENAMED for matrices of experts,
     # so they are listed in target_parameters. PEFT does not support dropout for these.
-    has_stacks = any(True for _ in stacked_experts(plain))
+    has_stacks = any(True for _ in named_experts(plain))
     renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
     stacked = [adapted_weight(x) for x in adapted if EXPERT_ADAPTERS in x or f"{x}." in renamed]
     lora, alpha = model.lora, model.lora.used_alpha

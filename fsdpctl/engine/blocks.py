@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.offloaded_inputs import HostInputs, OffloadedInput
 from fsdpctl.errors import UsageError
-from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.models.custom_ops import PRODUCT_OPERATORS
 from fsdpctl.models.module_spec import block_names
 from fsdpctl.plan.recomputation import BlockCheckpointing
 
@@ -52,7 +52,7 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._attention, self._matmuls = _ops(_ATTENTION), {*_ops(_MATMULS), *OPERATORS}
+        self._attention, self._matmuls = _ops(_ATTENTION), {*_ops(_MATMULS), *PRODUCT_OPERATORS}
         self._counts = {False: 0, True: 0}  # matrix products, by `context.is_recompute`
 
     def __call__(

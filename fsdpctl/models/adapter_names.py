@@ -26,12 +26,12 @@ def is_adapter_name(name: str) -> bool:
 
 def adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the sorted names of the layers that have an adapter, given parameter names."""
-    end = f".{LORA_A}.weight"
-    return sorted(name.removesuffix(end) for name in names if name.endswith(end))
+    suffix = f".{LORA_A}.weight"
+    return sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix))
 
 
 def adapted_weight(layer: str) -> str:
-    """Return the name of the weight that the adapter `layer` of a layer or of experts changes."""
+    """Return the name of the weight that an adapter changes; `layer` is of `adapted_layers`."""
     return layer.replace(EXPERT_ADAPTERS, ".") if EXPERT_ADAPTERS in layer else f"{layer}.weight"
 
 
@@ -43,15 +43,16 @@ def peft_names(names: Collection[str]) -> dict[str, str]:
     """
     matrices: dict[str, list[str]] = {}  # names of adapted matrices by the name of their experts
     parts = {name: name.partition(EXPERT_ADAPTERS) for name in names}
-    for experts, is_stacked, inner in parts.values():
-        matrix = inner.partition(".")[0]
-        if is_stacked and matrix not in matrices.setdefault(experts, []):
-            matrices[experts].append(matrix)
+    for prefix, separator, rest in parts.values():
+        matrix = rest.partition(".")[0]
+        if separator and matrix not in matrices.setdefault(prefix, []):
+            matrices[prefix].append(matrix)
     renamed = {}
-    for name, (experts, is_stacked, inner) in parts.items():
-        matrix, _, end = inner.partition(".")
-        renamed[name] = PEFT_PREFIX + name
-        if is_stacked:
-            depth = len(matrices[experts]) - 1 - matrices[experts].index(matrix)
-            renamed[name] = f"{PEFT_PREFIX}{experts}.{'base_layer.' * depth}{end}"
+    for name, (prefix, separator, rest) in parts.items():
+        if separator:
+            matrix, _, suffix = rest.partition(".")
+            depth = len(matrices[prefix]) - 1 - matrices[prefix].index(matrix)
+            renamed[name] = f"{PEFT_PREFIX}{prefix}.{'base_layer.' * depth}{suffix}"
+        else:
+            renamed[name] = PEFT_PREFIX + name
     return renamed

@@ -3,9 +3,8 @@
 Note: how a kernel without sinks is used. The kernel returns its result and the log-sum-exp L of the
 tokens' scores. With the sink s of a head, tokens have the share exp(L) / (exp(L) + exp(s)) of the
 probability, so the result is multiplied by this share. The kernel's backward recomputes
-probabilities from the log-sum-exp that it receives; the log-sum-exp of all scores, including the
-sink, makes them right. The gradient of s is minus the sum over queries of the sink's share times
-the product of result and gradient.
+probabilities from a log-sum-exp, which is that of all scores, including the sink. The gradient of s
+is minus the sum over queries of the sink's share times the product of result and gradient.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 VarlenOptions = tuple[int, int, float | None]
-"""A bound of sequence lengths, the number of earlier tokens in the window (-1: all), and the scale
-of scores."""
+"""The maximum sequence length, earlier tokens in the window (-1: all), and the scale of scores."""
 
 
 class _CpuAttention(torch.autograd.Function):
@@ -60,11 +58,12 @@ class _VarlenAttention(torch.autograd.Function):
         options: VarlenOptions,
     ) -> Tensor:
         max_length, window, scale = options
-        out, lse, rng_state = _varlen("_varlen_attn")(
+        # torch.nn.attention.varlen defines the operator. A window is causal: no later tokens.
+        out, lse, rng_state = torch.ops.torch_attn._varlen_attn(
             q, k, v, offsets, offsets, max_length, max_length, window < 0, scale, [window, 0],
             q.shape[1] != k.shape[1],
         )  # fmt: skip
-        out, total_lse = _add_sinks(out, lse.t(), sinks)
+        out, total_lse = _add_sinks(out, lse.t(), sinks)  # `lse`: (heads, tokens)
         ctx.options = options
         ctx.save_for_backward(q, k, v, sinks, offsets, rng_state, out, total_lse.t().contiguous())
         return out
@@ -73,16 +72,12 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, sinks, offsets, rng_state, out, total_lse = ctx.saved_tensors
         max_length, window, scale = ctx.options
-        gradients = _varlen("_varlen_attn_backward")(
+        gradients = torch.ops.torch_attn._varlen_attn_backward(
             gradient.contiguous(), *inputs, out, total_lse, offsets, offsets, max_length,
             max_length, window < 0, rng_state, scale, [window, 0],
         )  # fmt: skip
         sink_gradient = _sink_gradient(gradient, out, total_lse.t(), sinks)
         return *gradients, sink_gradient.sum(0).to(sinks.dtype), None, None
-
-
-def _varlen(name: str) -> Any:
-    return getattr(torch.ops.torch_attn, name)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from fsdpctl.models.transformers_decoder import TransformersDecoder
 MIN_DRAWN_ON_DEVICE = 1 << 24  # elements: a GPU initializes matrices of this size or larger
 _ELEMENTS_AT_ONCE = 1 << 24
 
-# Model types whose matrices all have the initial standard deviation `initializer_range`.
-_PLAIN_INIT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+# Model types that this file initializes; transformers' code initializes the others.
+_INIT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> TransformersDecoder:
@@ -31,6 +31,7 @@ def build_model(config: ModelConfig, *, transformers_norms: bool = False) -> Tra
     """
     module = build_base_model(config, transformers_norms=transformers_norms)
     num_weights = sum(count_weights(module).values())
+    # A model without idle experts has no routers.
     if config.router_aux_loss == "global" and count_active_parameters(module) == num_weights:
         raise UsageError("model.router_aux_loss=global: only valid with a model that has routers")
     with torch.device("meta"):
@@ -44,7 +45,7 @@ def build_base_model(
     """Build the module without adapters, with all parameters trainable, on the meta device.
 
     With `transformers_norms`, norms run transformers' code, which saves more for backward.
-    UsageError if sizes in the configuration are inconsistent.
+    UsageError if the vocabulary size is unknown, or matrices are too large.
     """
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: unknown without data; set a number")
@@ -63,15 +64,14 @@ def count_active_parameters(module: Any) -> int:
 def initialize_parameter(name: str, tensor: Tensor, *, seed: int, config: ModelConfig) -> None:
     """Initialize a parameter in place as transformers does, from its name and a seed only.
 
-    On CUDA, the device draws matrices of at least MIN_DRAWN_ON_DEVICE elements of common families,
-    because one CPU core would take an hour for 405B. So models with such matrices have other
-    initial weights on a GPU than on a CPU, but the same on any number of ranks. `init_adapter`
-    initializes adapters.
+    On CUDA, the device draws matrices of `_INIT_TYPES` with at least MIN_DRAWN_ON_DEVICE elements,
+    because one CPU core would take an hour for 405B. So initial weights of models with such
+    matrices differ between GPU and CPU, but are the same on any number of ranks.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     param_seed = int.from_bytes(digest[:8], "little") >> 1
     model_type = "" if is_adapter_name(name) else model_type_of(config)
-    if model_type and model_type not in _PLAIN_INIT_TYPES:
+    if model_type and model_type not in _INIT_TYPES:
         init_as_transformers(name, tensor, param_seed, config)
         return
     if tensor.ndim <= 1:

@@ -47,11 +47,12 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # The all-to-all is a symmetric permutation, so it is its own transpose.
         return ALL_TO_ALL(gradient.contiguous(), ctx.exchange_index), None
 
 
-def _exchange(x: Tensor, context: ContextParallel) -> Tensor:
-    return _AllToAll.apply(x.contiguous(), context.exchange)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here
+def _apply_all_to_all(x: Tensor, context: ContextParallel) -> Tensor:
+    return _AllToAll.apply(x.contiguous(), context.exchange_index)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here
 
 
 def tokens_to_heads(
@@ -64,10 +65,11 @@ def tokens_to_heads(
     """
     _, kv_heads = heads_per_rank(q.shape[1], k.shape[1], context.size)
     heads = [q, *(repeat_heads(each, kv_heads * context.size) for each in (k, v))]
+    # (ranks, length / ranks, batch, heads / ranks, head_dim)
     by_rank = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
-    rows = _exchange(torch.cat([each.flatten(3) for each in by_rank], -1), context).flatten(0, 1)
-    outputs = rows.split([each.shape[3] * each.shape[4] for each in by_rank], -1)
-    pairs = zip(outputs, by_rank, strict=True)
+    received = _apply_all_to_all(torch.cat([each.flatten(3) for each in by_rank], -1), context)
+    widths = [each.shape[3] * each.shape[4] for each in by_rank]
+    pairs = zip(received.flatten(0, 1).split(widths, -1), by_rank, strict=True)
     q, k, v = (x.unflatten(-1, y.shape[3:]).permute(1, 2, 0, 3) for x, y in pairs)
     return q, k, v
 
@@ -75,8 +77,8 @@ def tokens_to_heads(
 def heads_to_tokens(output: Tensor, context: ContextParallel) -> Tensor:
     """Return all heads of this rank's tokens, the inverse of `tokens_to_heads`."""
     by_rank = output.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
-    rows = _exchange(by_rank, context)  # (ranks, length / ranks, batch, heads / ranks, head_dim)
-    return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+    received = _apply_all_to_all(by_rank, context)  # shape as `by_rank` in `tokens_to_heads`
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
 def repeat_heads(x: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Properties of a decoder of transformers, which a small copy of the model shows.
+"""Checks of the behavior of a decoder of transformers, on a small copy of the model.
 
 The copy's sliding windows and position ranges are shorter than the sequences that it processes, so
 that both have an effect. If ranks share rows, layers that mix tokens in another way than attention
@@ -33,7 +33,7 @@ from fsdpctl.plan.batch_plan import ContextParallel
 T = TypeVar("T")
 _LENGTHS = ((5, 9), (8, 6))  # lengths of the documents in two sequences
 _TOKENS_PER_RANK = 12  # tokens of each rank that shares a row
-_MAX_TOKENS = 512  # maximum length of a sequence
+_NUM_POSITIONS = 512  # positions that the check's sequences need
 _WINDOW, _RANGE = 4, 7  # size of windows; positions before rotary embeddings change
 _WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _RANGE_KEYS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -48,9 +48,8 @@ _CPU = torch.device("cpu")
 class DecoderTraits(NamedTuple):
     """The behavior of a decoder."""
 
-    # Why fsdpctl's attention does not compute the same as transformers'; empty if it does.
-    problem: str
-    isolates: bool  # documents in one sequence do not affect one another
+    attention_problem: str  # empty: fsdpctl's attention computes the same as transformers'
+    isolates_documents: bool  # documents in one sequence do not affect one another
     ignores_padding: bool  # padding after a document does not affect the document
 
 
@@ -62,19 +61,18 @@ def adapt_to_decoder(config: ConfigT) -> tuple[ConfigT, tuple[str, ...]]:
     traits, model_type = check_decoder(config.model), model_type_of(config.model)
     config = config.changed({"model.attention": attention_for(config.model)})
     notes = list[str]()
-    if traits.problem:
-        notes.append(f"model.attention={TRANSFORMERS} (auto): {model_type}: {traits.problem}")
+    if problem := traits.attention_problem:
+        notes.append(f"model.attention={TRANSFORMERS} (auto): {model_type}: {problem}")
     if config.data.masks_documents:
         if not traits.ignores_padding:
             problem = f"{model_type}: not supported; padding of a sequence changes its documents"
             raise UsageError(f"data={config.data.name}: {problem}")
-        if config.data.packing and not traits.isolates:
+        if config.data.packing and not traits.isolates_documents:
             problem = f"{model_type} mixes the documents of a sequence; set data.packing=false"
             raise UsageError(f"data.packing=true: {problem}")
-        if config.data.packing is None and not traits.isolates:
-            notes.append(
-                f"data.packing=false (auto): {model_type} would mix the documents of a sequence"
-            )
+        if config.data.packing is None and not traits.isolates_documents:
+            problem = f"{model_type} would mix the documents of a sequence"
+            notes.append(f"data.packing=false (auto): {problem}")
             config = config.changed({"data.packing": False})
     return config, tuple(notes)
 
@@ -84,7 +82,7 @@ def attention_for(model: ModelConfig) -> str | None:
 
     UsageError if the setting selects a kernel of fsdpctl and the model does not support it.
     """
-    problem = check_decoder(model).problem
+    problem = check_decoder(model).attention_problem
     if problem and model.attention not in (None, TRANSFORMERS):
         raise UsageError(f"model.attention={model.attention}: {problem}; set it to {TRANSFORMERS}")
     return TRANSFORMERS if problem else model.attention
@@ -92,7 +90,7 @@ def attention_for(model: ModelConfig) -> str | None:
 
 def check_decoder(model: ModelConfig) -> DecoderTraits:
     """Return the behavior of a small copy of the model; UsageError if it is not supported."""
-    # All of fsdpctl's kernels compute the same.
+    # All of fsdpctl's kernels compute the same, so they share one cached result.
     attention = TRANSFORMERS if model.attention == TRANSFORMERS else None
     return _cached_traits(replace(model, name="", attention=attention))
 
@@ -141,27 +139,28 @@ def _traits(model: ModelConfig) -> DecoderTraits:
     logits = module(tokens)
     new_tokens = tokens.clone()
     new_tokens[:, -1] = (new_tokens[:, -1] + 1) % module.get_output_embeddings().out_features
+    problem = ""
     if versions != [param._version for param in module.parameters()]:
-        rejection = "not supported; it writes to its parameters in forward"
+        problem = "not supported; it writes to its parameters in forward"
     elif _differ(logits[:, :-1], module(new_tokens)[:, :-1]):
-        rejection = "not causal: tokens attend to later tokens"
+        problem = "not causal: tokens attend to later tokens"
     elif _differ(logits, module.full_logits(tokens)):
-        rejection = "not supported; its logits depend on more than the last hidden states"
-    else:
-        ranges = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in token_ranges(lengths))
-        expected = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
-        problem = (
-            "" if model.attention == TRANSFORMERS else _attention_problem(module, tokens, logits)
-        )
-        packed = module(tokens, documents=pack_documents(_LENGTHS, _CPU)).flatten(0, 1)
-        pairs = zip(packed.split([*chain(*_LENGTHS)]), expected, strict=True)
-        is_same = [not _differ(row, single[0]) for row, single in pairs]
-        return DecoderTraits(problem, all(is_same), all(is_same[:: len(_LENGTHS[0])]))
-    name = type(module.transformers_model).__name__
-    raise UsageError(f"model: {name}: {rejection}")
+        problem = "not supported; its logits depend on more than the last hidden states"
+    if problem:
+        raise UsageError(f"model: {type(module.transformers_model).__name__}: {problem}")
+    ranges = ((row, *x) for row, lengths in enumerate(_LENGTHS) for x in token_ranges(lengths))
+    expected = [module(tokens[row : row + 1, start:end]) for row, start, end in ranges]
+    if model.attention != TRANSFORMERS:
+        problem = _select_attention(module, tokens, logits)
+    packed = module(tokens, documents=pack_documents(_LENGTHS, _CPU)).flatten(0, 1)
+    pairs = zip(packed.split([*chain(*_LENGTHS)]), expected, strict=True)
+    is_same = [not _differ(row, single[0]) for row, single in pairs]
+    # The documents after the first one of a row act as padding.
+    return DecoderTraits(problem, all(is_same), all(is_same[:: len(_LENGTHS[0])]))
 
 
-def _attention_problem(module: TransformersDecoder, tokens: Tensor, logits: Tensor) -> str:
+def _select_attention(module: TransformersDecoder, tokens: Tensor, logits: Tensor) -> str:
+    """Select fsdpctl's attention, or transformers' if it is not supported; return the problem."""
     module.attention.use(fsdpctl=True)
     problem = "fsdpctl's attention computes other results"
     try:
@@ -179,25 +178,27 @@ def _attention_problem(module: TransformersDecoder, tokens: Tensor, logits: Tens
 
 @cache
 def _shared_rows_problem(model: ModelConfig, ranks: int) -> str:
-    def run(context: ContextParallel) -> Tensor:
-        documents = pack_documents(((tokens.shape[1],),), _CPU, context=context, one_per_row=True)
-        local_tokens = tokens.chunk(ranks, 1)[context.index]
-        with torch.no_grad():  # the grad mode belongs to a thread
-            logits: Tensor = modules[context.index](local_tokens, documents=documents)
-        return logits
-
     try:
         with seeded_no_grad():
             module = small_copy(_with_short_ranges(model))
             tokens = _tokens(module, 1, ranks * _TOKENS_PER_RANK)
             expected = module(tokens)
             modules = [copy.deepcopy(module) for _ in range(ranks)]  # forwards may modify modules
-            differs = _differ(expected, torch.cat(run_as_ranks(ranks, run), 1))
+            logits = run_as_ranks(ranks, partial(_forward_as_rank, modules, tokens))
+            differs = _differ(expected, torch.cat(logits, 1))
     except UsageError as error:
         return f"not supported: {error}"
     except Exception:  # models may raise any exception
         return "not supported; its attention does not use transformers' interface"
     return "not supported; its layers mix tokens other than by attention" if differs else ""
+
+
+def _forward_as_rank(modules: list[Any], tokens: Tensor, context: ContextParallel) -> Tensor:
+    documents = pack_documents(((tokens.shape[1],),), _CPU, context=context, one_per_row=True)
+    local_tokens = tokens.chunk(context.size, 1)[context.index]
+    with torch.no_grad():  # the grad mode belongs to a thread
+        logits: Tensor = modules[context.index](local_tokens, documents=documents)
+    return logits
 
 
 def run_as_ranks(num_ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
@@ -214,8 +215,9 @@ def run_as_ranks(num_ranks: int, run: Callable[[ContextParallel], T]) -> list[T]
         return received
 
     def as_rank(index: int) -> T:
-        context = ContextParallel(num_ranks, index, exchange=-1 - index)
-        use_exchange(partial(exchange, index), context.exchange)
+        # The indices are negative, since index 0 is the training's exchange.
+        context = ContextParallel(num_ranks, index, exchange_index=-1 - index)
+        use_exchange(partial(exchange, index), context.exchange_index)
         try:
             return run(context)
         except BaseException as error:
@@ -232,12 +234,15 @@ def _tokens(module: TransformersDecoder, rows: int, length: int) -> Tensor:
 
 
 def _with_short_ranges(model: ModelConfig) -> ModelConfig:
+    content = config_dict(model)
+    switches_rope = any(rope_type in str(content) for rope_type in _SWITCHING_ROPE_TYPES)
+
     def resize(name: str, size: int) -> int:
         if name in _WINDOW_KEYS:
             return min(size, _WINDOW)
         if name in _RANGE_KEYS and switches_rope:
             return min(size, _RANGE)
-        return max(size, _MAX_TOKENS) if name in _POSITION_KEYS else size
+        return max(size, _NUM_POSITIONS) if name in _POSITION_KEYS else size
 
     def shorten(content: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -246,8 +251,6 @@ def _with_short_ranges(model: ModelConfig) -> ModelConfig:
             for name, each in content.items()
         }  # fmt: skip
 
-    content = config_dict(model)
-    switches_rope = any(rope_type in str(content) for rope_type in _SWITCHING_ROPE_TYPES)
     return with_config(model, shorten(content))
 
 

@@ -1,7 +1,7 @@
 """The tensors in files of the Hub that store the weights of a model of transformers.
 
 transformers merges weights when it loads them: the experts of a layer are one parameter in memory,
-but two or three tensors for each expert in files. transformers' conversion tables list them.
+but two or three tensors for each expert in files. transformers' conversion tables list both.
 """
 
 import re
@@ -24,9 +24,9 @@ _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buff
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """The stored tensors whose flattened elements, concatenated, are a tensor of the model."""
+    """The stored tensors that, flattened and concatenated, make up a tensor of the model."""
 
-    shape: Shape  # (): the model has no such tensor
+    shape: Shape  # () also if the model has no such tensor
     is_buffer: bool
     parts: tuple[str, ...]
     copies: tuple[str, ...] = ()  # stored tensors that the model ties to `parts`
@@ -40,20 +40,20 @@ def map_stored_tensors(module: TransformersDecoder, names: Sequence[str]) -> dic
     """
     from transformers.core_model_loading import dot_natural_key
 
-    renames = _Renaming(module)
+    tables = _Conversions(module)
     by_target: dict[str, dict[str, list[str]]] = {}  # key: name in memory, then pattern
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = renames.target(name)
+        target, pattern = tables.target(name)
         by_target.setdefault(target, {}).setdefault(pattern, []).append(name)
-    shapes, buffers = renames.shapes, renames.buffers
-    parts = {}
+    result = {}
     for name, by_pattern in by_target.items():
-        order = tuple(_order_parts(name, by_pattern, renames))
-        copies = order[1:] if set(by_pattern) == {""} else ()
-        if name in shapes or not renames.ignores(name):
-            originals = order[: len(order) - len(copies)]
-            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, originals, copies)
-    return parts
+        parts, copies = _order_parts(name, by_pattern, tables), list[str]()
+        if set(by_pattern) == {""}:  # without a conversion, other tensors are copies of a tied one
+            parts, copies = parts[:1], parts[1:]
+        if name in tables.shapes or not tables.ignores(name):
+            shape, is_buffer = tables.shapes.get(name, ()), name in tables.buffers
+            result[name] = StoredParts(shape, is_buffer, tuple(parts), tuple(copies))
+    return result
 
 
 def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
@@ -61,7 +61,7 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
     from transformers.core_model_loading import revert_weight_conversion
 
     model = module.transformers_model
-    shapes = _Renaming(module).shapes
+    shapes = _Conversions(module).shapes
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         reverted = revert_weight_conversion(model, tensors)
@@ -70,7 +70,7 @@ def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
     return {name: tuple(each.shape) for name, each in reverted.items()}
 
 
-class _Renaming:
+class _Conversions:
     """transformers' conversion tables for one model."""
 
     def __init__(self, module: TransformersDecoder) -> None:
@@ -91,6 +91,7 @@ class _Renaming:
             **{name: tuple(extra[name].shape) for name in self.buffers},
         }
         self._tied_names = tied_names(module)
+        # rename_source_key takes a state dict; it tests only that values are not None.
         self._model_names = dict.fromkeys(module.state_dict(), True)
 
     def target(self, name: str) -> tuple[str, str]:
@@ -99,7 +100,7 @@ class _Renaming:
 
         prefix, names = self.model.base_model_prefix, self._model_names
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, names)
-        if target not in names and name in names:
+        if target not in names and name in names:  # the file already has the name in memory
             target, pattern = rename_source_key(name, [], [], prefix, names)
         return self._tied_names.get(target, target), pattern or ""
 
@@ -115,10 +116,10 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(param)] for name, param in params if first[id(param)] != name}
 
 
-def _order_parts(name: str, by_pattern: Mapping[str, list[str]], renames: _Renaming) -> list[str]:
+def _order_parts(name: str, by_pattern: Mapping[str, list[str]], tables: _Conversions) -> list[str]:
     if set(by_pattern) == {""}:
         return by_pattern[""]
-    converter = renames.by_pattern[next(pattern for pattern in by_pattern if pattern)]
+    converter = tables.by_pattern[next(pattern for pattern in by_pattern if pattern)]
     steps = tuple((type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations)
     lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
     if steps in (_STACKED, _STACKED_PAIRS):
@@ -128,13 +129,12 @@ def _order_parts(name: str, by_pattern: Mapping[str, list[str]], renames: _Renam
         return [each for names in lists for each in names]
     if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
         return [each for matrices in zip(*lists, strict=True) for each in matrices]
-    raise UsageError(
-        f"model: {name}: weights that are converted by "
-        f"{' and '.join(operation for operation, _ in steps)} are not supported"
-    )
+    operations = " and ".join(operation for operation, _ in steps)
+    raise UsageError(f"model: {name}: conversion of weights by {operations}: not supported")
 
 
 def _check_numbers(name: str, stored: Sequence[str]) -> None:
+    """Check that stored names differ in one number only, which counts from 0."""
     numbers = zip(*(map(int, re.findall(r"\d+", each)) for each in stored), strict=True)
     varying = [each for each in numbers if len({*each}) > 1]
     if len(stored) > 1 and varying != [(*range(len(stored)),)]:

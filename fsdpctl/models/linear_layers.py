@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fsdpctl.models.adapter_names import EXPERT_ADAPTERS
 from fsdpctl.models.quantized import FrozenLinear
-from fsdpctl.models.stacked_experts import expert_matrices, stacked_experts
+from fsdpctl.models.stacked_experts import expert_matrices, named_experts
 
 _OUT, _IN = 3, 2  # features of the layers that `_is_plain_linear` runs
 # The name of a class that is not imported, since importing transformers takes seconds.
@@ -20,22 +20,22 @@ _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 _READS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 
 
-def is_transposed(layer: nn.Module) -> bool | None:
-    """Return whether the weight of a linear layer is (in, out), or None for another module.
+def weight_layout(layer: nn.Module) -> Literal["out_in", "in_out"] | None:
+    """Return the order of dimensions of a linear layer's weight, or None for another module.
 
     A subclass of nn.Linear, such as Falcon's, is a linear layer if its forward returns the same as
     nn.Linear. The forward of a router, for example, returns more than a product.
     """
     if isinstance(layer, FrozenLinear):
-        return layer.is_transposed
+        return "in_out" if layer.is_transposed else "out_in"
     if type(layer) is nn.Linear:
-        return False
+        return "out_in"
     cls: Any = type(layer)
     if f"{cls.__module__}.{cls.__name__}" == _TRANSPOSED:
-        return True
+        return "in_out"
     if not isinstance(layer, nn.Linear) or set(layer._parameters) != {"weight", "bias"}:
         return None
-    return False if _is_plain_linear(cls, layer.bias is not None) else None
+    return "out_in" if _is_plain_linear(cls, layer.bias is not None) else None
 
 
 @cache
@@ -54,22 +54,19 @@ def _is_plain_linear(cls: Any, has_bias: bool) -> bool:
         except Exception:  # forward requires more than a weight and a bias
             return False
         expected = F.linear(x, plain.weight, plain.bias)
-        return (
-            isinstance(output, torch.Tensor)
-            and output.shape == expected.shape
-            and bool(torch.allclose(output, expected, atol=1e-6))
-        )
+        has_shape = isinstance(output, torch.Tensor) and output.shape == expected.shape
+        return has_shape and bool(torch.allclose(output, expected, atol=1e-6))
 
 
 def transposed_layers(module: nn.Module) -> frozenset[str]:
     """Return the names of linear layers and of adapters of experts whose weights are (in, out)."""
     stacked = (
         f"{name}{EXPERT_ADAPTERS}{matrix}"
-        for name, experts in stacked_experts(module)
+        for name, experts in named_experts(module)
         if experts.is_transposed
         for matrix in expert_matrices(experts)
     )
-    linear = (name for name, each in module.named_modules() if is_transposed(each))
+    linear = (name for name, each in module.named_modules() if weight_layout(each) == "in_out")
     return frozenset((*linear, *stacked))
 
 
@@ -85,16 +82,15 @@ def layers_read_directly(module: nn.Module) -> set[str]:
             continue
         cls: Any = type(owner)
         for child_name, layer in owner.named_children():
-            if is_transposed(layer) is not None and child_name in _names_read(cls):
+            if weight_layout(layer) and child_name in _names_read(cls):
                 names.add(f"{name}.{child_name}" if name else child_name)
     return names
 
 
 @cache
 def _names_read(cls: Any) -> frozenset[str]:
+    """Return the names of the children whose weight a class of a library reads in its methods."""
     if not cls.__module__.startswith(("transformers.", "torch.nn.")):
         return frozenset()
-    methods = filter(inspect.isfunction, vars(cls).values())
-    return frozenset(
-        name for each in methods for name in _READS_WEIGHT.findall(inspect.getsource(each))
-    )
+    sources = map(inspect.getsource, filter(inspect.isfunction, vars(cls).values()))
+    return frozenset(name for source in sources for name in _READS_WEIGHT.findall(source))

@@ -16,7 +16,7 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.errors import UsageError, did_you_mean
 from fsdpctl.models import stacked_experts
 from fsdpctl.models.adapter_names import LORA_B
-from fsdpctl.models.linear_layers import is_transposed, layers_read_directly
+from fsdpctl.models.linear_layers import layers_read_directly, weight_layout
 from fsdpctl.models.lora_dropout import dropout_linear
 from fsdpctl.models.quantized import QUANT_FORMATS, FrozenLinear, QuantFormat, UninitializedLinear
 
@@ -24,19 +24,20 @@ TARGETS, TRAINABLE, FULLY_TRAINED = "model.lora.targets", "model.trainable", "mo
 _EXPERTS = "experts"
 ALL_LINEAR = "all_linear"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
-_QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
-_IS_LIST = re.compile(r"\[[^][]*\]|.*[\s,;'\"].*", re.DOTALL)
+_QUANTIFIER = re.compile(r"\{\d*,?\d*\}")  # a comma in {1,2} does not make a list
+_LIST = re.compile(r"\[[^][]*\]|.*[\s,;'\"].*", re.DOTALL)
 
 
 class LoraLinear(FrozenLinear):
     """A frozen linear layer with an adapter: W x + b + scale * B(A(dropout(x)))."""
 
     def __init__(self, base: nn.Module, config: LoraConfig) -> None:
-        super().__init__(base, is_transposed=bool(is_transposed(base)))
+        super().__init__(base, is_transposed=weight_layout(base) == "in_out")
         assert config.rank is not None
         self.scale = config.scale
-        rows, columns = self.rows, self.columns
-        in_features, out_features = (rows, columns) if self.is_transposed else (columns, rows)
+        in_features, out_features = self.columns, self.rows
+        if self.is_transposed:
+            in_features, out_features = out_features, in_features
         self.dropout = config.dropout
         self.lora_A = UninitializedLinear(in_features, config.rank, bias=False, device="meta")
         self.lora_B = UninitializedLinear(config.rank, out_features, bias=False, device="meta")
@@ -48,7 +49,7 @@ class LoraLinear(FrozenLinear):
 
 
 def init_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Initialize an adapter: A uniformly up to 1 / sqrt(in), as in PEFT, and B with zeros."""
+    """Initialize an adapter: A uniform in ±1 / sqrt(in), as in PEFT, and B with zeros."""
     if name.endswith(f".{LORA_B}.weight"):
         tensor.zero_()
         return
@@ -58,17 +59,15 @@ def init_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def set_trainable(module: nn.Module, config: ModelConfig) -> None:
-    """Add adapters and freeze parameters in place, as `config` says; UsageError without a match."""
+    """Add adapters and freeze parameters in place; UsageError if a pattern matches nothing."""
     if config.lora.rank is None:
         if config.trainable is not None:
             _train_only(module, config.trainable)
         return
     trained = fully_trained_modules(module, config.lora.also)
-    params = [param for name in trained for param in module.get_submodule(name).parameters()]
+    trained_params = [each for name in trained for each in module.get_submodule(name).parameters()]
     if config.base_dtype is not None:
-        _quantize_linear_layers(
-            module, QUANT_FORMATS[config.base_dtype], trained, with_experts=config.quantize_experts
-        )
+        _quantize_layers(module, QUANT_FORMATS[config.base_dtype], config, trained)
     targets, stacked = _targets(module, config.lora, trained)
     if trained and not targets and not stacked:
         problem = f"conflicts with {TARGETS}={config.lora.targets}: no layer is left for adapters"
@@ -78,22 +77,22 @@ def set_trainable(module: nn.Module, config: ModelConfig) -> None:
         stacked_experts.add_adapters(module.get_submodule(name), matrices, config.lora)
     for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
-    for param in params:
+    for param in trained_params:
         param.requires_grad_()
 
 
-def _quantize_linear_layers(
-    module: nn.Module, quant_format: QuantFormat, excluded: Collection[str], *, with_experts: bool
+def _quantize_layers(
+    module: nn.Module, quant_format: QuantFormat, config: ModelConfig, excluded: set[str]
 ) -> None:
-    read_directly = layers_read_directly(module)
+    skipped = excluded | layers_read_directly(module)
     for name, base in list(_linear_layers(module)):
-        if name not in read_directly and name not in excluded:
-            frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
+        if name not in skipped:
+            frozen = FrozenLinear(base, is_transposed=weight_layout(base) == "in_out")
             frozen.quantize(quant_format)
             _replace(module, name, frozen)
-    for name, each in stacked_experts.stacked_experts(module) if with_experts else ():
-        if name not in excluded:
-            stacked_experts.quantize_experts(name, each, quant_format)
+    for name, experts in stacked_experts.named_experts(module):
+        if config.quantize_experts and name not in excluded:
+            stacked_experts.quantize_experts(name, experts, quant_format)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -102,24 +101,24 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _train_only(module: nn.Module, text: str) -> None:
-    pattern = NameFilter.parse(TRAINABLE, text)
+    name_filter = NameFilter.parse(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
     name_parts = {part for name in names for part in name.split(".")}
-    pattern.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", name_parts)
+    name_filter.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", name_parts)
     for name, param in module.named_parameters():
-        param.requires_grad_(pattern.matches(name))
+        param.requires_grad_(name_filter.matches(name))
 
 
 def fully_trained_modules(module: nn.Module, text: str | None) -> set[str]:
     """Return the names of the modules that `model.lora.also` selects, and of their submodules."""
     if text is None:
         return set()
-    pattern = NameFilter.parse(FULLY_TRAINED, text, at_end=True)
+    name_filter = NameFilter.parse(FULLY_TRAINED, text, at_end=True)
     names = [name for name, each in module.named_modules() if name and [*each.parameters()]]
     leaf_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
     leaves = [each for each in leaf_names if not each.isdigit()]
-    pattern.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
-    prefixes = tuple(f"{name}." for name in names if pattern.matches(name))
+    name_filter.check(names, "module", f"modules are {', '.join(leaves)}", leaves)
+    prefixes = tuple(f"{name}." for name in names if name_filter.matches(name))
     return {name for name in names if f"{name}.".startswith(prefixes)}
 
 
@@ -128,29 +127,31 @@ def _targets(
 ) -> tuple[dict[str, nn.Module], dict[str, list[str]]]:
     """Return the layers that get an adapter, by name, and the matrices of stacked experts.
 
-    A pattern selects matrices of experts only if it names the experts, since matrices have names
-    of layers. As in PEFT, modules that are trained fully get no adapter.
+    A pattern selects matrices of experts only if it names the experts, since matrices are named
+    like layers (up_proj). As in PEFT, modules that are trained fully get no adapter.
     """
     layers, read_directly = dict(_linear_layers(module)), layers_read_directly(module)
-    pattern, all_linear = NameFilter.parse(TARGETS, config.targets, at_end=True).split_all_linear()
-    if pattern is None:
-        return {
-            x: each for x, each in layers.items() if x not in read_directly and x not in trained
-        }, {}
+    all_filters = NameFilter.parse(TARGETS, config.targets, at_end=True)
+    name_filter, all_linear = all_filters.split_all_linear()
+    if name_filter is None:  # only all_linear
+        excluded = read_directly.union(trained)
+        return {name: each for name, each in layers.items() if name not in excluded}, {}
     stacked = {
         name: [
             matrix
             for matrix in stacked_experts.expert_matrices(each)
-            if any(pattern.matches_because_of(_EXPERTS, x) for x in (name, f"{name}.{matrix}"))
+            if any(name_filter.matches_because_of(_EXPERTS, x) for x in (name, f"{name}.{matrix}"))
         ]
-        for name, each in stacked_experts.stacked_experts(module)
+        for name, each in stacked_experts.named_experts(module)
     }
     stacked = {name: each for name, each in stacked.items() if each and name not in trained}
-    names = [*layers, *stacked, *(f"{name}.{word}" for name in stacked for word in stacked[name])]
+    names = [*layers, *stacked, *(f"{name}.{each}" for name in stacked for each in stacked[name])]
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     valid = f"linear layers except the output head are {', '.join(leaves)}"
-    pattern.check(names, "linear layer", valid, [*leaves, ALL_LINEAR])
-    matching = (x for x in layers if pattern.matches(x) or (all_linear and x not in read_directly))
+    name_filter.check(names, "linear layer", valid, [*leaves, ALL_LINEAR])
+    matching = (
+        x for x in layers if name_filter.matches(x) or (all_linear and x not in read_directly)
+    )
     targets = {name: layers[name] for name in matching}
     if no_effect := sorted({name.rpartition(".")[2] for name in targets if name in read_directly}):
         raise UsageError(
@@ -168,7 +169,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     get_head = getattr(module, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     for name, each in module.named_modules():
-        if each is not head and is_transposed(each) is not None:
+        if each is not head and weight_layout(each):
             yield name, each
 
 
@@ -176,8 +177,8 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class NameFilter:
     """A list of names or a regular expression, which is the value of a setting.
 
-    A list has commas or is in brackets, as in YAML. Every other text is a regular expression that
-    is searched in the names.
+    A list has commas, spaces or quotes, or is in brackets, as in YAML. Every other text is a
+    regular expression that is searched in the names.
     """
 
     key: str
@@ -191,7 +192,7 @@ class NameFilter:
         With `at_end`, a name of a list matches only at the end of a module's name. UsageError
         if `text` is neither a list of names nor a regular expression.
         """
-        if _IS_LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
+        if _LIST.fullmatch(_QUANTIFIER.sub("", text.strip())):
             names = _parse_names(key, text)
             return NameFilter(key, text, {x: re.compile(_pattern_for(x, at_end)) for x in names})
         try:
@@ -201,44 +202,42 @@ class NameFilter:
 
     def split_all_linear(self) -> tuple["NameFilter | None", bool]:
         """Return the filter without all_linear (None if empty), and whether it had all_linear."""
-        spelled = {each: each.lower().replace("-", "_") for each in self.patterns}
-        rest = {x: each for x, each in self.patterns.items() if spelled[x] != ALL_LINEAR}
+        normalized = {each: each.lower().replace("-", "_") for each in self.patterns}
+        rest = {x: each for x, each in self.patterns.items() if normalized[x] != ALL_LINEAR}
         remaining = NameFilter(self.key, self.text, rest) if rest else None
-        return remaining, len(rest) < len(spelled)
+        return remaining, len(rest) < len(normalized)
 
     def matches(self, name: str) -> bool:
         return any(each.search(name) for each in self.patterns.values())
 
     def matches_because_of(self, word: str, name: str) -> bool:
         """Return whether a pattern matches `name` and needs `word` for this match."""
-        masked = name.replace(word, "")
-        matches = [(each.search(name), each.search(masked)) for each in self.patterns.values()]
+        rest = name.replace(word, "")
+        matches = [(each.search(name), each.search(rest)) for each in self.patterns.values()]
+        # Without `word`, the pattern matches nothing, or another part of the name.
         return any(a and (b is None or a[0].replace(word, "") != b[0]) for a, b in matches)
 
-    def check(
-        self, names: Collection[str], kind: str, valid: str, suggestions: Collection[str]
-    ) -> None:
+    def check(self, names: Collection[str], kind: str, valid: str, known: Collection[str]) -> None:
         """Check that each pattern matches one of `names`, which are names of a `kind`.
 
-        UsageError if a pattern has no match, with the nearest of `suggestions` and `valid`.
+        UsageError if a pattern has no match, with the nearest of the `known` names and `valid`.
         """
         for name, pattern in self.patterns.items():
             if not any(map(pattern.search, names)):
                 text = f"{name} " if name != self.text else ""
-                hint = did_you_mean(name, suggestions)
+                hint = did_you_mean(name, known)
                 raise UsageError(f"{self.key}={self.text}: {text}matches no {kind}{hint}; {valid}")
 
 
 def _parse_names(key: str, text: str) -> list[str]:
-    names = [each.strip(" \t'\"") for each in text.strip().strip("[]").split(",")]
-    if names := list(dict.fromkeys(filter(None, names))):
-        if (invalid := next((x for x in names if not _NAME.fullmatch(x)), None)) is None:
-            return names
-        problem = f"{invalid} in a list"
-    expected = (
-        "expected names such as q_proj,v_proj, or one regular expression such as q_proj|v_proj"
-    )
-    raise UsageError(f"{key}={text}: {problem if names else 'empty'}; {expected}")
+    parts = (each.strip(" \t'\"") for each in text.strip().strip("[]").split(","))
+    names = list(dict.fromkeys(filter(None, parts)))
+    invalid = next((name for name in names if not _NAME.fullmatch(name)), None)
+    if names and invalid is None:
+        return names
+    problem = f"{invalid} in a list" if names else "empty"
+    expected = "expected names such as q_proj,v_proj, or a regular expression such as q_proj|v_proj"
+    raise UsageError(f"{key}={text}: {problem}; {expected}")
 
 
 def _pattern_for(name: str, at_end: bool) -> str:

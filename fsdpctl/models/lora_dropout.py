@@ -1,4 +1,4 @@
-"""A linear layer with dropout of its inputs, which saves a seed for backward, not dropped inputs.
+"""A linear layer with dropout of its inputs, which saves a seed and the inputs before dropout.
 
 Backward draws the mask again from the seed. So layers with the same input save one tensor, which
 they share. The seed comes from torch's CPU generator, whose state recomputation restores.
@@ -11,9 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.models.custom_ops import operator
-
-# Without custom operators, torch.compile would find that forward and backward draw the same mask,
-# and would save the dropped inputs until backward.
 
 
 def _mask(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
@@ -48,6 +45,8 @@ def _backward_shape(
     return torch.empty_like(weight), x.new_empty(x.shape if needs_x else 0)
 
 
+# Without custom operators, torch.compile would find that forward and backward draw the same mask,
+# and would save the inputs after dropout until backward.
 _FORWARD = operator("dropped_linear", _forward, _forward_shape)
 _BACKWARD = operator("dropped_linear_backward", _backward, _backward_shape)
 
@@ -62,8 +61,8 @@ class _DropoutLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         needs_x = ctx.needs_input_grad[0]
-        weight, x = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, needs_x)
-        return x if needs_x else None, weight, None, None
+        weight_gradient, x_gradient = _BACKWARD(gradient, *ctx.saved_tensors, ctx.dropout, needs_x)
+        return x_gradient if needs_x else None, weight_gradient, None, None
 
 
 def dropout_linear(x: Tensor, weight: Tensor, dropout: float) -> Tensor:

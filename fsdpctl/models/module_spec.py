@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.models.linear_layers import is_transposed
+from fsdpctl.models.linear_layers import weight_layout
 from fsdpctl.plan.layout import ParamSpec, Role
 from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
 
 _TRANSFORMERS = "transformers."
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-_NORM = re.compile(r"Norm(Gated|\dd)?$")
-_ELEMENTWISE = re.compile(r"bias|scale|gamma|A_log")  # names of vectors
+_NORM_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_NORM_NAME = re.compile(r"Norm(Gated|\dd)?$")
+_VECTOR_KEY = re.compile(r"bias|scale|gamma|A_log")
+# Stacked matrices; `gate_proj` is in classes that do not use transformers' interface of experts.
 _EXPERT_MATRICES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+_ROUTER_KEYS = ("gate", "wg")
+_VOCABULARY_GETTERS = ("get_input_embeddings", "get_output_embeddings")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,32 +38,31 @@ def module_spec(module: nn.Module) -> ModuleSpec:
         name, shape, dtype = names[id(param)], tuple(param.shape), dtype_name(param.dtype)
         return ParamSpec(name, shape, dtype, param.requires_grad, known_role=roles[name])
 
-    def describe(name: str, each: nn.Module) -> ModuleSpec:
-        params = tuple(spec(x) for x in each._parameters.values() if x is not None)
-        prefix, inner = name and f"{name}.", each.named_children()
-        children = tuple(describe(f"{prefix}{key}", child) for key, child in inner)
-        is_list = isinstance(each, nn.ModuleList | nn.Sequential)
-        is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
-        properties = name, type(each).__name__, is_list, is_called
-        return ModuleSpec(*properties, params, children, _is_lookup(each))
+    def describe(name: str, submodule: nn.Module) -> ModuleSpec:
+        prefix = f"{name}." if name else ""
+        return ModuleSpec(
+            name,
+            type(submodule).__name__,
+            is_list=isinstance(submodule, nn.ModuleList | nn.Sequential),
+            is_called=not isinstance(submodule, nn.ModuleList | nn.ModuleDict),
+            params=tuple(spec(x) for x in submodule._parameters.values() if x is not None),
+            children=tuple(describe(prefix + key, x) for key, x in submodule.named_children()),
+            is_lookup=_is_lookup(submodule),
+        )
 
     return describe("", module)
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Return whether a module only looks up rows: an embedding without a norm, for example."""
+    """Return whether a module is an embedding that only looks up rows, without a norm or scale."""
     is_plain = type(module).forward is nn.Embedding.forward and len(module._parameters) == 1
     return isinstance(module, nn.Embedding) and is_plain and not module._modules
 
 
 def module_units(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
     """Return the units of a module, root first: modules of `classes`, or blocks if None."""
-    return divide_into_units(
-        module_spec(module),
-        classes=classes,
-        embedding=_submodule_name(module, "get_input_embeddings"),
-        head=_submodule_name(module, "get_output_embeddings"),
-    )
+    embedding, head = (_submodule_name(module, getter) for getter in _VOCABULARY_GETTERS)
+    return divide_into_units(module_spec(module), classes=classes, embedding=embedding, head=head)
 
 
 def block_names(module: nn.Module) -> list[str]:
@@ -72,14 +74,10 @@ def vocabulary_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], li
 
     The embedding is first. The second result lists all names, including those of tied parameters.
     """
-    getters = ("get_input_embeddings", "get_output_embeddings")
-    owners = [_submodule_name(module, each) for each in getters]
+    owners = filter(None, (_submodule_name(module, each) for each in _VOCABULARY_GETTERS))
     all_params = dict(module.named_parameters(remove_duplicate=False))
-    names = [f"{owner}.{key}" for owner in owners for key in ("weight", "bias")]
-    all_names, params = (
-        [name for name in names if name in all_params],
-        dict(module.named_parameters()),
-    )
+    names = (f"{owner}.{key}" for owner in owners for key in ("weight", "bias"))
+    all_names, params = [x for x in names if x in all_params], dict(module.named_parameters())
     return {name: tuple(params[name].shape) for name in all_names if name in params}, all_names
 
 
@@ -89,12 +87,11 @@ def _submodule_name(module: nn.Module, getter: str) -> str | None:
         submodule = method() if callable(method) else None
     except NotImplementedError:  # a PreTrainedModel without embeddings
         return None
-    if not isinstance(submodule, nn.Module):
-        return None
     return next((name for name, each in module.named_modules() if each is submodule), None)
 
 
 def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (name, owner, key in the owner, parameter), also for further names of tied ones."""
     for prefix, each in module.named_modules(remove_duplicate=False):
         for key, param in each._parameters.items():
             if param is not None:
@@ -112,13 +109,8 @@ def replace_meta_parameters(module: nn.Module, make: Callable[[nn.Parameter], Te
 
 
 def parameter_roles(module: nn.Module) -> Mapping[str, Role]:
-    roles: dict[str, Role] = {}
-    for prefix, owner in module.named_modules():
-        for key, param in owner._parameters.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if param is not None and name not in roles:
-                roles[name] = _role(module, name, owner, param)
-    return roles
+    params = all_named_parameters(module)
+    return {name: _role(module, name, owner, param) for name, owner, _, param in params}
 
 
 def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -> Role:
@@ -132,7 +124,7 @@ def _role(module: nn.Module, name: str, owner: nn.Module, param: nn.Parameter) -
     if not type(owner).__module__.startswith(_TRANSFORMERS) and not isinstance(owner, nn.Linear):
         return "matrix"  # in a module of the user
     is_stack = param.ndim == 3 and ("Expert" in type(owner).__name__ or key in _EXPERT_MATRICES)
-    return "matrix" if is_stack or is_transposed(owner) is not None else "other"
+    return "matrix" if is_stack or weight_layout(owner) else "other"
 
 
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
@@ -140,11 +132,11 @@ def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
 
     Biases of stacked experts have a row for each expert.
     """
-    if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
+    if isinstance(owner, _NORM_CLASSES) or _NORM_NAME.search(type(owner).__name__):
         return True
     if isinstance(owner, nn.Linear | nn.Embedding):
         return key == "bias"
-    if _ELEMENTWISE.search(key) or param.numel() == max(param.shape):
+    if _VECTOR_KEY.search(key) or param.numel() == max(param.shape):  # one dimension is above 1
         return True
     stacks = (each for each in owner._parameters.values() if each is not None and each.ndim == 3)
     return param.ndim == 2 and any(len(each) == len(param) for each in stacks)
@@ -152,12 +144,11 @@ def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
 
 def _is_router(module: nn.Module, name: str, owner: nn.Module) -> bool:
     """Return whether a module is a router of experts, by its class, its name or its siblings."""
-    parts = name.split(".")
-    if "Router" in type(owner).__name__ or any("router" in word for word in parts):
+    if "Router" in type(owner).__name__ or "router" in name:
         return True
-    if not {"gate", "wg"} & {*parts}:
+    keys = name.split(".")
+    index = next((index for index, key in enumerate(keys) if key in _ROUTER_KEYS), None)
+    if index is None:
         return False
-    index = next(index for index, word in enumerate(parts) if word in ("gate", "wg"))
-    parent = module.get_submodule(".".join(parts[:index]))
-    names = [name for name, _ in parent.named_parameters()]
-    return any("expert" in each for each in names)
+    parent = module.get_submodule(".".join(keys[:index]))
+    return any("expert" in sibling for sibling, _ in parent.named_parameters())

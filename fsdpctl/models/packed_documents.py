@@ -19,13 +19,13 @@ class PackedDocuments:
 
     lengths: Lengths
     positions: Tensor  # (batch, length) int64: position of each token in its document
-    # int32: the begin of each document in the concatenated rows, then the end, repeated so that the
+    # int32: the start of each document in the concatenated rows, then the end, repeated so that the
     # number of documents is a power of two. So there are few sizes, and few recompilations.
     offsets: Tensor
     max_length: int  # longest document, rounded up to a power of two or a full row
     device_type: str  # kernels of this device type are used
     context: ContextParallel | None = None  # this rank's part of the rows; None: full rows
-    one_per_row: bool = False  # every row has one document and padding
+    one_per_row: bool = False  # every row has one document, then padding
     # (batch, 1): the position at which padding begins in each row; None: no padding
     padding_starts: Tensor | None = None
 
@@ -47,7 +47,7 @@ class PackedDocuments:
         return rows.narrow(1, self.context.index * length, length)
 
     @property
-    def first_keys(self) -> Tensor:
+    def document_starts(self) -> Tensor:
         """(batch, length, 1): where each token's document begins in its row."""
         return (self._row_positions - self.positions).unsqueeze(-1)
 
@@ -61,7 +61,7 @@ class PackedDocuments:
         A token attends to at most `window` tokens of its document, including itself.
         """
         positions = self._row_positions
-        visible = (positions <= positions.unsqueeze(-1)) & (positions >= self.first_keys)
+        visible = (positions <= positions.unsqueeze(-1)) & (positions >= self.document_starts)
         if window is not None:
             visible = visible & (positions > positions.unsqueeze(-1) - window)
         return visible.unsqueeze(1)
@@ -88,11 +88,11 @@ def pack_documents(
     offsets[: len(flat) + 1] = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
     max_length = min(size, _power_of_two(max(flat)))
     tensors = copy_to_device(positions, device), copy_to_device(offsets, device)
-    starts = (
-        copy_to_device(torch.tensor(padding_starts).view(-1, 1), device) if padding_starts else None
-    )
+    starts = torch.tensor(padding_starts).view(-1, 1)
+    starts_on_device = copy_to_device(starts, device) if padding_starts else None
+    kernel_device = kernel_device or device.type
     return PackedDocuments(
-        lengths, *tensors, max_length, kernel_device or device.type, context, one_per_row, starts
+        lengths, *tensors, max_length, kernel_device, context, one_per_row, starts_on_device
     )
 
 
@@ -101,7 +101,7 @@ def _power_of_two(minimum: int) -> int:
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy `values` without waiting for the device. torch keeps pinned memory until the end."""
+    """Copy without waiting for the device. torch keeps the pinned memory until the copy ends."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -117,6 +117,7 @@ def assumed_documents(
 ) -> PackedDocuments:
     """Return assumed documents for an estimate: their tensors have shapes but no values."""
     per_row = 1 if one_per_row else max(2, length // ASSUMED_TOKENS)
+    # Two lengths suffice for a loop over documents; `offsets` have the assumed number.
     row = (length - length // 2, length // 2) if length > 1 and not one_per_row else (length,)
     lengths = (row,) * rows
     positions = torch.empty(rows, length, dtype=torch.int64)

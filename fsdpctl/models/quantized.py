@@ -1,7 +1,6 @@
 """Frozen weights in NF4 (Dettmers et al., QLoRA, 2023), int8 or float32, and their products.
 
-A parameter is stored as bytes: groups of 256 blocks of 64 weights; the last group may be shorter. A
-group in NF4:
+A parameter is stored in groups of 256 blocks of 64 weights; the last may be shorter. NF4's group:
 
     2 float32   a and b: the scale of a block is (a + b * level) ** 4
     32 bytes    per block: two 4-bit codes per byte, the first one in the upper half
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.models.attention_kernels import device_type
-from fsdpctl.models.custom_ops import fuses, operator, run_fused
+from fsdpctl.models.custom_ops import is_fusing, operator, run_fused
 
 # Quantiles of a normal distribution, as published with QLoRA.
 NF4_VALUES = (
@@ -38,87 +37,83 @@ NF4_VALUES = (
 )  # fmt: skip
 BLOCK, _BLOCKS_PER_GROUP = 64, 256
 GROUP = BLOCK * _BLOCKS_PER_GROUP  # weights
-# Groups that are dequantized at a time. Fewer groups need less memory, but more kernel launches.
-_GROUPS_AT_ONCE = {"cuda": 1024}
-_GROUPS_AT_ONCE_ELSEWHERE = 128
+# Groups that are converted at a time. Fewer groups need less memory, but more kernel launches.
+_GROUPS_AT_ONCE, _DEQUANTIZED_ON_CUDA_AT_ONCE = 128, 1024
 
 
 class QuantFormat(ABC):
     """A format in which weights are stored as bytes."""
 
     name: str
-    _constants: int  # bytes at the begin of a group
-    _block: int  # bytes of a block
+    _constant_bytes: int  # at the start of a group
+    _block_bytes: int
 
     @property
     def group_bytes(self) -> int:
-        return self._constants + _BLOCKS_PER_GROUP * self._block
+        return self._constant_bytes + _BLOCKS_PER_GROUP * self._block_bytes
 
     def num_bytes(self, numel: int) -> int:
         groups, rest = divmod(numel, GROUP)
-        blocks = -(-rest // BLOCK)
-        return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
+        last = self._constant_bytes + -(-rest // BLOCK) * self._block_bytes if rest else 0
+        return groups * self.group_bytes + last
 
     def empty(self, numel: int, device: torch.device) -> nn.Parameter:
-        packed = torch.empty(self.num_bytes(numel), dtype=torch.uint8, device=device)
-        return nn.Parameter(packed, requires_grad=False)
+        stored = torch.empty(self.num_bytes(numel), dtype=torch.uint8, device=device)
+        return nn.Parameter(stored, requires_grad=False)
 
     @torch.no_grad()
     def quantize(self, weights: Tensor) -> Tensor:
         """Return the bytes of flattened `weights`, whose first element begins a group."""
         flat = weights.reshape(-1)
-        packed = torch.empty(self.num_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
-        step = _GROUPS_AT_ONCE_ELSEWHERE * GROUP
-        for start in range(0, len(flat), step):
-            chunk = flat[start : start + step].float()
-            end = start // GROUP * self.group_bytes
-            for values in chunk.split((len(chunk) // GROUP * GROUP, len(chunk) % GROUP)):
+        stored = torch.empty(self.num_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
+        position = 0
+        for chunk in flat.split(_GROUPS_AT_ONCE * GROUP):
+            for values in chunk.float().split((len(chunk) // GROUP * GROUP, len(chunk) % GROUP)):
                 if len(values):
                     padded = F.pad(values, (0, -len(values) % BLOCK))
                     blocks = min(len(padded) // BLOCK, _BLOCKS_PER_GROUP)
                     quantized = self._quantized(padded.view(-1, blocks, BLOCK)).view(-1)
-                    packed[end : end + len(quantized)] = quantized
-                    end += len(quantized)
-        return packed
+                    stored[position : position + len(quantized)] = quantized
+                    position += len(quantized)
+        return stored
 
-    def dequantize(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, stored: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the weights of `shape` in `dtype`, computed in float32."""
         numel, size = prod(shape), self.group_bytes
-        weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=packed.device)
-        groups, step = (
-            numel // GROUP,
-            _GROUPS_AT_ONCE.get(device_type(packed), _GROUPS_AT_ONCE_ELSEWHERE),
-        )
-        chunked = groups // step * step
-        for start, stop, parts in ((0, chunked, groups // step), (chunked, groups, 1)):
+        weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=stored.device)
+        on_cuda = device_type(stored) == "cuda"
+        step = _DEQUANTIZED_ON_CUDA_AT_ONCE if on_cuda else _GROUPS_AT_ONCE
+        num_groups = numel // GROUP
+        chunked = num_groups // step * step
+        # Chunks of `step` groups, then the remaining groups.
+        for start, stop, parts in ((0, chunked, num_groups // step), (chunked, num_groups, 1)):
             if start < stop:
-                rows = packed[start * size : stop * size].view(stop - start, size)
-                DEQUANTIZE(
-                    weights[start * GROUP : stop * GROUP], rows, _BLOCKS_PER_GROUP, parts, self.name
-                )
+                groups = stored[start * size : stop * size].view(stop - start, size)
+                target = weights[start * GROUP : stop * GROUP]
+                DEQUANTIZE(target, groups, _BLOCKS_PER_GROUP, parts, self.name)
         if rest := numel % GROUP:
-            last = packed[groups * size :].view(1, -1)
-            values = code_pairs(packed.device)
-            self.dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK), values)
+            last = stored[num_groups * size :].view(1, -1)
+            pairs = code_pairs(stored.device)
+            self.dequantize_into(weights[num_groups * GROUP :], last, -(-rest // BLOCK), pairs)
         return weights[:numel].view(shape)
 
-    def dequantize_groups(self, target: Tensor, packed: Tensor, values: Tensor) -> None:
-        self.dequantize_into(target, packed.view(-1, self.group_bytes), _BLOCKS_PER_GROUP, values)
+    def dequantize_groups(self, target: Tensor, stored: Tensor, pairs: Tensor) -> None:
+        self.dequantize_into(target, stored.view(-1, self.group_bytes), _BLOCKS_PER_GROUP, pairs)
 
     @abstractmethod
     def _quantized(self, weights: Tensor) -> Tensor:
         """Return the bytes of weights of shape (groups, blocks, 64), a row for each group."""
 
     @abstractmethod
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        """Write the weights of `rows`, each the bytes of a group of `blocks`, to `target`.
+    def dequantize_into(self, target: Tensor, groups: Tensor, blocks: int, pairs: Tensor) -> None:
+        """Write the weights of `groups`, (groups, bytes), which have `blocks` each, to `target`.
 
-        `values` is the result of `code_pairs`.
+        `pairs` is the result of `code_pairs`.
         """
 
 
 class _Nf4(QuantFormat):
-    name, _constants, _block = "nf4", 8, BLOCK // 2 + 1
+    name, _constant_bytes, _block_bytes = "nf4", 8, BLOCK // 2 + 1
 
     def _quantized(self, weights: Tensor) -> Tensor:
         values = torch.tensor(NF4_VALUES, dtype=torch.float64)
@@ -138,17 +133,17 @@ class _Nf4(QuantFormat):
         constants = torch.cat((low, step), -1).view(torch.uint8)
         return torch.cat((constants, packed.flatten(1), levels.to(torch.uint8)), -1)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        constants = rows[:, : self._constants].reshape(-1).view(torch.float32).view(-1, 2)
-        codes = rows[:, self._constants : -blocks].int()
-        weights = F.embedding(codes, values).view(len(rows), blocks, BLOCK)
-        roots = rows[:, -blocks:] * constants[:, 1:] + constants[:, :1]
+    def dequantize_into(self, target: Tensor, groups: Tensor, blocks: int, pairs: Tensor) -> None:
+        constants = groups[:, : self._constant_bytes].reshape(-1).view(torch.float32).view(-1, 2)
+        codes = groups[:, self._constant_bytes : -blocks].int()
+        weights = F.embedding(codes, pairs).view(len(groups), blocks, BLOCK)
+        roots = groups[:, -blocks:] * constants[:, 1:] + constants[:, :1]
         squares = roots * roots
         target.view(weights.shape).copy_(weights.mul_((squares * squares).unsqueeze(-1)))
 
 
 class _Int8(QuantFormat):
-    name, _constants, _block = "int8", 0, BLOCK + 2
+    name, _constant_bytes, _block_bytes = "int8", 0, BLOCK + 2
 
     def _quantized(self, weights: Tensor) -> Tensor:
         scales = (weights.abs().amax(-1) / 127).bfloat16()
@@ -157,21 +152,23 @@ class _Int8(QuantFormat):
         codes = torch.where(divisors > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
         return torch.cat((codes.flatten(1), scales.view(torch.uint8)), -1)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        codes, scale_bytes = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
-        weights = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
-        scales = scale_bytes.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
+    def dequantize_into(self, target: Tensor, groups: Tensor, blocks: int, pairs: Tensor) -> None:
+        codes, scale_bytes = groups[:, : blocks * BLOCK], groups[:, blocks * BLOCK :]
+        weights = codes.view(torch.int8).float().view(len(groups), blocks, BLOCK)
+        scales = scale_bytes.reshape(-1).view(torch.bfloat16).view(len(groups), blocks, 1)
         target.view(weights.shape).copy_(weights.mul_(scales))
 
 
 class _Float32(QuantFormat):
-    name, _constants, _block = "float32", 0, 4 * BLOCK
+    """A format that stores weights unchanged, as other tools load them."""
+
+    name, _constant_bytes, _block_bytes = "float32", 0, 4 * BLOCK
 
     def _quantized(self, weights: Tensor) -> Tensor:
         return weights.flatten(1).contiguous().view(torch.uint8)
 
-    def dequantize_into(self, target: Tensor, rows: Tensor, blocks: int, values: Tensor) -> None:
-        target.view(len(rows), -1).copy_(rows.view(torch.float32))
+    def dequantize_into(self, target: Tensor, groups: Tensor, blocks: int, pairs: Tensor) -> None:
+        target.view(len(groups), -1).copy_(groups.view(torch.float32))
 
 
 NF4, INT8 = _Nf4(), _Int8()
@@ -180,23 +177,22 @@ QUANT_FORMATS: dict[str, QuantFormat] = {each.name: each for each in (NF4, INT8,
 
 @lru_cache
 def code_pairs(device: torch.device) -> Tensor:
+    """Return the values of both codes of each byte, (256, 2)."""
     values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
 
 
-def dequantize_parts(
-    target: Tensor, rows: Tensor, blocks: int, num_parts: int, format_name: str
-) -> None:
-    """Write the weights of `rows`, the bytes of groups of `blocks`, in `num_parts` equal parts.
+def dequantize_parts(target: Tensor, groups: Tensor, blocks: int, parts: int, quant: str) -> None:
+    """Write the weights of `groups`, as in `dequantize_into`, in equal parts.
 
-    A fused kernel needs no memory for parts.
+    A fused kernel needs no memory for parts. It is compiled for sizes from 2.
     """
-    values = code_pairs(rows.device)
-    if fuses(rows.device) and len(rows) > 1 and format_name in (NF4.name, INT8.name):
-        run_fused(QUANT_FORMATS[format_name].dequantize_groups, target, rows.view(-1), values)
+    pairs = code_pairs(groups.device)
+    if is_fusing(groups.device) and len(groups) > 1 and quant in (NF4.name, INT8.name):
+        run_fused(QUANT_FORMATS[quant].dequantize_groups, target, groups.view(-1), pairs)
         return
-    for weights, part in zip(target.chunk(num_parts), rows.chunk(num_parts), strict=True):
-        QUANT_FORMATS[format_name].dequantize_into(weights, part, blocks, values)
+    for weights, part in zip(target.chunk(parts), groups.chunk(parts), strict=True):
+        QUANT_FORMATS[quant].dequantize_into(weights, part, blocks, pairs)
 
 
 # ---- operators ---------------------------------------------------------------------------
@@ -205,49 +201,49 @@ def dequantize_parts(
 
 
 def _linear(
-    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, quant: str
+    x: Tensor, stored: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[quant].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(stored, shape, x.dtype)
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _linear_backward(
-    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, quant: str
+    gradient: Tensor, stored: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[quant].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(stored, shape, gradient.dtype)
     return gradient.matmul(weight.t() if transposed else weight)
 
 
-def _linear_shape(
-    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, quant: str
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], shape[transposed])
+def fake_product(x: Tensor, *args: Any) -> Tensor:
+    """Return (..., out features) without values; arguments end with shape, transposed, format."""
+    shape, transposed, _ = args[-3:]
+    return x.new_empty(*x.shape[:-1], shape[-2:][transposed])
 
 
-def _backward_shape(
-    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, quant: str
-) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], shape[not transposed])
+def fake_input_gradient(gradient: Tensor, *args: Any) -> Tensor:
+    """Return (..., in features) without values; see `fake_product`."""
+    shape, transposed, _ = args[-3:]
+    return gradient.new_empty(*gradient.shape[:-1], shape[-2:][not transposed])
 
 
-DEQUANTIZE = operator("unpack", dequantize_parts, None, writes=["target"])
-_FORWARD = operator("packed_linear", _linear, _linear_shape)
-_BACKWARD = operator("packed_linear_backward", _linear_backward, _backward_shape)
+DEQUANTIZE = operator("dequantize", dequantize_parts, None, writes=["target"])
+_FORWARD = operator("quantized_linear", _linear, fake_product)
+_BACKWARD = operator("quantized_linear_backward", _linear_backward, fake_input_gradient)
 
 
 class _QuantizedLinear(torch.autograd.Function):
     """A linear layer that saves its quantized bytes for backward, not the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-        ctx.save_for_backward(packed)
+    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+        ctx.save_for_backward(stored)
         ctx.args = args
-        return _FORWARD(x, packed, bias, *args)  # type: ignore[no-any-return]  # torch is untyped here
+        return _FORWARD(x, stored, bias, *args)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (packed,) = ctx.saved_tensors
-        return (_BACKWARD(gradient, packed, *ctx.args), *[None] * (2 + len(ctx.args)))
+        (stored,) = ctx.saved_tensors
+        return (_BACKWARD(gradient, stored, *ctx.args), *[None] * (2 + len(ctx.args)))
 
 
 class QuantizedModule(nn.Module):
@@ -261,16 +257,16 @@ class QuantizedModule(nn.Module):
 
 
 class FrozenLinear(QuantizedModule):
-    """A linear layer with the bias and weight of another layer; the weight may be quantized."""
+    """A linear layer that LoRA freezes, with another layer's bias and weight, maybe quantized."""
 
     def __init__(self, base: Any, *, is_transposed: bool) -> None:
         """Take over the parameters of `base`, whose weight is (in, out) if `is_transposed`."""
         super().__init__()
         self.is_transposed = is_transposed
         self.weight, self.bias = base.weight, base.bias
-        is_frozen = isinstance(base, FrozenLinear)
-        self.rows, self.columns = (base.rows, base.columns) if is_frozen else base.weight.shape
-        self.quant_format = base.quant_format if is_frozen else None
+        is_same = isinstance(base, FrozenLinear)
+        self.rows, self.columns = (base.rows, base.columns) if is_same else base.weight.shape
+        self.quant_format = base.quant_format if is_same else None
 
     def quantize(self, quant_format: QuantFormat) -> None:
         """Replace the weight by an uninitialized quantized one."""

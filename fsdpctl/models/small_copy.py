@@ -40,14 +40,16 @@ _MAX_SIZES = {
 }  # fmt: skip
 _MAX_PARAMETERS = 1 << 27  # parameters of a copy; a check has three copies in memory
 _HEAD_COUNTS, _HEAD_DIMS = r"num_(key_value_|attention_)?heads|n_heads", r"head_dim|d_head"
+# Divisors of widths, each with the keys of heads that it divides too: the number or the size.
 _DIVISIONS = [(factor, heads) for factor in (64, 16, 4) for heads in (_HEAD_COUNTS, _HEAD_DIMS)]
 # Layer counts of nested configurations, such as an image encoder's.
-_LAYERS = ("num_hidden_layers", "num_blocks")
-_TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+_LAYER_KEYS = ("num_hidden_layers", "num_blocks")
+_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 _Copy = tuple[ModelConfig, TransformersDecoder]
 
 
 def small_copy(model: ModelConfig, device: torch.device = torch.device("cpu")) -> Any:
+    """Return an initialized small copy in eval mode; UsageError if the model is not supported."""
     module = meta_copy(model)
     allocate(module)
     for name, param in module.named_parameters():
@@ -64,29 +66,26 @@ def meta_copy(model: ModelConfig) -> nn.Module:
 def _cached_meta_copy(model: ModelConfig) -> nn.Module:
     content = config_dict(model)
     keys = read_hf_config(content, CONFIG_LOCATION).to_dict()  # with defaults
-    tokens = {name: token for name, token in _TOKENS.items() if keys.get(name) is not None}
+    tokens = {name: token for name, token in _SPECIAL_TOKENS.items() if keys.get(name) is not None}
     content = {**content, **_shrink(keys), **tokens}
     head_dims = {name: keys[name] for name in keys if name.endswith("head_dim")}
-    shrunk, module = (
-        _first_small(content, model)
-        or _first_small({**content, **head_dims}, model)
-        or _full_width(model)
-    )
+    # Some families may support only their own head_dim.
+    copies = (_first_small({**content, **sizes}, model) for sizes in ({}, head_dims))
+    shrunk, module = next(filter(None, copies), None) or _full_width(model)
     _check_buffers(module, shrunk)
     return module
 
 
 def _first_small(content: Mapping[str, Any], model: ModelConfig) -> _Copy | None:
-    """Return the first copy with reduced widths that is small enough and runs, or None."""
-    for reduce in (_narrow, None, *(partial(_divide, by=each) for each in _DIVISIONS)):
+    """Return the first copy that is small enough, and that runs if its widths are reduced."""
+    for reduce in (_narrow, None, *(partial(_divide, division=each) for each in _DIVISIONS)):
         try:
             shrunk = with_config(model, reduce(content) if reduce else content)
             module = _build_few_blocks(shrunk, "meta")
-            if _count(module) > _MAX_PARAMETERS:
-                continue
-            if reduce:
-                _check_forward(module)
-            return shrunk, module
+            if _count(module) <= _MAX_PARAMETERS:
+                if reduce:
+                    _check_forward(module)
+                return shrunk, module
         except Exception:  # invalid sizes for the family, whose code may raise any exception
             continue
     return None
@@ -104,11 +103,12 @@ def _count(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _divide(content: Mapping[str, Any], by: tuple[int, str]) -> dict[str, Any]:
-    keys, (factor, heads) = read_hf_config(content, CONFIG_LOCATION).to_dict(), by
-    named = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
-    sizes = {name: each for name, each in keys.items() if type(each) is int and named.search(name)}
-    return {**content, **{name: max(1, each // factor) for name, each in sizes.items()}}
+def _divide(content: Mapping[str, Any], division: tuple[int, str]) -> dict[str, Any]:
+    """Divide widths, and the sizes whose keys match the division's pattern of heads."""
+    keys, (factor, heads) = read_hf_config(content, CONFIG_LOCATION).to_dict(), division
+    pattern = re.compile(rf"{heads}|(hidden|embedding|model|inner)_?(size|dim)|d_model|width")
+    sizes = {key: x for key, x in keys.items() if type(x) is int and pattern.search(key)}
+    return {**content, **{key: max(1, size // factor) for key, size in sizes.items()}}
 
 
 def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,14 +117,14 @@ def _narrow(content: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = min(getattr(config, "head_dim", None) or _HEAD_DIM, _HEAD_DIM)
     hidden_size = min(config.num_attention_heads * head_dim, config.hidden_size)
     narrow = resize(content, {"hidden_size": hidden_size}, CONFIG_LOCATION)
-    return resize(narrow, {"head_dim": head_dim}, CONFIG_LOCATION)  # if not implied
+    return resize(narrow, {"head_dim": head_dim}, CONFIG_LOCATION)  # a key of its own, or implied
 
 
 def _shrink(keys: Mapping[str, Any]) -> dict[str, Any]:
     shrunk: dict[str, Any] = {}
     for name, value in keys.items():
         if isinstance(value, dict) and (inner := _shrink(value)):
-            counts = {each: min(2, value[each]) for each in _LAYERS if type(value.get(each)) is int}
+            counts = {x: min(2, value[x]) for x in _LAYER_KEYS if type(value.get(x)) is int}
             shrunk[name] = {**value, **inner, **counts}
         elif name in _MAX_SIZES and type(value) is int:
             shrunk[name] = min(value, _MAX_SIZES[name])
@@ -136,7 +136,7 @@ def _check_forward(module: TransformersDecoder) -> None:
     module_copy = copy.deepcopy(module).train(False)
     allocate(module_copy)
     module_copy.attention.use(fsdpctl=False)  # only sizes are checked
-    module_copy(torch.zeros(1, _HEAD_DIM, dtype=torch.int64))
+    module_copy(torch.zeros(1, 8, dtype=torch.int64))
 
 
 @torch.no_grad()
@@ -166,6 +166,7 @@ def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != count:
         return module
     values = vars(config).items()
+    # One value per block, such as `layer_types`.
     lists = {key: x for key, x in values if isinstance(x, list) and len(x) == count}
     first_of_kind: dict[object, int] = {}
     for index, block in enumerate(blocks):
@@ -183,6 +184,7 @@ def _build_few_blocks(model: ModelConfig, device: str) -> TransformersDecoder:
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
+    """Check buffers against a copy that is built on the CPU, and copy its values."""
     expected = _reference_buffers(model)
     stored = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():
@@ -204,6 +206,7 @@ def _reference_buffers(model: ModelConfig) -> dict[str, Tensor]:
             meta._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then skips it
             module._parameters[name] = meta
 
+    # The patch affects all threads: no other thread may build modules now.
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         return dict(_build_few_blocks(model, "cpu").named_buffers())

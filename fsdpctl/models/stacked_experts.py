@@ -25,6 +25,8 @@ from fsdpctl.models.quantized import (
     QuantFormat,
     QuantizedModule,
     UninitializedLinear,
+    fake_input_gradient,
+    fake_product,
 )
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
@@ -36,52 +38,41 @@ Shape = tuple[int, ...]
 
 
 def _forward(
-    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
+    x: Tensor, stored: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    count, *matrix = shape
+    count, *matrix_shape = shape
     # While text is generated, there are fewer rows than experts: dequantize only the used experts.
-    if len(x) < count and prod(matrix) % GROUP == 0:
+    # The bytes of an expert must be whole groups.
+    if len(x) < count and prod(matrix_shape) % GROUP == 0:
         expert_ids = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        packed = packed.view(count, -1)[expert_ids].view(-1)
-        weight = QUANT_FORMATS[quant].dequantize(packed, (len(x), *matrix), x.dtype)
+        stored = stored.view(count, -1)[expert_ids].view(-1)
+        weight = QUANT_FORMATS[quant].dequantize(stored, (len(x), *matrix_shape), x.dtype)
         right = weight if transposed else weight.transpose(-2, -1)
         return torch.bmm(x.unsqueeze(1), right).squeeze(1)
-    weight = QUANT_FORMATS[quant].dequantize(packed, shape, x.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(stored, shape, x.dtype)
     return F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
 
 
 def _backward(
-    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
+    gradient: Tensor, stored: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
 ) -> Tensor:
-    weight = QUANT_FORMATS[quant].dequantize(packed, shape, gradient.dtype)
+    weight = QUANT_FORMATS[quant].dequantize(stored, shape, gradient.dtype)
     right = weight.transpose(-2, -1) if transposed else weight
     return F.grouped_mm(gradient.contiguous(), right, offs=ends)
 
 
-def _forward_shape(
-    x: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
-) -> Tensor:
-    return x.new_empty(len(x), shape[1 + transposed])
-
-
-def _backward_shape(
-    gradient: Tensor, packed: Tensor, ends: Tensor, shape: list[int], transposed: bool, quant: str
-) -> Tensor:
-    return gradient.new_empty(len(gradient), shape[2 - transposed])
-
-
-_FORWARD = operator("packed_experts", _forward, _forward_shape)
-_BACKWARD = operator("packed_experts_backward", _backward, _backward_shape)
+_FORWARD = operator("quantized_experts", _forward, fake_product)
+_BACKWARD = operator("quantized_experts_backward", _backward, fake_input_gradient)
 
 
 class _QuantizedGroupedMm(torch.autograd.Function):
     """A grouped product that saves the quantized bytes for backward, not the matrices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, ends: Tensor, *args: Any) -> Tensor:
-        ctx.save_for_backward(packed, ends)
+    def forward(ctx: Any, x: Tensor, stored: Tensor, ends: Tensor, *args: Any) -> Tensor:
+        ctx.save_for_backward(stored, ends)
         ctx.args = args
-        return _FORWARD(x, packed, ends, *args)  # type: ignore[no-any-return]  # torch is untyped here
+        return _FORWARD(x, stored, ends, *args)  # type: ignore[no-any-return]  # torch is untyped here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -92,9 +83,10 @@ class _QuantizedGroupedMm(torch.autograd.Function):
 
 
 class ExpertAdapter(nn.Module):
-    """A low-rank pair for each expert: B_e A_e x, with A (rank experts, in), B (out, rank experts).
+    """A low-rank pair for each expert: B_e A_e x.
 
-    Rows of A are sorted by expert, and columns of B by rank, then by expert.
+    A has the shape (rank * experts, in), with rows sorted by expert; B has the shape
+    (out, rank * experts), with columns sorted by rank, then by expert.
     """
 
     def __init__(self, in_features: int, out_features: int, total_rank: int) -> None:
@@ -103,7 +95,7 @@ class ExpertAdapter(nn.Module):
         self.lora_B = UninitializedLinear(total_rank, out_features, bias=False, device="meta")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Project rows that are sorted by expert, up to `ends`, from (rows, in) to (rows, out)."""
+        """Project (rows, in), sorted by expert, to (rows, out); `ends`: where experts' rows end."""
         lora_a, lora_b, count = self.lora_A.weight, self.lora_B.weight, len(ends)
         a_matrices = lora_a.view(count, -1, lora_a.shape[1]).transpose(-2, -1)
         b_matrices = lora_b.view(len(lora_b), -1, count).permute(2, 1, 0).contiguous()
@@ -126,6 +118,7 @@ class StackedExperts(QuantizedModule):
         this: Any = self  # has the attributes of transformers' class
         tokens, top_k = top_k_index.shape
         expert_ids, order = torch.sort(top_k_index.reshape(-1))
+        # On the CPU, histc takes only floats.
         indices = expert_ids.float() if expert_ids.device.type == "cpu" else expert_ids.int()
         counts = torch.histc(indices, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
@@ -143,7 +136,6 @@ class StackedExperts(QuantizedModule):
     def _multiply(self, matrix: str, x: Tensor, expert_ids: Tensor, ends: Tensor) -> Tensor:
         this: Any = self  # has the attributes of transformers' class
         weight: Tensor = getattr(self, matrix)
-        out: Tensor
         if self.quant_format is None:
             right = weight if this.is_transposed else weight.transpose(-2, -1)
             x = x.to(weight.dtype)
@@ -158,9 +150,10 @@ class StackedExperts(QuantizedModule):
         return out
 
 
-def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of all experts of each layer that uses transformers' interface."""
+def named_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name and module of the stacked experts of each layer that supports grouped_mm."""
     for name, each in module.named_modules():
+        # transformers sets the attribute in modules that use its interface.
         if hasattr(each, "_is_expert_parallel") and expert_matrices(each):
             yield name, each
 

@@ -39,7 +39,7 @@ _MASK_KINDS = {
 
 
 class _CurrentForward(threading.local):
-    """The documents of this thread's forward. Backward on CUDA runs in another thread."""
+    """The documents of this thread's forward. Recomputation may run in another thread."""
 
     documents: PackedDocuments | None = None
 
@@ -53,21 +53,21 @@ class _LayerMask:
 
     documents: PackedDocuments | None
     window: int | None = None
-    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for other mask types
+    pairs: Tensor | None = None  # bool, (batch, 1, queries, keys), for types not in `_MASK_KINDS`
     cached: dict[object, AttentionMask | None] = field(default_factory=dict)
 
-    def mask(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
+    def mask(self, q: Tensor, options: ScoreOptions) -> AttentionMask | None:
         # Dynamo would run recomputed blocks eagerly if they wrote to a dict.
         if torch.compiler.is_compiling():
-            return self._make(q, scores)
-        key = q.shape[-1], scores.has_kernel, scores.sinks is None
+            return self._make(q, options)
+        key = q.shape[-1], options.has_fused_kernel, options.sinks is None
         if key not in self.cached:
-            self.cached[key] = self._make(q, scores)
+            self.cached[key] = self._make(q, options)
         return self.cached[key]
 
-    def _make(self, q: Tensor, scores: ScoreOptions) -> AttentionMask | None:
+    def _make(self, q: Tensor, options: ScoreOptions) -> AttentionMask | None:
         if self.pairs is None:
-            return attention_mask(q[:, 0], q.shape[-1], self.window, self.documents, scores)
+            return attention_mask(q[:, 0], q.shape[-1], self.window, self.documents, options)
         bias = torch.zeros_like(self.pairs, dtype=compute_dtype(q))
         return AttentionMask(None, bias=bias.masked_fill_(~self.pairs, -torch.inf))
 
@@ -84,7 +84,7 @@ class TransformersAttention:
         configs = {id(each): each for each in candidates if hasattr(each, "_attn_implementation")}
         self._defaults = [(each, each._attn_implementation) for each in configs.values()]
         self.use(fsdpctl=True)
-        for each in modules:
+        for each in modules:  # these types depend on the largest position in a forward
             if any(kind in str(getattr(each, "rope_type", "")) for kind in ("dynamic", "longrope")):
                 each.forward = partial(_rotary_per_document, each.forward)
 
@@ -106,6 +106,7 @@ class TransformersAttention:
 
 @cache
 def _register() -> None:
+    """Register fsdpctl's attention, and wrap transformers' eager and sdpa masks, in the process."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     AttentionInterface.register(_NAME, _attention)
@@ -133,13 +134,13 @@ def _layer_mask(
         pairs = _within_documents(sdpa_mask, mask_function=mask_function, **sizes, **options)
         return _LayerMask(None, pairs=pairs)
     if kind == "chunk" and local_size is not None:
-        return _LayerMask(
-            _split_into_chunks(documents, local_size, options["batch_size"], q_length, options)
-        )
+        rows, device = options["batch_size"], torch.device(options["device"])
+        return _LayerMask(_split_into_chunks(documents, local_size, rows, q_length, device))
     return _LayerMask(documents, local_size)
 
 
 def _mask_function_names(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of the mask functions that transformers combined with `and_masks`."""
     cells = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
     inner = [each for cell in cells if isinstance(cell, tuple) for each in cell if callable(each)]
     name = str(getattr(function, "__qualname__", "")).partition(".")[0]
@@ -150,20 +151,19 @@ def _mask_function_names(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _split_into_chunks(
-    documents: PackedDocuments | None, size: int, rows: int, length: int, options: Any
+    documents: PackedDocuments | None, size: int, rows: int, length: int, device: torch.device
 ) -> PackedDocuments | None:
+    """Return the chunks of at most `size` tokens as documents, for chunked attention."""
     lengths = ((length,),) * rows if documents is None else documents.lengths
     if max(map(max, lengths)) <= size:
         return documents
     chunks = tuple(
         tuple(min(size, x - start) for x in row for start in range(0, x, size)) for row in lengths
     )
-    device = torch.device(options["device"])
     if documents is None:
-        return pack_documents(
-            chunks, device, kernel_device=device_type(torch.empty(0, device=device))
-        )
-    kernel_device, context = documents.device_type, documents.context
+        kernel_device, context = device_type(torch.empty(0, device=device)), None
+    else:
+        kernel_device, context = documents.device_type, documents.context
     return pack_documents(chunks, device, kernel_device=kernel_device, context=context)
 
 
@@ -174,14 +174,14 @@ def _within_documents(
     documents = _current.documents
     if documents is None or (documents.one_per_row and documents.context is None):
         return make_mask(*args, mask_function=mask_function, **options)
-    if documents.context is not None:
+    if documents.context is not None:  # decoder_check adds "not supported: "
         raise UsageError("attention that needs a mask of all pairs of tokens")
     from transformers.masking_utils import and_masks
 
-    first_keys = documents.first_keys.squeeze(-1)
+    starts = documents.document_starts.squeeze(-1)
 
     def is_same_document(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return key >= first_keys[row, query]
+        return key >= starts[row, query]  # `mask_function` is causal, and excludes later documents
 
     options["allow_is_causal_skip"] = False
     return make_mask(*args, mask_function=and_masks(mask_function, is_same_document), **options)
@@ -197,25 +197,19 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    softcap, s_aux = options.pop("softcap", None), options.pop("s_aux", None)
-    unsupported = [
-        name
-        for name, option in options.items()
-        if name not in _IGNORED_ARGUMENTS and option is not None
-    ]
-    if not isinstance(attention_mask, _LayerMask) or any(
-        options[name] is not False for name in unsupported
-    ):
+    softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+    is_set = {name: each is not None and each is not False for name, each in options.items()}
+    unsupported = [name for name in options if is_set[name] and name not in _IGNORED_ARGUMENTS]
+    if unsupported or not isinstance(attention_mask, _LayerMask):
         raise UsageError(f"attention with {', '.join(unsupported) or 'another mask'}")
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    scores = ScoreOptions(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux, dropout)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    score_options = ScoreOptions(scale, softcap, sinks, dropout)
     # In latent attention (MLA), values are narrower; kernels for packed rows require equal widths.
     if value_dim != head_dim:
-        query, key, value = (
-            F.pad(each, (0, max(head_dim, value_dim) - each.shape[-1]))
-            for each in (query, key, value)
-        )
-    output = attend(query, key, value, attention_mask.mask(query, scores), scores)
+        size = max(head_dim, value_dim)
+        query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+    output = attend(query, key, value, attention_mask.mask(query, score_options), score_options)
     return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
 
@@ -225,7 +219,8 @@ def _rotary_per_document(
     """Return the rotary embeddings that each document would have in a separate forward.
 
     Dynamic rotary embeddings depend on the largest position in a forward. So `forward` is called
-    once for each length of documents, with the last position of that length appended.
+    once for each length of documents, with the last position of that length appended. Documents up
+    to the short context form group 0.
     """
     module: Any = forward.__self__  # type: ignore[attr-defined]  # a method
     for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
@@ -234,16 +229,15 @@ def _rotary_per_document(
     if documents is None:
         return forward(x, position_ids, *args, **options)
     short_context = _short_context(module)
-    lengths = [[each if each > short_context else 0 for each in row] for row in documents.lengths]
-    keys = [
-        [key for key, each in zip(*pair, strict=True) for _ in range(each)]
-        for pair in zip(lengths, documents.lengths, strict=True)
+    token_groups = [
+        [length if length > short_context else 0 for length in row for _ in range(length)]
+        for row in documents.lengths
     ]
-    ends = documents.local_part(copy_to_device(torch.tensor(keys), position_ids.device))
+    groups = documents.local_part(copy_to_device(torch.tensor(token_groups), position_ids.device))
     outputs: tuple[Tensor, ...] = ()
-    for end in sorted(set(chain(*lengths))):
-        in_group = ends == end
-        last_position = position_ids.new_full((len(in_group), 1), max(end - 1, 0))
+    for group in sorted(set(chain(*token_groups))):
+        in_group = groups == group
+        last_position = position_ids.new_full((len(in_group), 1), max(group - 1, 0))
         positions = torch.cat([torch.where(in_group, position_ids, 0), last_position], 1)
         rotated = forward(x, positions, *args, **options)
         parts = [each[:, :-1] for each in (rotated if isinstance(rotated, tuple) else (rotated,))]

@@ -24,7 +24,7 @@ _fused_classes: dict[tuple[object, ...], type | None] = {}
 def build_transformers(
     config: ModelConfig, *, transformers_norms: bool = False
 ) -> TransformersDecoder:
-    """Build the module on the current device, which is usually meta; see `build_plain`."""
+    """Build the module on the current device, usually meta; see `build_model.build_base_model`."""
     model = build_causal_lm(config)
     if not transformers_norms:
         fuse_norms(model)
@@ -42,9 +42,8 @@ def build_causal_lm(config: ModelConfig, dtype: torch.dtype = torch.float32) -> 
         return auto_class.from_config(hf_config, dtype=dtype)
     except Exception as error:  # models may raise any exception
         reason = str(error).strip().replace("\n", " ")
-        location = (
-            CONFIG_LOCATION if config.path is None else f"model.path={config.path}: config.json"
-        )
+        path = config.path
+        location = CONFIG_LOCATION if path is None else f"model.path={path}: config.json"
         if isinstance(error, KeyError):  # such as an unknown activation
             value = str(error.args[0])
             known = did_you_mean(value, [*transformers.activations.ACT2FN])
@@ -67,9 +66,11 @@ def fill_buffers(module: TransformersDecoder) -> None:
             unknown = math.nan if buffer.is_floating_point() else 0
             filled = torch.full_like(buffer, unknown, device="cpu")
             module.get_submodule(owner)._buffers[leaf] = filled
-            owners |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
             owners |= {owner, ""}
+            # All parents.
+            owners |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
     model = module.transformers_model
+    # Innermost first; the model last.
     for name in sorted(owners, key=lambda each: (-each.count("."), not each, each)):
         initialize = initializer(module, name)
         initialize(module.get_submodule(name) if name else model)
@@ -119,16 +120,16 @@ class _FusedRmsNorm(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        norm: Any = self
-        return F.rms_norm(x, (x.shape[-1],), norm._parameters.get("weight"), _epsilon_of(norm))
+        return F.rms_norm(x, (x.shape[-1],), self._parameters.get("weight"), _epsilon_of(self))
 
 
 class _FusedRmsNormPlusOne(nn.Module):
     """RMSNorm with torch's fused operator, for weights that are stored minus one, as in Gemma."""
 
+    weight: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
-        norm: Any = self
-        return F.rms_norm(x, (x.shape[-1],), 1 + norm.weight, _epsilon_of(norm))
+        return F.rms_norm(x, (x.shape[-1],), 1 + self.weight, _epsilon_of(self))
 
 
 def fuse_norms(model: nn.Module) -> None:
@@ -154,13 +155,15 @@ def _fused_class(norm: nn.Module) -> type | None:
     cls = type(norm)
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        weight, x = (torch.randn(*n, _TRIED_WIDTH, generator=generator) for n in ((), (2, 3)))
+        weight = torch.randn(_TRIED_WIDTH, generator=generator)
+        x = torch.randn(2, 3, _TRIED_WIDTH, generator=generator)
         norm_copy = copy.copy(norm)
         norm_copy.__dict__["_parameters"] = {key: nn.Parameter(weight) for key in norm._parameters}
         try:
             expected = norm_copy(x)
         except Exception:  # forward requires other arguments
             return None
+        # Without a weight, only the first class runs.
         for base in (_FusedRmsNorm, _FusedRmsNormPlusOne)[: 1 + len(norm._parameters)]:
             fused = type(cls.__name__, (base, cls), {"__module__": cls.__module__})
             norm_copy.__class__ = fused

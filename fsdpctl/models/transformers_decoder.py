@@ -135,6 +135,7 @@ class OutputHead(nn.Linear):
         return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers is untyped
 
     def run(self, hidden: Tensor, outputs: Any, **kwargs: Any) -> Any:
+        """Run the model's forward with the backbone's results; `inputs_embeds` is not used."""
         self._precomputed.outputs = copy.copy(outputs)
         self._precomputed.outputs["last_hidden_state"] = hidden
         try:
@@ -207,10 +208,9 @@ class TransformersDecoder(nn.Module):
         self._model = (model,)  # in a tuple: this module already has its submodules
         self._aux_mode = router_aux_loss
         self.reduce_counts: ReduceCounts | None = None  # sums expert counts over ranks
-        forward = type(getattr(model, self._backbone)).forward
         self._supports_cache = _supports_cache(model.config)
         self.attention = TransformersAttention(model)
-        parameters = inspect.signature(forward).parameters
+        parameters = inspect.signature(type(getattr(model, self._backbone)).forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_mask = "attention_mask" in parameters
         # transformers renamed the argument in 5.24.
@@ -277,36 +277,30 @@ class TransformersDecoder(nn.Module):
         if self._takes_positions and documents is not None:
             kwargs["position_ids"] = documents.local_positions
         if self._takes_mask and self.attention.is_fsdpctl and cache is None:
-            # Without a mask, transformers looks for documents in position_ids, which synchronizes.
+            # Without a mask, transformers would wait for the device to look for documents.
             kwargs["attention_mask"] = torch.ones_like(tokens, dtype=torch.bool)
         adds_aux_loss = targets is not None and self.training and self.adds_aux_loss
         if adds_aux_loss:
             kwargs["output_router_logits"] = True
         if cache is not None and cache.past_key_values is not None:
             kwargs[self._cache_name] = cache.past_key_values
+        kwargs["use_cache"] = cache is not None and self._supports_cache
         with self.attention.within(documents):
-            outputs = getattr(self, self._backbone)(
-                input_ids=tokens,
-                use_cache=cache is not None and self._supports_cache,
-                return_dict=True,
-                **kwargs,
-            )
+            backbone = getattr(self, self._backbone)
+            outputs = backbone(input_ids=tokens, return_dict=True, **kwargs)
         if cache is not None:
             cache.update(getattr(outputs, self._cache_name, None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds_aux_loss:
             return loss
+        has_loss = targets != -100
         # True for tokens of data, not padding: (batch, length) or (batch, 1).
-        mask = (
-            (targets != -100).any(-1, keepdim=True)
-            if documents is None
-            else documents.local_data_mask
-        )
-        aux_loss = self._router_aux_loss(hidden, outputs, mask.expand_as(targets))
-        return loss + (targets != -100).sum() * aux_loss
+        mask = has_loss.any(-1, keepdim=True) if documents is None else documents.local_data_mask
+        aux_loss = self._compute_aux_loss(hidden, outputs, mask.expand_as(targets))
+        return loss + has_loss.sum() * aux_loss
 
-    def _router_aux_loss(self, hidden: Tensor, outputs: Any, mask: Tensor) -> Tensor:
+    def _compute_aux_loss(self, hidden: Tensor, outputs: Any, mask: Tensor) -> Tensor:
         """Return the auxiliary loss of the routers, times its factor, over the tokens in `mask`."""
         model = self.transformers_model
         factor = aux_loss_factor(model)
@@ -315,7 +309,7 @@ class TransformersDecoder(nn.Module):
         attention_mask = (mask | ~mask.any()).long()  # the mean over no tokens would be NaN
         head = self.get_output_embeddings()
         kwargs = {"output_router_logits": True, "attention_mask": attention_mask}
-        # The loss depends on the router logits in `outputs`. One position gives the fewest logits.
+        # Only the router logits in `outputs` matter. One position of `hidden` costs the least.
         return factor * head.run(hidden[:, -1:], outputs, **kwargs).aux_loss  # type: ignore[no-any-return]  # transformers is untyped
 
 

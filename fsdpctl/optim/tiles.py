@@ -20,7 +20,7 @@ from fsdpctl.comm.quantized_states import (
     masked_copy_,
     split_24_bits,
 )
-from fsdpctl.models.custom_ops import fuses, run_fused
+from fsdpctl.models.custom_ops import is_fusing, run_fused
 from fsdpctl.optim.sharded import SteppedSpan
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.optimizers import NUM_TILES, SCALE_BLOCK, TILE
@@ -90,7 +90,7 @@ class TiledStep:
         grad_scale, found_inf = scalars
         largest = max((stepped.span.numel for stepped in spans), default=0)
         self._device = spans[0].param.device if spans else torch.device("cpu")
-        self._fuses = is_fused and fuses(self._device)
+        self._fuses = is_fused and is_fusing(self._device)
         self._size = min(largest, TILE.get(self._device.type, TILE["cuda"]))
         # Reading a scalar on the CPU waits for no device.
         on_cpu = self._device.type == "cpu"

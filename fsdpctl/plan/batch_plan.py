@@ -16,7 +16,7 @@ class ContextParallel:
 
     size: int
     index: int
-    exchange: int = 0  # key of the all-to-all for attention (models.context_parallel)
+    exchange_index: int = 0  # key of the all-to-all for attention (models.context_parallel)
 
 
 def tokens_per_rank(seq_len: int, context_parallel: int) -> int:

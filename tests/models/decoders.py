@@ -66,9 +66,8 @@ def tiny_config(family: str) -> Any:
         Exception: If the family cannot be made tiny by changing its sizes.
     """
     sizes = _sizes(hf.AutoConfig.for_model(family)) | _OF_ITS_OWN.get(family, {})
-    content = hf.AutoConfig.for_model(
-        family, **{**sizes, **_SIZES.get(family, {})}
-    ).to_json_string()
+    sizes |= _SIZES.get(family, {})
+    content = hf.AutoConfig.for_model(family, **sizes).to_json_string()
     settings = sizes_and_config(json.loads(content), family)
     return read_hf_config(json.loads(settings["model.config_json"]), family)
 

@@ -159,9 +159,8 @@ def test_an_exported_configuration_is_equal_when_read_again(family):
         source = {**content, "torch_dtype": "float16", "architectures": ["Own"], "note": "x"}
         written = exported_config(model, "float32", source)
         assert (written["dtype"], written["architectures"]) == ("float32", ["Own"])
-        one, two = (
-            hf.AutoConfig.for_model(**json.loads(json.dumps(each))) for each in (source, written)
-        )
+        copies = (json.loads(json.dumps(each)) for each in (source, written))
+        one, two = (hf.AutoConfig.for_model(**each) for each in copies)
         differing = {
             key
             for key, value in one.to_dict().items()

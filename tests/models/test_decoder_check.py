@@ -40,8 +40,11 @@ def test_the_start_finds_what_a_decoder_does(family, tmp_path):
     words = ["data=chat", "data.path=x.jsonl", "launch.nproc_per_node=2", "launch.device=cpu"]
     config = stored_config(assign_ranks(compose(tmp_path, *words)))
     found = check_decoder(config.model)
-    assert (problem in found.problem, bool(found.problem)) == (True, bool(problem))
-    assert (found.isolates, found.ignores_padding) == (packs, True)
+    assert (problem in found.attention_problem, bool(found.attention_problem)) == (
+        True,
+        bool(problem),
+    )
+    assert (found.isolates_documents, found.ignores_padding) == (packs, True)
     changed, notes = adapt_to_decoder(config)
     assert changed.data.packing is (None if packs else False)
     assert len(notes) == bool(problem) + (not packs)
@@ -86,7 +89,7 @@ def test_few_learned_positions_suffice(tmp_path):
     """Samples of the check are longer than what the model allows."""
     save_decoder("gpt2", tmp_path, n_positions=8, attn_pdrop=0.0)
     config = compose(tmp_path, "train.seq_len=8")
-    assert not check_decoder(config.model).problem
+    assert not check_decoder(config.model).attention_problem
     check_shared_rows(shared(config))
 
 

@@ -49,8 +49,7 @@ from tests.reference import PaddedAdamW, train_reference
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optimizer"]
 SOME = ["qwen3_moe"]
-# transformers' attention of these computes the shares of sinks in float32, and AdamW multiplies
-# what that rounds.
+# Of these, transformers computes the shares of sinks in float32; AdamW multiplies the rounding.
 SHARES_IN_FLOAT32 = {"granite_swa", "granitemoe_swa"}
 EPS = 1e-6  # with 1e-8, AdamW multiplies the rounding of a gradient of 1e-9 by 1e6
 ROOT = Path(__file__).parent.parent.parent
@@ -236,11 +235,8 @@ def test_cached_generation_equals_running_all_tokens(family, tmp_path):
     save_decoder(family, tmp_path)
     module = plain_module(tmp_path)
     about: dict[str, Any] = {"context": 32, "sampling": Sampling(0, temperature=0), "device": CPU}
-    one, other = (
-        list(generate(module, [1, 2, 3], range(8), **about, caches=caches))
-        for caches in (True, False)
-    )
-    assert one == other
+    results = [[*generate(module, [1, 2, 3], range(8), **about, caches=x)] for x in (True, False)]
+    assert results[0] == results[1]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -64,9 +64,8 @@ def test_the_auxiliary_loss_is_that_of_transformers(case, tmp_path):
     wanted.backward()
     for name, param in theirs.named_parameters():
         if param.requires_grad:
-            torch.testing.assert_close(
-                module.get_parameter(name).grad, param.grad, rtol=1e-4, atol=1e-6
-            )
+            grad = module.get_parameter(name).grad
+            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_rows_of_padding_alone_add_nothing(tmp_path):

@@ -95,7 +95,7 @@ def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
             ("all", "did you mean all_linear?"),
             ("[qv]", ": qv matches no linear layer"),
             ("[q_proj|v_proj]", "q_proj|v_proj in a list; expected names such as q_proj,"),
-            ("q_.*,v_proj", "q_.* in a list; expected names such as q_proj,v_proj, or one"),
+            ("q_.*,v_proj", "q_.* in a list; expected names such as q_proj,v_proj, or a regular"),
             ("(q_proj,v_proj)", "(q_proj in a list; expected names such as q_proj,v_proj, or"),
             ("q_proj v_proj", "q_proj v_proj in a list; expected names such as q_proj,v_proj,"),
             ("q_proj;v_proj", "q_proj;v_proj in a list; expected names such as q_proj,v_proj"),

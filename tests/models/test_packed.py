@@ -94,14 +94,14 @@ def test_without_documents_a_row_has_other_results(tmp_path):
     assert (ours(tokens) - apart).abs().max() > 0.1
 
 
-def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, same: Tensor, **about: Any) -> Any:
+def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any, **options: Any) -> Any:
     """What the kernel for CUDA is documented to do, in its own layout."""
-    left, right = about.pop("window_size")
-    max_q, max_k = about.pop("max_q"), about.pop("max_k")
-    shares = about.pop("enable_gqa", False)
-    assert not about
+    key_offsets, max_q, max_k = rest
+    left, right = options.pop("window_size")
+    shares = options.pop("enable_gqa", False)
+    assert not options
     assert right == 0
-    assert offsets.dtype == same.dtype == torch.int32
+    assert offsets.dtype == key_offsets.dtype == torch.int32
     assert shares or q.shape[1] == k.shape[1]
     out = torch.empty_like(q)
     for start, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):

@@ -65,8 +65,6 @@ def test_modules_of_users_are_classified_by_their_structure():
 
 
 def test_weights_that_the_code_around_a_layer_reads_are_found():
-    found = {
-        family: layers_read_directly(make_tiny("causal", family)) for family in ("jamba", "bloom")
-    }
-    assert {name.rpartition(".")[2] for name in found["jamba"]} == {"dt_proj"}
-    assert not found["bloom"]
+    jamba, bloom = (layers_read_directly(make_tiny("causal", x)) for x in ("jamba", "bloom"))
+    assert {name.rpartition(".")[2] for name in jamba} == {"dt_proj"}
+    assert not bloom

@@ -223,9 +223,8 @@ def test_old_and_incomplete_forms_of_rope(tmp_path):
     del scaling["rope_type"], scaling["original_max_position_embeddings"]
     old = {"rope_theta": 500.0, "rope_scaling": scaling}
     file.write_text(json.dumps(about | old | {"rope_parameters": {"rope_type": "default"}}))
-    rope = read_hf_config(
-        config_dict(compose(tmp_path, "model.init=random").model), ""
-    ).rope_parameters
+    model = compose(tmp_path, "model.init=random").model
+    rope = read_hf_config(config_dict(model), "").rope_parameters
     assert (rope["rope_type"], rope["rope_theta"]) == ("llama3", 500.0)
     assert rope["original_max_position_embeddings"] == 64
     del scaling["factor"]

@@ -153,7 +153,7 @@ def test_few_rows_are_multiplied_by_the_experts_that_they_use(transposed: bool) 
     x = torch.randn(5, 128 if transposed else 256, generator=generator)
     numbers = torch.tensor([1, 1, 4, 6, 7])
     ends = torch.bincount(numbers, minlength=8).cumsum(0).to(torch.int32)
-    found = torch.ops.fsdpctl.packed_experts(x, packed, ends, [8, 128, 256], transposed, "nf4")
+    found = torch.ops.fsdpctl.quantized_experts(x, packed, ends, [8, 128, 256], transposed, "nf4")
     expected = [
         row @ (exact[number] if transposed else exact[number].T)
         for row, number in zip(x, numbers.tolist(), strict=True)

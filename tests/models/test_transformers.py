@@ -35,13 +35,11 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def make_checkpoint(
-    folder: Path, words: Sequence[str] = ()
-) -> tuple[ShardedModel, CheckpointReader]:
+def make_checkpoint(path: Path, words: Sequence[str] = ()) -> tuple[ShardedModel, CheckpointReader]:
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
     config = stored_config(compose_config(list(known.values())).config)
     model = make_model(config, torch.device("cpu"))
-    return model, saved(model, config, folder / "step-00000001", ByteTokenizer().files())
+    return model, saved(model, config, path / "step-00000001", ByteTokenizer().files())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

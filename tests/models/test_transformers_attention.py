@@ -1,6 +1,7 @@
 """Decoders of transformers run our attention: documents and padding compute as if alone."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,8 +161,8 @@ def backward(
 
 @pytest.mark.parametrize("window", [-1, 5])
 def test_sinks_are_exact_with_a_kernel_that_has_none(monkeypatch, window):
-    operators = {"_varlen_attn": forward, "_varlen_attn_backward": backward}
-    monkeypatch.setattr("fsdpctl.models.attention_sinks._varlen", lambda name: operators[name])
+    operators = SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
+    monkeypatch.setattr(torch.ops, "torch_attn", operators)
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = torch.randn(4, 48, 4, 8, generator=generator, dtype=torch.float64)
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)

@@ -17,7 +17,7 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.host_worker import HostWorker
 from fsdpctl.engine.offloaded_inputs import HostInputs
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.models.custom_ops import OPERATORS
+from fsdpctl.models.custom_ops import PRODUCT_OPERATORS
 from fsdpctl.plan.schedule import BufferKind, Event
 from tests.engine.events import gathered_nbytes, recording
 
@@ -47,9 +47,9 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if func in OPERATORS:
+        if func in PRODUCT_OPERATORS:
             with self:
-                return OPERATORS[func](*args)
+                return PRODUCT_OPERATORS[func](*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -61,7 +61,7 @@ def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
     return heads_to_tokens(mixed, context).roll(1, dims=1)
 
 
-def _shifted_in_parts(*about: Any, plain: Any = Batches._gather) -> Any:
+def _shifted_in_parts(*about: Any, plain: Any = Batches._read_rows) -> Any:
     """The targets of a rank's tokens, as if these were a row."""
     batch = plain(*about)
     if batch.context is not None:
