@@ -24,7 +24,7 @@ from fsdpctl.commands.compare.results import predict
 from fsdpctl.commands.compare.variants import variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.planned_steps import plan_run, sent_per_step
+from fsdpctl.estimate.planned_steps import plan_training, sent_per_step
 from fsdpctl.estimate.resolve_auto import estimates_of
 from fsdpctl.models.build_model import build_model
 from fsdpctl.models.module_spec import module_units
@@ -207,7 +207,7 @@ def planned(name: str) -> TrainingPlan:
     config = make_run_plan(
         prepare(compose_config([*MODEL, f"strategy={name}"]), ESTIMATE_ROLE).config
     ).config
-    return plan_run(config, module_units(build_model(config.model), None), 1)
+    return plan_training(config, module_units(build_model(config.model), None), 1)
 
 
 def draw(file: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.estimate.planned_steps import plan_training
 from fsdpctl.models.build_model import build_model
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.plan.buffers import planned_step
@@ -66,7 +66,7 @@ class _Canvas:
 def draw_how_it_works(file: Path) -> None:
     """Draw the units over a step, and below four moments of the step on four ranks."""
     config = make_run_plan(prepare(compose_config(SETTINGS), ESTIMATE_ROLE).config).config
-    plan = plan_run(config, module_units(build_model(config.model), None), 1)
+    plan = plan_training(config, module_units(build_model(config.model), None), 1)
     planned = planned_step(plan.step_plan, plan.reduces_gradients)
     events = [event for event in planned if event.kind not in (K.ALLOCATE, K.DEALLOCATE)]
     units = [*plan.step_plan.order.forward, plan.step_plan.order.root]

@@ -205,7 +205,7 @@ def _on_node(estimate: RunEstimate) -> str:
     if estimate.host_limit is None:
         return ""
     fits = "does not fit" if estimate.lacks_host_memory else "fits"
-    needed, limit = format_bytes(estimate.node_bytes), format_bytes(estimate.host_limit)
+    needed, limit = format_bytes(estimate.node_host_bytes), format_bytes(estimate.host_limit)
     return f", {needed} of {limit} per node ({fits})"
 
 

@@ -1,6 +1,7 @@
 """Error bands of predicted step times, from the errors for published steps by kind and GPU.
 
-The errors are in conf/accuracy.json, which `benchmarks/published_steps.py` writes.
+The errors are measured / predicted time - 1, in conf/accuracy.json, which
+`benchmarks/published_steps.py` writes.
 """
 
 import math
@@ -31,7 +32,7 @@ class ErrorBand:
     low: float
     high: float
     count: int  # published steps of this kind
-    unlike: str = ""  # the GPU of the run, if no published step of this kind ran on the GPU
+    unlike: str = ""  # the GPU of the run, if no published step of this kind ran on it
 
     def __str__(self) -> str:
         if self.count < _MIN_STEPS:
@@ -69,7 +70,7 @@ def band_of(estimate: RunEstimate, seconds: float) -> ErrorBand | None:
 def is_faster(first: tuple[RunEstimate, float], second: tuple[RunEstimate, float]) -> bool:
     """Return whether the first of two predicted times is less, by more than the possible error.
 
-    Runs of one kind have similar errors, so a tie decides. The bands of two kinds must not overlap.
+    Runs of one kind have similar errors, so only TIE counts. Bands of two kinds must not overlap.
     """
     band, other = band_of(*first), band_of(*second)
     if band is None or other is None or band.kind == other.kind:

@@ -23,8 +23,8 @@ from fsdpctl.resolve.auto_values import Stage, fill_auto
 from fsdpctl.resolve.machine import executed_strategy, supported_strategies
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
-# Micro-batches per step: up to this number, each number that divides a rank's share is tried.
-_MOST_PASSES = 8
+# Each number of micro-batches per step up to this number is tried if it divides a rank's batch.
+_MOST_MICRO_BATCHES = 8
 
 
 class Point(NamedTuple):
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
     strategy: str
     recomputation: int  # an index into `SearchSpace.recomputations`
-    size: int | None  # micro-batch; None: a rank's whole share, if the size is not `auto`
+    size: int | None  # micro-batch; None: a rank's whole batch, if the size is not `auto`
     prefetch: int  # an index into the prefetch settings of the strategy
 
 
@@ -48,22 +48,16 @@ class SearchSpace:
 
     @staticmethod
     def of(config: Filled, num_blocks: int) -> "SearchSpace":
-        """Return the search space of a resolved configuration of a model with `num_blocks`.
-
-        UsageError if its settings conflict.
-        """
+        """Return the search space of a model with `num_blocks`; UsageError if settings conflict."""
         names = auto_names(config)
-        return SearchSpace(
-            config,
-            names,
-            _strategies(config) if STRATEGY in names else (config.strategy.name,),
-            _recomputations(config, num_blocks)
-            if RECOMPUTATION in names
-            else (Selection.of(config).recomputation,),
-            _micro_batch_sizes(config)
-            if MICRO_BATCH in names
-            else (config.train.micro_batch_size,),
-        )
+        strategies = _strategies(config) if STRATEGY in names else (config.strategy.name,)
+        if RECOMPUTATION in names:
+            recomputations = _recomputations(config, num_blocks)
+        else:
+            recomputations = (Selection.of(config).recomputation,)
+        train = config.train
+        sizes = _micro_batch_sizes(config) if MICRO_BATCH in names else (train.micro_batch_size,)
+        return SearchSpace(config, names, strategies, recomputations, sizes)
 
     @property
     def count(self) -> int:
@@ -73,7 +67,7 @@ class SearchSpace:
 
     @property
     def modes(self) -> list[int]:
-        """The indices of the recomputations of all blocks in one mode, and of the most thorough."""
+        """The indices of recomputations that treat all blocks alike, and of the last one."""
         last = len(self.recomputations) - 1
         uniform = (index for index, each in enumerate(self.recomputations) if each.blocks is None)
         return sorted({*uniform, last})
@@ -83,10 +77,10 @@ class SearchSpace:
         lighter = [each for each in self.modes if each < point.recomputation]
         return point._replace(recomputation=lighter[-1]) if lighter else None
 
-    def point(self, strategy: str, recomputation: int, size_index: int, *, most: bool) -> Point:
+    def point(self, strategy: str, mode: int, size_index: int, *, most_prefetch: bool) -> Point:
         """Return a point with the size at `size_index`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
-        return Point(strategy, recomputation, self.sizes[size_index], last if most else 0)
+        return Point(strategy, mode, self.sizes[size_index], last if most_prefetch else 0)
 
     def less_prefetch(self, point: Point) -> Point | None:
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
@@ -104,11 +98,12 @@ class SearchSpace:
         """Return the prefetch settings with different effects under a strategy, the least first."""
         if PREFETCH not in self.names:
             return (self.config.prefetch,)
-        if self.config.engine.name != "fsdpctl":
+        if self.config.engine.name != FSDPCTL:
             return PREFETCHES[-1:]  # other engines ignore the setting
         row, _ = _effective(self.config, strategy)
         if not row.shards_params:
             return PREFETCHES[:1]
+        # Backward gathers nothing if units stay unsharded after forward.
         return PREFETCHES if row.reshard_after_forward else (PREFETCHES[0], PREFETCHES[-1])
 
 
@@ -116,11 +111,10 @@ def _recomputations(config: Filled, num_blocks: int) -> tuple[Recomputation, ...
     """Return the recomputations to try, the least first."""
     if config.activation_checkpointing.offload:  # only inputs of recomputed blocks are offloaded
         return tuple(map(Recomputation, MODES[1:]))
-    # Offloaded inputs save nothing on CPU ranks, and compiled blocks of some families do not
-    # support the offload.
-    sends = config.launch.device != "cpu" and config.engine.name == FSDPCTL
-    sends &= not config.train.compile and not config.is_set("activation_checkpointing.offload")
-    return recomputation_steps(num_blocks, LEVELS if sends else MODES)
+    # Offload saves nothing on CPU ranks, and compiled blocks of some families do not support it.
+    offloads = config.launch.device != "cpu" and config.engine.name == FSDPCTL
+    offloads &= not config.train.compile and not config.is_set("activation_checkpointing.offload")
+    return recomputation_steps(num_blocks, LEVELS if offloads else MODES)
 
 
 def is_distinct_on_cluster(config: Config, name: str) -> bool:
@@ -144,7 +138,7 @@ def _strategies(config: Filled) -> tuple[str, ...]:
 
 
 def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
-    """Return the strategy that a strategy runs as on these ranks, and the ranks per replica."""
+    """Return the effective strategy of `name` on these ranks, and the ranks per replica."""
     changed = config.with_strategy(name)
     size = fill_auto(changed, Stage.STRATEGY).strategy.dp_shard_size
     row = STRATEGIES[name]
@@ -152,21 +146,20 @@ def _effective(config: Filled, name: str) -> tuple[Strategy, int]:
 
 
 def _micro_batch_sizes(config: Filled) -> tuple[int, ...]:
-    """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
-    groups, passes_set = config.data_parallel_size, config.accumulation.steps
-    samples = config.train.global_batch_size
-    share = -(-samples // groups)
-    sizes = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
-    sizes |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}
-    if passes_set is not None:
-        sizes = {-(-share // passes_set)}
+    """Return micro-batch sizes: a rank's whole batch, repeated halves, and other divisors.
+
+    UsageError if a set number of micro-batches does not divide the batch.
+    """
+    samples, context = config.train.global_batch_size, config.train.context_parallel
+    batch, count = -(-samples // config.data_parallel_size), config.accumulation.steps
+    if count is not None:
+        ranks, size = config.num_ranks, -(-batch // count)
         plan_batches(
-            samples,
-            config.num_ranks,
-            micro_batch_size=min(sizes),
-            num_micro_batches=passes_set,
-            context_parallel=config.train.context_parallel,
+            samples, ranks, micro_batch_size=size, num_micro_batches=count, context_parallel=context
         )
+        return (size,)
+    sizes = {-(-batch // (1 << times)) for times in range(batch.bit_length() + 1)}
+    sizes |= {batch // n for n in range(1, _MOST_MICRO_BATCHES + 1) if batch % n == 0}
     return tuple(sorted(sizes))
 
 
@@ -184,7 +177,7 @@ class Ranking:
     """The candidates that fit, the selected candidate first."""
 
     names: tuple[str, ...]  # the settings that are selected
-    ranked: tuple[Candidate, ...]  # the best, any two of which differ in more than prefetch
+    ranked: tuple[Candidate, ...]  # the best; points that differ only in prefetch come last
     count: int  # combinations in the search space
     spec_source: str  # the source of the hardware specs
     closest: RunEstimate | None = None  # if nothing fits, the combination that lacks least memory
@@ -206,8 +199,8 @@ class Ranking:
     def summary(self) -> str:
         """The selection, or the closest combination with its shortage, and what defaults need."""
         defaults = self.defaults
-        same = None if defaults is None else Selection.default(defaults.config)
-        text = " ".join(self.selection.settings(self.names, same))
+        default = None if defaults is None else Selection.default(defaults.config)
+        text = " ".join(self.selection.settings(self.names, default))
         if not self.ranked:
             text = f"nothing fits; closest is {text}: {'; '.join(self.estimate.shortages)}"
         elif defaults is not None:

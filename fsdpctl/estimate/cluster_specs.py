@@ -52,8 +52,8 @@ def device_of(config: Resolved) -> DeviceDataSheet:
     """Return the data sheet of the device; UsageError if the cluster's specs are incomplete."""
     cluster = config.cluster
     if cluster.flops is None or cluster.memory_bandwidth is None:
-        raise _missing_specs(config, "cluster.flops and cluster.memory_bandwidth")
-    generation, kernel = cluster.architecture or _DEFAULT_ARCHITECTURE, str(kernel_of(config))
+        raise _missing_specs(cluster, "cluster.flops and cluster.memory_bandwidth")
+    architecture, kernel = cluster.architecture or _DEFAULT_ARCHITECTURE, str(kernel_of(config))
     bf16 = cluster.flops * _TERA
     fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
     attention, tf32 = _attention_efficiency(config), max(fp32, bf16 * _TF32_SHARE)
@@ -66,11 +66,11 @@ def device_of(config: Resolved) -> DeviceDataSheet:
         matmul_efficiency=cluster.matmul_efficiency,
         attention_efficiency=attention,
         step_efficiency=cluster.step_efficiency,
-        **_EXPERT_EFFICIENCY.get(generation, {}),
+        **_EXPERT_EFFICIENCY.get(architecture, {}),
         is_compiled=config.train.compile,
         fused_dequantization=config.engine.emulated.fused_dequantization,
         step_overhead=_STEP_OVERHEAD,
-        long_sequence_gain=_LONG_SEQUENCE_GAIN.get(generation, {}).get(kernel, 0.0),
+        long_sequence_gain=_LONG_SEQUENCE_GAIN.get(architecture, {}).get(kernel, 0.0),
         unit_seconds=_UNIT_OVERHEAD.get(config.engine.name, 0.0),
     )
 
@@ -81,7 +81,7 @@ def _attention_efficiency(config: Resolved) -> Mapping[str, float]:
     if cluster.attention_efficiency is not None:
         shares = dict.fromkeys(KERNELS, cluster.attention_efficiency)
     if kernel in FLASH_KERNELS and kernel in shares:
-        shares[FLASH] = shares[kernel]
+        shares[FLASH] = shares[kernel]  # the name of all versions of FlashAttention in a trace
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
@@ -89,31 +89,22 @@ def network_of(config: Resolved) -> RingNetwork:
     """Return the network; UsageError if the cluster's specs are incomplete."""
     cluster = config.cluster
     if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
-        raise _missing_specs(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
+        raise _missing_specs(cluster, "cluster.intra_bandwidth and cluster.inter_bandwidth")
     network = RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
-    return replace(
-        network,
-        nvlink_efficiency=_NVLINK_EFFICIENCY.get(
-            cluster.architecture or "", network.nvlink_efficiency
-        ),
-    )
+    efficiency = _NVLINK_EFFICIENCY.get(cluster.architecture or "")
+    return network if efficiency is None else replace(network, nvlink_efficiency=efficiency)
 
 
 def host_of(config: Resolved) -> HostDataSheet:
-    cluster, launch = config.cluster, config.launch
-    assert launch.nproc_per_node is not None
-    return HostDataSheet(
-        cluster.host_bandwidth * _GIGA,
-        cluster.pcie_bandwidth * _GIGA,
-        launch.nproc_per_node,
-        slowdown=SHARED_CORES if launch.device == "cpu" else 0.0,
-    )
+    cluster, ranks = config.cluster, config.launch.nproc_per_node
+    assert ranks is not None
+    bandwidths = cluster.host_bandwidth * _GIGA, cluster.pcie_bandwidth * _GIGA
+    slowdown = SHARED_CORES if config.launch.device == "cpu" else 0.0
+    return HostDataSheet(*bandwidths, ranks, slowdown)
 
 
-def _missing_specs(config: Resolved, missing: str) -> UsageError:
-    return UsageError(
-        f"cluster={config.cluster.name}: {missing} required; set them or another cluster="
-    )
+def _missing_specs(cluster: ClusterConfig, keys: str) -> UsageError:
+    return UsageError(f"cluster={cluster.name}: {keys} required; set them, or cluster=NAME")
 
 
 def with_specs(config: ConfigT) -> tuple[ConfigT, str]:
@@ -135,7 +126,7 @@ def with_specs(config: ConfigT) -> tuple[ConfigT, str]:
 
 
 def gpu_of(config: Resolved) -> str:
-    """Return the name of the cluster, or of the cluster in conf/ with this machine's GPUs."""
+    """Return the name of the cluster; for this machine, of the cluster in conf/ or of the GPU."""
     if config.cluster.name != LOCAL or not torch.cuda.is_available():
         return config.cluster.name
     gpu = gpu_by_name(name := torch.cuda.get_device_name(0))
@@ -143,7 +134,7 @@ def gpu_of(config: Resolved) -> str:
 
 
 def _with_missing(config: Config, specs: ClusterConfig) -> ClusterConfig:
-    """Return the cluster of a configuration, with the `specs` that it does not set."""
+    """Return the cluster of a configuration, with the values of `specs` for unset keys."""
     cluster, default = config.cluster, ClusterConfig()
     names = (each.name for each in fields(cluster) if each.name not in _NOT_SPECS)
     names = (name for name in names if not config.is_typed(f"cluster.{name}"))

@@ -24,12 +24,12 @@ from fsdpctl.plan.layout import round_up
 
 _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
-# The embedding's backward sorts more indices than this number; its gradient rows per thread.
-_SORTED_FROM, _ROWS_PER_THREAD = 3072, 10
+# Backward of an embedding: the most indices that it does not sort; gradient rows per thread.
+_MOST_UNSORTED, _ROWS_PER_THREAD = 3072, 10
 _FLASH_BACKEND = 1  # SDPBackend.FLASH_ATTENTION; importing torch.nn.attention is slow
 
 _CUDNN_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward.default
-_BACKWARDS_OF_ROWS = (_aten._scaled_dot_product_flash_attention_backward.default, _CUDNN_BACKWARD)
+_SDPA_BACKWARDS = (_aten._scaled_dot_product_flash_attention_backward.default, _CUDNN_BACKWARD)
 
 Attention = Callable[..., Tensor]
 
@@ -54,9 +54,9 @@ def _cuda_attention(default: Attention, kernel: str | None) -> Attention:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = _Options(*args, **kwargs)
         flags = (options.dropout_p, options.is_causal)
-        is_half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+        flash_supports = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
         inputs: tuple[Any, ...] = (query, key, value)
-        if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and is_half:
+        if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and flash_supports:
             run = _aten._scaled_dot_product_flash_attention
             if kernel == CUDNN:
                 run = _aten._scaled_dot_product_cudnn_attention
@@ -101,8 +101,7 @@ def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Opti
         inputs = (query, key, value, options.attn_mask)
         tensors: list[Any] = [each if each is None else _on_cpu(each) for each in inputs]
         keywords: dict[str, Any] = options._asdict() | {"attn_mask": tensors.pop()}
-        backend = torch._fused_sdp_choice(*tensors, **keywords)
-    return int(backend) == _FLASH_BACKEND
+        return int(torch._fused_sdp_choice(*tensors, **keywords)) == _FLASH_BACKEND
 
 
 def _on_cpu(like: Tensor) -> Tensor:
@@ -144,26 +143,21 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
     """Run operators on meta tensors as on `device`, with attention in `kernel`.
 
     Functions are replaced, because a TorchFunctionMode would not be active while checkpointed parts
-    are recomputed in backward.
+    are recomputed in backward. They are replaced in all threads: trace in one thread at a time.
     """
-    attention, rms_norm = F.scaled_dot_product_attention, F.rms_norm
+    attention, rms_norm, is_cuda = F.scaled_dot_product_attention, F.rms_norm, device == "cuda"
     try:
-        if device == "cuda":
-            F.scaled_dot_product_attention = _cuda_attention(attention, kernel)
-            F.rms_norm = _cuda_rms_norm(rms_norm)
-        else:
-            F.scaled_dot_product_attention = _cpu_attention(attention, kernel)
-        kernels = with_kernels() if device == "cuda" else nullcontext()
-        with assume_device(device, kernel), kernels:
+        replacement = _cuda_attention if is_cuda else _cpu_attention
+        F.scaled_dot_product_attention = replacement(attention, kernel)
+        F.rms_norm = _cuda_rms_norm(rms_norm) if is_cuda else rms_norm
+        with assume_device(device, kernel), with_kernels() if is_cuda else nullcontext():
             yield
     finally:
         F.scaled_dot_product_attention = attention
         F.rms_norm = rms_norm
 
 
-def result_of(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_cuda: bool
-) -> object:
+def _meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, cuda: bool) -> Any:
     """Return an operator's result on the meta device.
 
     The meta function of `aten::_grouped_mm` in torch accepts bfloat16 only. On CUDA, each row of
@@ -171,15 +165,11 @@ def result_of(
     """
     if func is not _GROUPED_MM:
         return cached_result(func, args, kwargs)
-    left: Tensor = args[0]
-    right: Tensor = args[1]
-    rows: tuple[int, ...] = (left.shape[-2],)
-    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
-    dtype = kwargs.get("out_dtype") or left.dtype
-    columns = right.shape[-1]
+    left, right, dtype = args[0], args[1], kwargs.get("out_dtype") or args[0].dtype
+    rows, columns = [left.shape[-2]], right.shape[-1]
     if left.ndim == right.ndim == 2:  # one product per group, as in the gradient of the weights
-        rows = (len(offsets), left.shape[-2])
-    if not is_cuda:
+        rows.insert(0, len(kwargs["offs"] if "offs" in kwargs else args[2]))
+    if not cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
     padded = left.new_empty(*rows, round_up(columns, 16 // dtype.itemsize), dtype=dtype)
     return padded[..., :columns]
@@ -194,7 +184,7 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     of FlashAttention 3, because cuDNN reports it only when it plans. The backward of an embedding
     of many tokens (EmbeddingBackwardKernel.cu) allocates buffers to sort tokens, and partial sums.
     """
-    if op in _BACKWARDS_OF_ROWS or op.name() == "torch_attn::_varlen_attn_backward":
+    if op in _SDPA_BACKWARDS or op.name() == "torch_attn::_varlen_attn_backward":
         return _flash_workspace(op, inputs, kernel)
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
         # Backward makes a float32 gradient of the query, and a float32 sum per row.
@@ -202,27 +192,29 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
         return int(4 * (query.numel() + query.numel() // query.shape[-1]))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, embedding_dim = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
-        if tokens <= _SORTED_FROM:
+        if tokens <= _MOST_UNSORTED:
             return 0
         partial_sums = tokens // _ROWS_PER_THREAD + min(tokens, rows)
-        return int(4 * 8 * tokens + 4 * partial_sums * round_up(embedding_dim, 32))
+        sort_buffers = 4 * 8 * tokens  # four buffers of int64 indices
+        return int(sort_buffers + 4 * partial_sums * round_up(embedding_dim, 32))
     return 0
 
 
 def _flash_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     """Return the bytes for rows of all heads, and for keys and values of grouped heads."""
     query, key = inputs[1], inputs[2]
-    if op in _BACKWARDS_OF_ROWS:
+    if op in _SDPA_BACKWARDS:
         batch, heads, length, head_dim = query.shape
-        shared, rows = batch * key.shape[2], batch * heads * round_up(length, 128)
+        kv_rows, rows = batch * key.shape[2], batch * heads * round_up(length, 128)
     else:  # packed documents
         total, heads, head_dim = query.shape
-        shared, rows = len(key), heads * (total + 128 * (len(inputs[6]) - 1))
+        kv_rows, rows = len(key), heads * (total + 128 * (len(inputs[6]) - 1))
     is_later = kernel in (FLASH3, FLASH4) or op is _CUDNN_BACKWARD
-    shared *= 4 * key.shape[1] if is_later else query.itemsize * heads
-    shared *= key.shape[1] != heads
+    kv_bytes = kv_rows * head_dim * (4 * key.shape[1] if is_later else query.itemsize * heads)
+    if key.shape[1] == heads:
+        kv_bytes = 0
     columns = round_up(head_dim, 32 if head_dim <= 128 else 64)
-    return int(rows * 4 * (1 + columns) + 2 * shared * head_dim)
+    return int(rows * 4 * (1 + columns) + 2 * kv_bytes)
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], result: Tensor) -> int:
@@ -248,7 +240,7 @@ class _NotCacheable(Exception):  # noqa: N818  # an answer, not an error
 
 
 def cached_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Return an operator's result, which a cache describes if the arguments are known."""
+    """Return an operator's result; for known arguments, from cached shapes."""
     if not _is_functional(func):
         return func(*args, **kwargs)
     try:
@@ -267,10 +259,9 @@ def cached_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @functools.cache
 def _is_functional(func: Any) -> bool:
-    schema = func._schema
-    values = [*schema.returns, *schema.arguments]
-    returns_tensors = all(str(each.type) == "Tensor" for each in schema.returns)
-    return returns_tensors and bool(schema.returns) and all(e.alias_info is None for e in values)
+    returns, arguments = func._schema.returns, func._schema.arguments
+    returns_tensors = bool(returns) and all(str(each.type) == "Tensor" for each in returns)
+    return returns_tensors and all(each.alias_info is None for each in (*returns, *arguments))
 
 
 def _key(values: Sequence[Any]) -> tuple[object, ...]:
@@ -301,7 +292,7 @@ def _new_tensors(result: object, args: Sequence[Any]) -> tuple[_NewTensor, ...] 
     inputs = {e.untyped_storage()._cdata for e in args if isinstance(e, Tensor)}
     if len(storages) < len(tensors) or storages & inputs:
         return None
-    if isinstance(result, tuple) and len(tensors) == 1:
+    if isinstance(result, tuple) and len(tensors) == 1:  # `cached_result` would return a Tensor
         return None
     return tuple((tuple(each.shape), each.stride(), each.dtype) for each in tensors)
 
@@ -329,16 +320,13 @@ class AssumedRouting:
             return self._nonzero(args[0])
         if func is _aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
             return self._to_cpu(args[0])
-        result = result_of(func, args, kwargs, is_cuda=self._is_cuda)
+        result = _meta_result(func, args, kwargs, cuda=self._is_cuda)
         if func is _aten.topk.default:
-            self._num_choices, self._num_experts = result[1].numel(), args[0].shape[-1]  # type: ignore[index]
+            self._num_choices, self._num_experts = result[1].numel(), args[0].shape[-1]
         return result
 
     def expert_index(self, tensor: Tensor) -> int:
-        """Return 0, the index of the first expert, for a result of `nonzero`.
-
-        UsageError if the tensor has another origin.
-        """
+        """Return 0, the first expert, for a result of `nonzero`; UsageError for other tensors."""
         if tensor.untyped_storage()._cdata in self._index_storages:
             return 0
         raise UsageError(_READS_VALUES)

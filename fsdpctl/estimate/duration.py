@@ -82,12 +82,15 @@ class RunTime:
 
     def texts(self, *names: str, band: ErrorBand | None = None) -> list[str]:
         """Return the totals in `names` that are known, each with its range by `band`."""
-        totals = ((name, self.totals[name]) for name in names)
-        pairs = [(_TEXTS[name], amount) for name, amount in totals if amount is not None]
-        if band is None:
-            return [text.format(three_digits(amount)) for text, amount in pairs]
-        ranges = ((text, map(three_digits, (x, x * band.low, x * band.high))) for text, x in pairs)
-        return [f"{text.format(x)} ({low} to {high})" for text, (x, low, high) in ranges]
+        texts = []
+        for name, total in self.totals.items():
+            if name in names and total is not None:
+                text = _TEXTS[name].format(three_digits(total))
+                if band is not None:
+                    low, high = three_digits(total * band.low), three_digits(total * band.high)
+                    text += f" ({low} to {high})"
+                texts.append(text)
+        return texts
 
     def lines(self) -> Iterator[str]:
         """Yield a line about a step, a line about the run with the range of totals, and notes."""
@@ -95,7 +98,8 @@ class RunTime:
         seconds, speed = three_digits(self.step_seconds), f"{self.tokens_per_second:,.0f} tok/s"
         yield f"time    {seconds} s/step predicted, {speed} ({source})"
         if line := self.length.line(self.tokens):
-            yield ": ".join([line, *filter(None, [", ".join(self.texts(*_TEXTS, band=self.band))])])
+            totals = ", ".join(self.texts(*_TEXTS, band=self.band))
+            yield f"{line}: {totals}" if totals else line
         yield from (f"note    {line}" for line in self.notes)
 
 
@@ -116,9 +120,11 @@ def run_time(
     step = step or estimator.predict(replace(estimate.plan, config=config))
     band = None if source.startswith(ASSUMED) else band_of(estimate, step.seconds)
     length = run_length(config, step.tokens, estimator)
-    notes = tuple(_notes(config, length, estimator))
-    options = length, config.cluster.price, band, source, notes
-    return RunTime(step.seconds, step.tokens, config.num_ranks, *options)
+    return RunTime(
+        step_seconds=step.seconds, tokens=step.tokens, num_ranks=config.num_ranks, length=length,
+        price=config.cluster.price, band=band, spec_source=source,
+        notes=tuple(_notes(config, length, estimator)),
+    )  # fmt: skip
 
 
 def notes_on_price(config: Config) -> tuple[str, ...]:
@@ -129,14 +135,14 @@ def notes_on_price(config: Config) -> tuple[str, ...]:
     return (f"cost at {price:g} USD per GPU hour: {source}; set cluster.price to change it",)
 
 
-def _notes(config: Resolved, run: RunLength, estimator: Estimator) -> Iterator[str]:
-    length, steps = config.train.seq_len, run.steps
+def _notes(config: Resolved, length: RunLength, estimator: Estimator) -> Iterator[str]:
+    seq_len, steps = config.train.seq_len, length.steps
     if steps is not None:
         yield from notes_on_price(config)
     if config.data.masks_documents:
-        tokens = min(ASSUMED_TOKENS, -(-length // 2))
+        tokens = min(ASSUMED_TOKENS, -(-seq_len // 2))
         yield (
-            f"samples of {length:,} tokens are assumed to contain documents of {tokens} tokens, "
+            f"samples of {seq_len:,} tokens are assumed to contain documents of {tokens} tokens, "
             "which do not attend to one another: less attention than in a single text"
         )
     if steps is not None:

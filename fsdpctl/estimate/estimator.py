@@ -13,7 +13,7 @@ from fsdpctl.data.data_set import DataSet
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.cluster_specs import device_of, host_of, network_of, with_specs
-from fsdpctl.estimate.planned_steps import fullest_rank, plan_run, planned_steps
+from fsdpctl.estimate.planned_steps import fullest_rank, plan_training, planned_steps
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced_model import TracedModel
 from fsdpctl.io import files
@@ -58,14 +58,10 @@ class StepPrediction:
         Each additional pass takes the difference of the two predictions.
         """
 
-        def grown(value: float, value_before: float) -> float:
-            return value + more * (value - value_before)
-
-        return replace(
-            self,
-            seconds=grown(self.seconds, shorter.seconds),
-            exposed_communication=grown(self.exposed_communication, shorter.exposed_communication),
-        )
+        seconds = self.seconds + more * (self.seconds - shorter.seconds)
+        exposed = self.exposed_communication
+        exposed += more * (exposed - shorter.exposed_communication)
+        return replace(self, seconds=seconds, exposed_communication=exposed)
 
 
 class Estimator:
@@ -97,7 +93,7 @@ class Estimator:
 
     def data_of(self, config: Config) -> DataSet:
         """Return the data of a prepared configuration; UsageError if it could not be read."""
-        data = self._data.get(_data_key(config), UsageError("not read"))
+        data = self._data.get(_data_key(config), UsageError("data: not read"))
         if isinstance(data, UsageError):
             raise data
         return data
@@ -126,51 +122,48 @@ class Estimator:
         config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
         check_trained_params(config, traced.units)
         model_pass, last = _model_pass(plan, traced), traced.units[-1]
-        training = plan_run(config, traced.units, batches.num_micro_batches)
+        training = plan_training(config, traced.units, batches.num_micro_batches)
         recorder = MemoryRecorder(model_pass, last.name, last_is_head=last.kind == "head")
         training = fullest_rank(config.engine.name, training)
         steps = planned_steps(config, traced.units, training, recorder)
         step = _replay(config, recorder, steps)
-        frozen = sum(
+        frozen_bytes = sum(
             param.numel * training.step_plan.dtypes_of(layout).compute.itemsize
-            for of_unit in training.step_plan.layouts.values()
-            for layout in of_unit
+            for layout in training.step_plan.all_layouts()
             for param in layout.params
             if not param.trainable
         )
-        counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
         params = (param for unit in traced.units for param in unit.params if param.trainable)
         itemsize = training.dtypes.master.itemsize
         saved = sum(training.states.saved(param, itemsize) for param in params)
-        on_host = training.host_model_bytes + host_inputs_bytes(model_pass.offloaded.values())
-        rank, shared = training.step_plan.position.rank, training.step_plan.shared_bytes
-        return RunEstimate(plan, *counts, saved, rank, step, on_host, traced.packages, shared)
+        inputs_bytes = host_inputs_bytes(model_pass.offloaded.values())
+        return RunEstimate(
+            plan=plan, num_params=traced.num_params, num_trained=traced.num_trained,
+            num_active=traced.num_active, frozen_bytes=frozen_bytes, saved_states_bytes=saved,
+            rank=training.step_plan.position.rank, step=step,
+            host_model_bytes=training.host_model_bytes + inputs_bytes,
+            assumed_packages=traced.packages, shared_bytes=training.step_plan.shared_bytes,
+        )  # fmt: skip
 
     def predict(self, plan: RunPlan) -> StepPrediction:
         """Predict a training step on the hardware that the plan's cluster describes.
 
         UsageError if the hardware specs are incomplete.
         """
-        config, batches, traced = plan.config, plan.batches, self.traced_model(plan.config)
-        model_pass, passes = _model_pass(plan, traced), batches.num_micro_batches
-        prediction = _simulate(config, traced, model_pass, min(passes, _SIMULATED_PASSES))
-        if passes > _SIMULATED_PASSES:
-            before = _simulate(config, traced, model_pass, _SIMULATED_PASSES - 1)
-            prediction = prediction.extended(before, passes - _SIMULATED_PASSES)
-        return replace(prediction, tokens=batches.global_batch_size * config.train.seq_len)
+        traced, passes = self.traced_model(plan.config), plan.batches.num_micro_batches
+        prediction = _simulate(plan, traced, min(passes, _SIMULATED_PASSES))
+        if passes <= _SIMULATED_PASSES:
+            return prediction
+        shorter = _simulate(plan, traced, _SIMULATED_PASSES - 1)
+        return prediction.extended(shorter, passes - _SIMULATED_PASSES)
 
     def traced_model(self, config: Filled) -> TracedModel:
         """Return the traced model of a configuration, for any activation checkpointing."""
+        train, precision, device = config.train, config.precision, config.launch.device
         key = (
-            config.model,
-            config.precision.param_dtype,
-            config.launch.device,
-            config.data.masks_documents,
-            config.train.context_parallel,
-            config.train.mlp_chunk_tokens,
-            config.engine.emulated,
-            kernel_of(config),
-        )
+            config.model, precision.param_dtype, device, kernel_of(config), train.context_parallel,
+            train.mlp_chunk_tokens, config.data.masks_documents, config.engine.emulated,
+        )  # fmt: skip
         if key not in _traced_models:
             with doing("tracing the model"):
                 _traced_models[key] = TracedModel(config)
@@ -184,14 +177,10 @@ def _data_key(config: Config) -> object:
 
 
 def _replay(config: Resolved, recorder: MemoryRecorder, steps: Steps) -> StepEstimate:
+    draws = config.engine.name == FSDPCTL and not config.model.is_pretrained
+    device, allocator = str(config.launch.device), config.launch.allocator
     try:
-        return estimate_steps(
-            recorder,
-            steps,
-            device=str(config.launch.device),
-            allocator=config.launch.allocator,
-            draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
-        )
+        return estimate_steps(recorder, steps, device=device, allocator=allocator, draws=draws)
     except UnevenStepError as error:  # for example with the blocks of Gemma 3n
         reason = "memory cannot be estimated with this recomputation"
         raise UsageError(f"model: {model_type_of(config.model)}: {reason}") from error
@@ -204,11 +193,10 @@ def _model_pass(plan: RunPlan, traced: TracedModel) -> ModelPass:
     return traced.model_pass(micro, length, train.loss_chunk_tokens or 0, checkpointing)
 
 
-def _simulate(
-    config: Resolved, traced: TracedModel, model_pass: ModelPass, passes: int
-) -> StepPrediction:
-    plan = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(model_pass, _machine(config, plan.step_plan.position))
+def _simulate(run: RunPlan, traced: TracedModel, passes: int) -> StepPrediction:
+    config, plan = run.config, plan_training(run.config, traced.units, passes)
+    machine = _machine(config, plan.step_plan.position)
+    recorder = TaskRecorder(_model_pass(run, traced), machine)
     steps = planned_steps(config, traced.units, plan, recorder)
     simulator = StepSimulator()
     # The first step leaves collectives in flight, which end in the second.
@@ -216,35 +204,30 @@ def _simulate(
         steps.step()
         step = simulator.run(recorder.take())
     if config.engine.name == FSDP2:
-        num_trained = sum(param.trainable for unit in traced.units for param in unit.params)
-        step.seconds += config.engine.emulated.seconds_per_tensor * num_trained
-    return StepPrediction(
-        seconds=step.seconds,
-        exposed_communication=step.exposed_communication,
-        simulated=step,
-        tokens=0,
-    )
+        num_tensors = sum(param.trainable for unit in traced.units for param in unit.params)
+        step.seconds += config.engine.emulated.seconds_per_tensor * num_tensors
+    tokens = run.batches.global_batch_size * config.train.seq_len
+    return StepPrediction(step.seconds, step.exposed_communication, step, tokens)
 
 
 def _machine(config: Resolved, position: MeshPosition) -> Machine:
     ranks, nodes = config.num_ranks, config.launch.nnodes
-    context = config.train.context_parallel
-    size, on_node = position.num_shards, ranks // nodes
-    replicas = position.num_replicas
+    context, ranks_per_node = config.train.context_parallel, ranks // nodes
+    size, replicas = position.num_shards, position.num_replicas
+    # The ranks of REPLICAS are on different nodes, unless a node has several replicas.
+    num_nodes = replicas if size >= ranks_per_node else nodes
     groups = {
-        RankGroup.SHARD: GroupShape(size, -(-size // on_node)),
-        RankGroup.REPLICAS: GroupShape(replicas, replicas if size >= on_node else nodes),
+        RankGroup.SHARD: GroupShape(size, -(-size // ranks_per_node)),
+        RankGroup.REPLICAS: GroupShape(replicas, num_nodes),
         RankGroup.WORLD: GroupShape(ranks, nodes),
-        RankGroup.CONTEXT: GroupShape(context, -(-context // on_node)),
+        RankGroup.CONTEXT: GroupShape(context, -(-context // ranks_per_node)),
     }
     return Machine(device_of(config), network_of(config), host_of(config), groups)
 
 
-def write_estimate(
-    run_dir: Path, plan: RunPlan, estimate: RunEstimate, estimator: Estimator
-) -> None:
+def write_estimate(run_dir: Path, estimate: RunEstimate, estimator: Estimator) -> None:
     """Write the estimate of a run into its directory, with the predicted step time on GPUs."""
-    text = json.dumps({**estimate.to_dict(), **_prediction(plan, estimator)}, indent=2)
+    text = json.dumps({**estimate.to_dict(), **_prediction(estimate.plan, estimator)}, indent=2)
     files.write_atomic(run_dir / ESTIMATE, text + "\n")
 
 

@@ -44,22 +44,23 @@ class ImportedConfig:
     def to_dict(self) -> dict[str, Any]:
         translation = self.translation
         return {
-            "file": str(translation.file),
-            "tool": translation.tool,
+            "file": str(translation.file), "tool": translation.tool,
             "rows": [asdict(row) for row in self.rows],
             "command_line": [f"{name}={text}" for name, text in self.command_line.items()],
             "overridden": sorted(self.overridden),
             "excluded": [asdict(row) for row in translation.excluded],
             "no_memory_effect": translation.no_memory_effect,
             "unrecognized": translation.unrecognized,
-        }
+        }  # fmt: skip
 
 
 def _differs(composed: Composed, name: str, text: str) -> bool:
+    """Return whether a setting of the file has another value in the composed configuration."""
     value = composed.config.value(name)
     if name in GROUPS:
         return bool(value != text)
-    return bool(value != KEYS[name].parse(text)) and (value, text) != (None, "auto")
+    is_auto = value is None and text == "auto"
+    return not is_auto and bool(value != KEYS[name].parse(text))
 
 
 def import_config(translation: Translation, arguments: Sequence[str]) -> ImportedConfig:
@@ -94,11 +95,11 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
         settings = settings_of(rows)
         composed = compose(settings)
         try:
-            if "engine" in settings.keys() - typed:
+            if "engine" in settings and "engine" not in typed:
                 validate(assign_ranks(composed.config))
         except UsageError as error:
             # PyTorch's engine does not support a setting: estimate with fsdpctl's engine instead.
-            got = f": requires engine={FSDPCTL}, got engine="
+            got = f": requires engine={FSDPCTL}, got engine="  # the text of the rule
             engine_reason = str(error).replace(got, " requires it instead of ")
             composed = compose({name: text for name, text in settings.items() if name != "engine"})
         # The other tool selects nothing if its defaults do not fit.
@@ -134,8 +135,9 @@ def _program_rows(translation: Translation, config: Config) -> Iterator[Translat
     if config.data.packing:
         note = "also if the model mixes the documents of a sequence"
         yield TranslationRow("(packing)", "", ("data.packing=auto",), note)
-    micro, train, lora = config.train.micro_batch_size or 1, config.train, config.model.lora
-    if translation.whole_gradients and train.global_batch_size > micro * config.data_parallel_size:
+    train, lora, samples = config.train, config.model.lora, config.train.micro_batch_size or 1
+    accumulates = train.global_batch_size > samples * config.data_parallel_size
+    if translation.whole_gradients and accumulates:
         note = "gradients stay unsharded between micro-batches"
         yield TranslationRow(*translation.shown_batch, ("accumulation=last",), note)
     if (declared := config.model.max_seq_len) < train.seq_len:
@@ -145,7 +147,7 @@ def _program_rows(translation: Translation, config: Config) -> Iterator[Translat
     if translation.whole_logits:
         note = "logits of all tokens at once, as in that tool"
         yield TranslationRow("(loss)", "", ("train.loss_chunk_tokens=0",), note)
-    tokens = micro * train.seq_len // train.context_parallel
+    tokens = samples * train.seq_len // train.context_parallel
     if translation.tiled_logits and lora.rank is not None and "head" not in str(lora.also):
-        chunk = -(-max(min(tokens, _TILE_TOKENS), tokens // 8) // 16)
+        chunk = -(-max(min(tokens, _TILE_TOKENS), tokens // 8) // 16)  # a loss has at most 8 tiles
         yield TranslationRow("(loss)", "", (f"train.loss_chunk_tokens={chunk}",))

@@ -9,7 +9,7 @@ from fsdpctl.config.schema import Filled
 from fsdpctl.config.selection import MICRO_BATCH, Selection
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.search import largest_true, least_memory
+from fsdpctl.estimate.search import fitting_or_closest, largest_true
 from fsdpctl.resolve.run_plan import RunPlan
 
 FIT_KEYS = {"micro_batch": MICRO_BATCH, "seq_len": "train.seq_len", "model": "model.num_layers"}
@@ -47,18 +47,16 @@ class LargestFit:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "key": self.key,
-            "value": self.value,
-            "settings": self.settings,
+            "key": self.key, "value": self.value, "settings": self.settings,
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "next": self.next.to_dict() if self.next else None,
-        }
+        }  # fmt: skip
 
 
-def _with_value(plan: RunPlan, fit: str, value: int) -> Filled:
+def _with_value(plan: RunPlan, size: str, value: int) -> Filled:
     """Return the settings of `plan` with another size, and the global batch that follows."""
-    values = {FIT_KEYS[fit]: value}
-    if fit == "micro_batch":
+    values = {FIT_KEYS[size]: value}
+    if size == "micro_batch":
         passes = plan.batches.num_micro_batches
         samples = value * passes * plan.config.data_parallel_size
         values |= {"accumulation.steps": passes, "train.global_batch_size": samples}
@@ -66,31 +64,30 @@ def _with_value(plan: RunPlan, fit: str, value: int) -> Filled:
 
 
 def largest_that_fits(
-    estimator: Estimator, plan: RunPlan, fit: str, names: Collection[str] = ()
+    estimator: Estimator, plan: RunPlan, size: str, names: Collection[str] = ()
 ) -> LargestFit:
     """Find the largest micro-batch, sequence length or number of blocks with which a run fits.
 
-    `fit` is a key of FIT_KEYS. The settings in `names` have their defaults if the defaults fit,
-    else values that fit.
+    `size` is a key of FIT_KEYS. The settings in `names` are selected if their defaults do not fit.
     """
-    key, config = FIT_KEYS[fit], plan.config
-    most, first = _MAX_VALUES.get(fit, config.model.max_seq_len), config.value(key)
+    key, config = FIT_KEYS[size], plan.config
+    most, first = _MAX_VALUES.get(size, config.model.max_seq_len), config.value(key)
     names = tuple(each for each in names if each != key)
 
-    def largest(most: int, multiple: int) -> LargestFit:
+    def largest(limit: int, multiple: int) -> LargestFit:
         estimates: dict[int, RunEstimate] = {}
 
         def fits(count: int) -> bool:
-            requested = _with_value(plan, fit, count * multiple)
-            estimates[count] = least_memory(estimator, requested, names)
+            requested = _with_value(plan, size, count * multiple)
+            estimates[count] = fitting_or_closest(estimator, requested, names)
             return estimates[count].leaves_reserve
 
-        most //= multiple
-        count = largest_true(fits, 0, most, min(max(first // multiple, 1), most))
+        limit //= multiple
+        count = largest_true(fits, 0, limit, min(max(first // multiple, 1), limit))
         estimate, next_estimate = estimates.get(count), estimates.get(count + 1)
         return LargestFit(key, count * multiple, multiple, estimate, next_estimate, names)
 
-    if fit == "seq_len" and most >= _LENGTH_MULTIPLE:
+    if size == "seq_len" and most >= _LENGTH_MULTIPLE:
         length = largest(most, _LENGTH_MULTIPLE)
         if length.value:
             return length

@@ -11,6 +11,7 @@ Liger's kernels run the experts of a layer as one operator.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import isfunction, unwrap
 from types import MethodType
 from typing import Any
@@ -31,7 +32,7 @@ Products = Callable[..., Tensor]
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel that saves for backward its inputs, and the tensor that `saved` makes of them."""
+    """A kernel that saves its inputs and `saved(*inputs)` for backward."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, saved: Products, *inputs: Tensor) -> Tensor:
@@ -65,27 +66,22 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """Return the result for values of shape (batch, length, heads, out), and no final state."""
     batch, length, heads, out = value.shape
-    head_dim, rows = key.shape[-1], batch * heads * -(-length // _CHUNK_TOKENS)
+    dim, chunk, rows = key.shape[-1], _CHUNK_TOKENS, batch * heads * -(-length // _CHUNK_TOKENS)
 
     def products(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
-        chunk_scores = torch.bmm(
-            _unallocated(key, rows, _CHUNK_TOKENS, head_dim),
-            _unallocated(key, rows, head_dim, _CHUNK_TOKENS),
-        )
-        scores = torch.bmm(
-            _unallocated(query, rows, _CHUNK_TOKENS, head_dim),
-            _unallocated(key, rows, head_dim, _CHUNK_TOKENS),
-        )
-        decayed = torch.bmm(chunk_scores, _unallocated(key, rows, _CHUNK_TOKENS, head_dim))
-        values = torch.bmm(chunk_scores, _unallocated(value, rows, _CHUNK_TOKENS, out))
-        states = torch.bmm(_unallocated(key, rows, head_dim, _CHUNK_TOKENS), values)
+        queries, keys = partial(_unallocated, query, rows), partial(_unallocated, key, rows)
+        chunk_scores = torch.bmm(keys(chunk, dim), keys(dim, chunk))
+        scores = torch.bmm(queries(chunk, dim), keys(dim, chunk))
+        decayed = torch.bmm(chunk_scores, keys(chunk, dim))
+        values = torch.bmm(chunk_scores, _unallocated(value, rows, chunk, out))
+        states = torch.bmm(keys(dim, chunk), values)
         values = torch.bmm(decayed, states)
-        torch.bmm(_unallocated(query, rows, _CHUNK_TOKENS, head_dim), states)
+        torch.bmm(queries(chunk, dim), states)
         torch.bmm(scores, values)
         return torch.empty_like(value, memory_format=torch.contiguous_format)
 
     def saved(_: Tensor, key: Tensor, *others: Tensor) -> Tensor:
-        return key.new_empty(batch, length, heads, _CHUNK_TOKENS)
+        return key.new_empty(batch, length, heads, chunk)
 
     return _run(products, saved, (query, key, value, g, beta)), None
 
@@ -100,21 +96,20 @@ def _chunk_scan(
     D: Tensor | None = None,  # noqa: N803
     **options: Any,
 ) -> Tensor:
-    """Return the result of Mamba-2 for states of shape (batch, length, heads, dim)."""
+    """Return the result of Mamba-2 for hidden states of shape (batch, length, heads, dim)."""
     chunk, (batch, length, heads, dim) = chunk_size, hidden_states.shape
-    chunks, (groups, size) = -(-length // chunk), B.shape[-2:]
-    rows = batch * heads * chunks
+    num_chunks, (groups, state) = -(-length // chunk), B.shape[-2:]
+    rows, shared = batch * heads * num_chunks, batch * groups * num_chunks
 
     def products(x: Tensor, _: Tensor, __: Tensor, b: Tensor, c: Tensor, *more: Tensor) -> Tensor:
-        shared = batch * groups * chunks
-        torch.bmm(_unallocated(c, shared, chunk, size), _unallocated(b, shared, size, chunk))
-        states = torch.bmm(_unallocated(b, rows, size, chunk), _unallocated(x, rows, chunk, dim))
-        torch.bmm(_unallocated(c, rows, chunk, size), states)
+        torch.bmm(_unallocated(c, shared, chunk, state), _unallocated(b, shared, state, chunk))
+        states = torch.bmm(_unallocated(b, rows, state, chunk), _unallocated(x, rows, chunk, dim))
+        torch.bmm(_unallocated(c, rows, chunk, state), states)
         torch.bmm(_unallocated(x, rows, chunk, chunk), _unallocated(x, rows, chunk, dim))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def saved(x: Tensor, *others: Tensor) -> Tensor:
-        return x.new_empty(batch, heads, chunks, chunk, dtype=torch.float32)
+        return x.new_empty(batch, heads, num_chunks, chunk, dtype=torch.float32)
 
     return _run(products, saved, (hidden_states, dt, A, B, C, D, options.get("dt_bias")))
 
@@ -129,15 +124,16 @@ def _selective_scan(
     z: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the result of Mamba for states of shape (batch, width, length)."""
-    size, (batch, width, length) = A.shape[-1], hidden_states.shape
+    """Return the result of Mamba for hidden states of shape (batch, width, length)."""
+    state_dim, (batch, width, length) = A.shape[-1], hidden_states.shape
+    num_scans = -(-length // _SCAN_TOKENS)
 
     def products(x: Tensor, dt: Tensor, *others: Tensor) -> Tensor:
         # The kernel reads and writes as much as these elementwise operators.
         return (x + dt).mul_(x)
 
     def saved(x: Tensor, *others: Tensor) -> Tensor:
-        return x.new_empty(batch, width, -(-length // _SCAN_TOKENS), 2 * size, dtype=torch.float32)
+        return x.new_empty(batch, width, num_scans, 2 * state_dim, dtype=torch.float32)
 
     return _run(products, saved, (hidden_states, dt, A, B, C, D, z, options.get("delta_bias")))
 
@@ -177,10 +173,9 @@ def with_kernels() -> Iterator[None]:
     replaced = []
     try:
         for module in models:
-            for name, (kernel, _) in _KERNELS.items():
-                if (function := vars(module).get(name)) is not None:
-                    replaced.append((module, name, function))
-                    setattr(module, name, kernel)
+            for name in _KERNELS.keys() & vars(module).keys():
+                replaced.append((module, name, vars(module)[name]))
+                setattr(module, name, _KERNELS[name][0])
         yield
     finally:
         for module, name, function in replaced:
@@ -192,10 +187,8 @@ def fuse_experts(module: nn.Module) -> None:
     for each in module.modules():
         weights = [getattr(each, name, None) for name in ("gate_up_proj", "down_proj")]
         names = ("gate_up_proj_bias", EXPERT_ADAPTERS.strip("."))
-        extras = (getattr(each, name, None) for name in names)
-        if all(extra is None for extra in extras) and all(
-            isinstance(w, Tensor) and w.ndim == 3 for w in weights
-        ):
+        has_extras = any(getattr(each, name, None) is not None for name in names)
+        if not has_extras and all(isinstance(w, Tensor) and w.ndim == 3 for w in weights):
             each.forward = MethodType(_fused_forward, each)
 
 
@@ -225,7 +218,7 @@ class _FusedExperts(torch.autograd.Function):
         grad_down = F.grouped_mm(rows.transpose(0, 1), gated, offs=ends)
         expanded = F.grouped_mm(grad_gate_up, up, offs=ends)
         grad_x = torch.zeros_like(x)
-        del expanded
+        del expanded  # Liger's kernel holds it until `grad_x` is allocated
         grad_up = F.grouped_mm(grad_gate_up.transpose(0, 1), _routed_rows(x, weights), offs=ends)
         return grad_x, grad_up, grad_down, torch.empty_like(weights)
 

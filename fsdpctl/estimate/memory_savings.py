@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fsdpctl.resolve.machine import LOCAL
 from fsdpctl.resolve.run_plan import RunPlan, make_run_plan
 
 _MOST_NODES = 1 << 10
-_ATTENTION = "model.attention"
+_ATTENTION, _PARAM_DTYPE = "model.attention", "precision.param_dtype"
 _CHUNK = 1024
 _LORA_RANK = 16
 # Tokens. For shorter samples, neither context parallelism nor a chunked MLP is suggested.
@@ -44,11 +45,11 @@ class Suggestion:
     @property
     def figures(self) -> str:
         """The predicted time and cost, or a description of the cost; then the effect."""
-        costs = [self.cost]
-        if self.time is not None:
-            costs = [f"{three_digits(self.time.step_seconds)} s/step"]
-            costs += self.time.texts("gpu_hours", "cost")
-        return "; ".join(filter(None, [", ".join(costs), self.effect]))
+        cost = self.cost
+        if (time := self.time) is not None:
+            totals = time.texts("gpu_hours", "cost")
+            cost = ", ".join([f"{three_digits(time.step_seconds)} s/step", *totals])
+        return "; ".join(filter(None, [cost, self.effect]))
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -78,18 +79,18 @@ def changed_plan(plan: RunPlan, values: KeyValues) -> RunPlan:
     config = plan.requested.changed(values)
     # The kernel that `auto` selected depends on the dtype, which may have changed.
     if config.is_auto(_ATTENTION) and config.model.attention not in (None, TRANSFORMERS):
-        is_here = config.cluster.name == LOCAL and torch.cuda.is_available()
-        config = fill_auto(config.changed({_ATTENTION: None}), Stage.DECODER, AutoInputs(is_here))
-    return make_run_plan(config.with_strategy(config.strategy.name))
+        has_gpu = config.cluster.name == LOCAL and torch.cuda.is_available()
+        config = fill_auto(config.changed({_ATTENTION: None}), Stage.DECODER, AutoInputs(has_gpu))
+    return make_run_plan(config.with_strategy(config.strategy.name))  # drops keys it does not use
 
 
-def _unless_set(config: Config, key: str, *values: object) -> list[KeyValues]:
+def _value_if(applies: bool, key: str, value: object) -> list[KeyValues]:
+    return [{key: value}] if applies else []
+
+
+def _unless_set(config: Config, key: str, value: object) -> list[KeyValues]:
     is_unset = config.value(key) == KEYS[key].default and not config.is_typed(key)
-    return [{key: value} for value in values] if is_unset else []
-
-
-def _values_if(applies: bool, **values: Any) -> list[KeyValues]:
-    return [{key.replace("__", "."): value for key, value in values.items()}] if applies else []
+    return _value_if(is_unset, key, value)
 
 
 def _resets_passes(plan: RunPlan) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _resets_passes(plan: RunPlan) -> dict[str, Any]:
 def _chunked_loss(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
     is_long = plan.batches.micro_batch_size * train.seq_len >= 2 * _CHUNK
-    return _values_if(is_long and train.loss_chunk_tokens == 0, train__loss_chunk_tokens=_CHUNK)
+    return _value_if(is_long and train.loss_chunk_tokens == 0, "train.loss_chunk_tokens", _CHUNK)
 
 
 def _sharded_over_replicas(plan: RunPlan) -> list[KeyValues]:
@@ -117,11 +118,9 @@ def _full_shard(plan: RunPlan) -> list[KeyValues]:
     strategy = get_strategy(config.strategy.name)
     if strategy.is_fully_sharded or get_optimizer(config.optimizer.name).steps_matrices:
         return []
-    sizes = (
-        {} if plan.requested.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
-    )
+    size = {} if plan.requested.strategy.dp_shard_size is None else {"strategy.dp_shard_size": None}
     engine = {"engine": FSDPCTL} if config.engine.name == DDP else {}
-    return [{"strategy": "full_shard", **sizes, **engine}]
+    return [{"strategy": "full_shard", **size, **engine}]
 
 
 def micro_batches(plan: RunPlan, sizes: Iterable[int]) -> list[KeyValues]:
@@ -144,7 +143,7 @@ def _context_parallel(plan: RunPlan) -> Iterator[KeyValues]:
     for count in range(2 * train.context_parallel, on_node + 1):
         if on_node % count == 0 and config.model.num_heads % count == 0:
             values = {"train.context_parallel": count, **_resets_passes(plan)}
-            # Without a set size, a group would run its full share, larger than a rank's share.
+            # Without a set size, a group would run its whole batch, larger than a rank's.
             if plan.requested.train.micro_batch_size is None:
                 values["train.micro_batch_size"] = plan.batches.micro_batch_size
             yield values
@@ -154,18 +153,13 @@ def _chunked_mlp(plan: RunPlan) -> list[KeyValues]:
     train = plan.config.train
     is_long = train.seq_len >= LONG_SAMPLE * train.context_parallel
     is_whole = plan.requested.train.mlp_chunk_tokens == 0
-    return _values_if(is_long and is_whole, train__mlp_chunk_tokens=None)
+    return _value_if(is_long and is_whole, "train.mlp_chunk_tokens", None)
 
 
-def _recomputation_of_all(mode: str) -> Callable[[RunPlan], list[KeyValues]]:
-    """Return a function that gives the value with which all blocks are recomputed in `mode`."""
-
-    def values(plan: RunPlan) -> list[KeyValues]:
-        current = plan.config.activation_checkpointing.name
-        saves = MODES.index(current) < MODES.index(mode)
-        return [recomputation_values(plan, Recomputation(mode))] if saves else []
-
-    return values
+def _recompute_all(mode: str, plan: RunPlan) -> list[KeyValues]:
+    """Return the value with which all blocks are recomputed in `mode`, if it saves memory."""
+    saves = MODES.index(plan.config.activation_checkpointing.name) < MODES.index(mode)
+    return [recomputation_values(plan, Recomputation(mode))] if saves else []
 
 
 def recomputation_values(plan: RunPlan, recomputation: Recomputation) -> KeyValues:
@@ -187,17 +181,13 @@ def _param_offload(plan: RunPlan) -> list[KeyValues]:
     if Offload.PARAMS in on_host or not get_strategy(config.strategy.name).can_offload_params:
         return []
     applies = Offload.STATES in on_host or config.model.lora.rank is not None
-    return _values_if(applies, strategy__offload=str(on_host | Offload.PARAMS))
+    return _value_if(applies, "strategy.offload", str(on_host | Offload.PARAMS))
 
 
-def _offload(states: Offload) -> Callable[[RunPlan], list[KeyValues]]:
-    """Return a function that gives the value with which the host steps the optimizer."""
-
-    def values(plan: RunPlan) -> list[KeyValues]:
-        on_host = plan.config.strategy.offloaded
-        return _values_if(Offload.STATES not in on_host, strategy__offload=str(on_host | states))
-
-    return values
+def _offload(states: Offload, plan: RunPlan) -> list[KeyValues]:
+    """Return the value with which the host steps the optimizer, unless it does."""
+    on_host = plan.config.strategy.offloaded
+    return _value_if(Offload.STATES not in on_host, "strategy.offload", str(on_host | states))
 
 
 def _adapters(plan: RunPlan) -> list[KeyValues]:
@@ -210,7 +200,7 @@ def _adapters(plan: RunPlan) -> list[KeyValues]:
 
 
 def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
-    """Yield 2, 4, 8 … times as many nodes, with at least one sample per group of ranks."""
+    """Yield suggestions of 2, 4, 8 … times as many nodes, with a sample or more per group."""
     config = plan.config
     train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
@@ -231,28 +221,26 @@ def more_nodes(plan: RunPlan) -> Iterator[Suggestion]:
 
 _OFFLOADED = "the optimizer steps on the host"
 EXPANDABLE_SEGMENTS = MemorySaving(
-    "", lambda p: _values_if(p.config.launch.allocator == "native", launch__allocator="expandable")
+    "", lambda p: _value_if(p.config.launch.allocator == "native", "launch.allocator", "expandable")
 )
 CHUNKED_LOSS = MemorySaving("the logits are computed twice", _chunked_loss)
 REDUCE_EVERY_MICRO_BATCH = MemorySaving(
     "gradients are reduced in each micro-batch",
-    lambda p: _values_if(
+    lambda p: _value_if(
         p.config.accumulation.name == "last" and p.batches.num_micro_batches > 1,
-        accumulation="every",
+        "accumulation",
+        "every",
     ),
 )
 SHARD_OVER_REPLICAS = MemorySaving("replicas exchange updated parameters", _sharded_over_replicas)
 FULL_SHARD = MemorySaving("units are gathered twice", _full_shard)
 SELECTIVE_RECOMPUTATION = MemorySaving(
-    "every second matrix product is recomputed", _recomputation_of_all("selective")
+    "every second matrix product is recomputed", partial(_recompute_all, "selective")
 )
-FULL_RECOMPUTATION = MemorySaving("a third more computation", _recomputation_of_all("full"))
-SMALLER_MICRO_BATCH = MemorySaving(
-    "more, smaller micro-batches per step", lambda p: micro_batches(p, halves(p))
-)
-MICRO_BATCH_OF_ONE = MemorySaving(
-    "more, smaller micro-batches per step", lambda p: micro_batches(p, [1])
-)
+FULL_RECOMPUTATION = MemorySaving("a third more computation", partial(_recompute_all, "full"))
+_MORE_PASSES = "more, smaller micro-batches per step"
+SMALLER_MICRO_BATCH = MemorySaving(_MORE_PASSES, lambda p: micro_batches(p, halves(p)))
+MICRO_BATCH_OF_ONE = MemorySaving(_MORE_PASSES, lambda p: micro_batches(p, [1]))
 CONTEXT_PARALLEL = MemorySaving(
     "ranks share each sample, and exchange heads around attention", _context_parallel
 )
@@ -262,8 +250,8 @@ ACTIVATION_OFFLOAD = MemorySaving(
 )
 CHUNKED_MLP = MemorySaving("feed-forward layers run once more", _chunked_mlp)
 INT8_STATES = MemorySaving("", _int8_states, "moments are rounded to 8 bits")
-STATE_OFFLOAD = MemorySaving(_OFFLOADED, _offload(Offload.STATES))
-GRADIENT_OFFLOAD = MemorySaving(_OFFLOADED, _offload(Offload.STATES | Offload.GRADIENTS))
+STATE_OFFLOAD = MemorySaving(_OFFLOADED, partial(_offload, Offload.STATES))
+GRADIENT_OFFLOAD = MemorySaving(_OFFLOADED, partial(_offload, Offload.STATES | Offload.GRADIENTS))
 PARAM_OFFLOAD = MemorySaving("units are gathered from the host", _param_offload)
 FOUR_BIT_BASE = MemorySaving(
     "weights are dequantized twice",
@@ -272,9 +260,7 @@ FOUR_BIT_BASE = MemorySaving(
 )
 BF16_COMPUTE = MemorySaving(
     "",
-    lambda p: _values_if(
-        p.config.precision.param_dtype == "float32", precision__param_dtype="bfloat16"
-    ),
+    lambda p: _value_if(p.config.value(_PARAM_DTYPE) == "float32", _PARAM_DTYPE, "bfloat16"),
     "computes in bfloat16",
 )
 ADAPTERS = MemorySaving("", _adapters, "trains adapters alone")

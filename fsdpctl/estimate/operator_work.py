@@ -30,6 +30,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: (1, 14),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7),
 }
+_Dims = tuple[int, int, int, int]
 _INDEX_PUTS = {_aten.index_put.default, _aten.index_put_.default}
 _NO_WORK = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
 # (kind, number of (length, length) products, number of passes over queries and keys)
@@ -54,14 +55,14 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _ATTENTION:
         return _sdpa(func, args)
     if func.name().startswith("torch_attn::_varlen_attn"):
-        return _varlen_attention(func, func.name().endswith("backward"), args)
+        return _varlen_attention(func, args, is_backward=func.name().endswith("backward"))
     read = _tensors([*args, *(kwargs or {}).values()])
     sizes = {each.untyped_storage()._cdata: _bytes_of(each) for each in read}
     is_view = all(each.untyped_storage()._cdata in sizes for each in results)
     if is_view and not func._schema.is_mutable:
         return None
     nbytes = sum(map(_bytes_of, results)) + sum(sizes.values())
-    if func is _aten.embedding.default:
+    if func is _aten.embedding.default:  # reads only the rows of these tokens
         nbytes = 2 * _bytes_of(results[0])
     elif func is _aten.embedding_dense_backward.default:
         nbytes = 2 * max(map(_bytes_of, (results[0], args[0])))
@@ -90,20 +91,19 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _grouped_mm(func: Any, args: Sequence[Any], result: Tensor) -> Work:
-    """Return the work of grouped products.
+    """Return the work of grouped products; `dims[1]` is the number of tokens per group.
 
-    `dims[1]` is the number of tokens per group, also in the gradient of the weights, which sums
-    over tokens.
+    That holds for the gradient of the weights, too, which sums over tokens.
     """
     left, right = args[0], args[1]
     if left.ndim == right.ndim == 2:  # the gradient of the weights
-        groups, length, columns = result.shape
+        groups, inner, columns = result.shape
         tokens = left.shape[1]
     else:
-        groups, length, columns = right.shape[0], left.shape[-1], right.shape[-1]
+        groups, inner, columns = right.shape[0], left.shape[-1], right.shape[-1]
         tokens = left.shape[0]
-    flops, rows = 2 * tokens * length * columns, -(-tokens // groups)
-    nbytes, dims = sum(map(_bytes_of, (left, right, result))), (groups, rows, columns, length)
+    flops, rows = 2 * tokens * inner * columns, -(-tokens // groups)
+    nbytes, dims = sum(map(_bytes_of, (left, right, result))), (groups, rows, columns, inner)
     # A stride of 0 marks rows that a kernel reads by index (library_kernels).
     reads_by_index = 0 in (*left.stride(), *right.stride())
     name = INDEXED_GROUPED_MM if reads_by_index else _name(func)
@@ -124,7 +124,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     flops: int,
-    dims: tuple[int, int, int, int],
+    dims: _Dims,
     amounts: tuple[WorkKind, int, int],
 ) -> Work:
     kind, products, passes = amounts
@@ -132,21 +132,21 @@ def _attention(
     return Work(_name(func), kind, products * flops, nbytes, query.itemsize, dims)
 
 
-def _varlen_attention(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
+def _varlen_attention(func: Any, args: Sequence[Any], *, is_backward: bool) -> Work:
     indices = (1, 2, 6, 13) if is_backward else (0, 1, 3, 9)
     query, key, offsets, window = (args[index] for index in indices)
-    total, heads, width = query.shape
+    total, heads, head_dim = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)
-    flops, dims = (2 * query.numel() * _attended(length, window), (count, heads, length, width))
+    flops, dims = (2 * query.numel() * _attended(length, window), (count, heads, length, head_dim))
     return _attention(func, query, key, flops, dims, _BACKWARD if is_backward else _FORWARD)
 
 
 def _attended(length: int, window: Sequence[int] | None) -> int:
     """Return the average number of tokens that a token attends to, by the mask or window."""
-    num_attended = window[0] + 1 if window and window[0] >= 0 else length
-    num_attended = min(num_attended, length)
-    return max(1, round(num_attended - num_attended * num_attended / (2 * length)))
+    most = min(window[0] + 1, length) if window and window[0] >= 0 else length
+    # The first `most` tokens attend to half as many on average, because attention is causal.
+    return max(1, round(most - most * most / (2 * length)))
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
 """The training plan of a configuration, and its steps with each engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Resolved
 from fsdpctl.plan.optimizers import ADAMW, MuonSettings, OptimizerStates, get_optimizer, tiled_dtype
@@ -23,20 +23,20 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
     return (*[every] * (count - 1), True)
 
 
-def kept_states(config: Resolved) -> OptimizerStates:
+def optimizer_states(config: Resolved) -> OptimizerStates:
     """Return the optimizer states of a configuration."""
     optimizer, row = config.optimizer, get_optimizer(config.optimizer.name)
     has_moments = optimizer.momentum > 0 or not row.needs_momentum
     muon = MuonSettings(optimizer.ns_steps, optimizer.nesterov) if row.steps_matrices else None
-    dtype = (
-        None if muon else tiled_dtype(optimizer.state_dtype, [str(config.precision.master_dtype)])
-    )
+    masters = [str(config.precision.master_dtype)]
+    dtype = None if muon else tiled_dtype(optimizer.state_dtype, masters)
     return OptimizerStates(row.moments * has_moments, row.counter, muon, dtype)
 
 
 def first_position(
     model_layout: ModelLayout, num_ranks: int, device: str, *, shares_memory: bool = False
 ) -> MeshPosition:
+    """Return the position of rank 0."""
     size, transport = model_layout.ranks_per_replica, Transport.GLOO
     if device == "cuda":
         transport = Transport.NCCL
@@ -45,24 +45,20 @@ def first_position(
     return MeshPosition(0, size, num_ranks // size, transport)
 
 
-def plan_run(config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int) -> TrainingPlan:
+def plan_training(config: Resolved, units: tuple[UnitSpec, ...], num_passes: int) -> TrainingPlan:
     """Return the plan of rank 0; a step has at most MOST_PLANNED_PASSES passes."""
     strategy, ranks = config.strategy, config.num_ranks
     device, shares = str(config.launch.device), shares_memory(config)
+    size, offloads = strategy.dp_shard_size or ranks, Offload.PARAMS in strategy.offloaded
+    row, owners = get_strategy(strategy.name), owner_map_of(config)
     model_layout = lay_out(
-        units,
-        get_strategy(strategy.name),
-        ranks,
-        strategy.dp_shard_size or ranks,
-        owner_map_of(config),
-        shares_memory=shares,
-        offloads_params=Offload.PARAMS in strategy.offloaded,
+        units, row, ranks, size, owners, shares_memory=shares, offloads_params=offloads
     )
     position = first_position(model_layout, ranks, device, shares_memory=shares)
-    options = config.precision.planned, config.prefetch.planned, strategy.offloaded
-    step = StepPlan(model_layout, position, *options)
-    passes, every = min(num_micro_batches, MOST_PLANNED_PASSES), config.accumulation.name == "every"
-    return TrainingPlan(step, reducing_passes(passes, every=every), kept_states(config))
+    precision, prefetch = config.precision.planned, config.prefetch.planned
+    step_plan = StepPlan(model_layout, position, precision, prefetch, strategy.offloaded)
+    passes, every = min(num_passes, MOST_PLANNED_PASSES), config.accumulation.name == "every"
+    return TrainingPlan(step_plan, reducing_passes(passes, every=every), optimizer_states(config))
 
 
 def engine_steps(
@@ -91,20 +87,20 @@ def engine_steps(
 def planned_steps(
     config: Resolved, units: tuple[UnitSpec, ...], plan: TrainingPlan, recorder: StepRecorder
 ) -> Steps:
-    """Return the steps of a rank for a resolved configuration, as `steps_of`."""
+    """Return the steps of a rank for a resolved configuration, as `engine_steps`."""
     strategy, engine = get_strategy(config.strategy.name), config.engine
     fused = engine.emulated.fused_optimizer or config.optimizer.name != ADAMW
-    regathers = (
-        engine.emulated.reentrant_checkpoints and config.activation_checkpointing.name == "full"
+    recomputes_all = config.activation_checkpointing.name == "full"
+    regathers = engine.emulated.reentrant_checkpoints and recomputes_all
+    return engine_steps(
+        engine.name, strategy, units, plan, recorder, fused=fused, regathers=regathers
     )
-    options = (engine.name, strategy, units, plan, recorder)
-    return engine_steps(*options, fused=fused, regathers=regathers)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
     """Return the plan of the rank that needs the most memory.
 
-    Among many ranks, it is the rank that owns most elements: its states follow from them.
+    With more than 16 ranks, this is the rank that owns most elements.
     """
     layouts = list(plan.step_plan.all_layouts())
     is_even = all(layout.is_even for layout in layouts)
@@ -114,10 +110,8 @@ def fullest_rank(engine: str, plan: TrainingPlan) -> TrainingPlan:
         return fullest_ranks(plan)[0]
     if plan.step_plan.position.num_shards <= _MAX_REPLAYED_RANKS:
         return plan.at(engine_peak(plan).rank)
-    owned = [
-        sum(part.numel for part in parts)
-        for parts in zip(*(x.shard_spans for x in layouts), strict=True)
-    ]
+    by_rank = zip(*(layout.shard_spans for layout in layouts), strict=True)
+    owned = [sum(span.numel for span in spans) for spans in by_rank]
     return plan.at(owned.index(max(owned)))
 
 
@@ -133,14 +127,10 @@ class SentBytes:
         return round(self.intra_replica + self.inter_replica)
 
 
-def sent_per_step(
-    config: Resolved, units: tuple[UnitSpec, ...], num_micro_batches: int
-) -> SentBytes:
+def sent_per_step(config: Resolved, units: tuple[UnitSpec, ...], num_passes: int) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
-    plan = plan_run(config, units, num_micro_batches)
-    every = config.accumulation.name == "every"
-    reduces = reducing_passes(num_micro_batches, every=every)
-    plan = TrainingPlan(plan.step_plan, reduces, plan.states)
+    reduces = reducing_passes(num_passes, every=config.accumulation.name == "every")
+    plan = replace(plan_training(config, units, num_passes), reduces_gradients=reduces)
     recorder, position = TrafficRecorder(), plan.step_plan.position
     planned_steps(config, units, plan, recorder).step()
     return SentBytes(

@@ -33,8 +33,8 @@ def estimates_of(
     if not all_strategies:
         return [resolve_auto(estimator, config)]
     estimates, errors = [], []
-    names = supported_strategies(config)
-    for name in (each for each in names if is_distinct_on_cluster(config, each)):
+    names = (x for x in supported_strategies(config) if is_distinct_on_cluster(config, x))
+    for name in names:
         try:
             estimate, ranking = resolve_auto(estimator, config.with_strategy(name))
             if ranking is not None and ranking.defaults and not ranking.ranked:
@@ -49,18 +49,18 @@ def estimates_of(
 
 
 def resolve_auto(estimator: Estimator, config: Filled) -> tuple[RunEstimate, Ranking | None]:
-    """Select the settings that are `auto`, and unset settings if their defaults do not fit.
+    """Return the estimate with the selected settings, and the ranking if settings were selected.
 
-    All commands select by this function. Returns the estimate with the selection, and the ranking
-    if settings were selected. If nothing fits, the closest combination is estimated. UsageError if
-    no combination is valid.
+    Settings that are `auto` are selected, and unset settings if their defaults do not fit. All
+    commands select by this function. If nothing fits, the closest combination is estimated.
+    UsageError if no combination is valid.
     """
     unset = unset_names(config)
     if auto_names(config):
         ranking = rank_candidates(estimator, config)
         if ranking.ranked or not unset:
             return ranking.estimate, ranking
-        defaults = ranking.estimate
+        defaults = ranking.estimate  # unset settings have their defaults
     else:
         ranking, defaults = None, estimator.estimate(make_run_plan(config))
         if defaults.fits or not unset:
@@ -76,13 +76,13 @@ def resolve_auto_of_run(
     estimator: Estimator,
     config: Filled,
     stored: Config | None,
-    location: object,
+    file: object,
     note: Callable[[str], None],
 ) -> tuple[RunPlan, RunEstimate, tuple[str, ...]]:
     """Select the `auto` settings for the ranks of a run; a resumed run keeps its selection.
 
-    `stored` is the configuration that a resumed run has stored in the file `location`. Returns the
-    plan, its estimate, and lines that explain the selection.
+    `stored` is the configuration that a resumed run has stored in `file`. The result is the plan,
+    its estimate, and lines that explain the selection.
     """
     reselected: tuple[str, ...] = ()
     if stored is not None and all(stored.value(x) == config.value(x) for x in _SELECTED_FOR):
@@ -90,7 +90,7 @@ def resolve_auto_of_run(
     if stored is not None and reselected:
         selection = Selection.of(stored)
         plan = make_run_plan(with_auto(config, reselected), selection)
-        line = f"{'auto':<8}{selection.text(reselected)}, as in {location}"
+        line = f"{'auto':<8}{selection.text(reselected)}, as in {file}"
         return plan, estimator.estimate(plan), (line,)
     if auto_names(config):
         note("selecting the fastest configuration that fits")

@@ -51,13 +51,13 @@ class RunEstimate:
 
     plan: RunPlan
     num_params: int
-    num_trained: int  # parameters that are trained
+    num_trained: int
     num_active: int  # parameters that a token uses
     frozen_bytes: int  # all frozen parameters
-    saved_states: int  # bytes of the moments in a checkpoint
+    saved_states_bytes: int  # the moments in a checkpoint
     rank: int
     step: StepEstimate
-    host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
+    host_model_bytes: int = 0  # states, parameters, inputs of blocks and buffers in host memory
     assumed_packages: tuple[str, ...] = ()  # the estimate assumes their kernels
     shared_bytes: int = 0  # memory that the ranks of a machine share; each rank counts its share
 
@@ -79,21 +79,19 @@ class RunEstimate:
 
     @property
     def memory_bytes(self) -> int:
+        """The memory of the device, from cluster.memory."""
         assert self.config.cluster.memory is not None
         return int(self.config.cluster.memory * _GIB)
 
     @property
     def outside_allocator(self) -> ByteRange:
         """The bytes outside the allocator: the device's context, and communicators."""
-        context = _CONTEXT_BYTES[str(self.config.launch.device)]
-        count = 0
-        if self.config.launch.device == "cuda" and self.config.num_ranks > 1:
-            size = self.config.strategy.dp_shard_size
-            count = 2 if size in (None, 1, self.config.num_ranks) else 4
-        return ByteRange(
-            context.low + count * _COMMUNICATOR_BYTES.low,
-            context.high + count * _COMMUNICATOR_BYTES.high,
-        )
+        config, count = self.config, 0
+        context, each = _CONTEXT_BYTES[str(config.launch.device)], _COMMUNICATOR_BYTES
+        if config.launch.device == "cuda" and config.num_ranks > 1:
+            # Two communicators, or four with shards and replicas (docs/memory-model.md).
+            count = 2 if config.strategy.dp_shard_size in (None, 1, config.num_ranks) else 4
+        return ByteRange(context.low + count * each.low, context.high + count * each.high)
 
     @property
     def available(self) -> int:
@@ -106,7 +104,7 @@ class RunEstimate:
         on_device = self.available - self.peak_reserved
         if self.host_limit is None:
             return on_device
-        return min(on_device, (self.host_limit - self.node_bytes) // self._ranks_per_node)
+        return min(on_device, (self.host_limit - self.node_host_bytes) // self._ranks_per_node)
 
     @property
     def kind(self) -> str:
@@ -158,28 +156,28 @@ class RunEstimate:
     @property
     def shortages(self) -> list[str]:
         """A clause for each kind of memory that does not suffice; empty if the run fits."""
-        host = {"host memory": ("node", " (cluster.host_memory)")}
         return [
             f"{kind}: about {needed} needed per {owner}, {limit} available{key}"
-            for kind, needed, limit in self._shortages
-            for owner, key in [host.get(kind, ("rank", ""))]
+            for kind, needed, limit, owner, key in self._shortages
         ]
 
     @property
     def excess(self) -> str:
         """The needed and the available bytes of the memory that does not suffice."""
-        kind, needed, limit = self._shortages[0]
+        kind, needed, limit, *_ = self._shortages[0]
         return f"{needed} of {limit}{f' {kind}' if kind != 'memory' else ''}"
 
     @property
-    def _shortages(self) -> list[tuple[str, str, str]]:
+    def _shortages(self) -> list[tuple[str, str, str, str, str]]:
+        """Kind, needed bytes, limit, owner and key of each memory that does not suffice."""
         rows = []
         if self.step.verdict(self.available) != "fits":
-            needed = self.peak_reserved + self.outside_allocator.high
-            rows.append(("memory", needed, self.memory_bytes))
+            needed = format_bytes(self.peak_reserved + self.outside_allocator.high)
+            rows.append(("memory", needed, format_bytes(self.memory_bytes), "rank", ""))
         if self.host_limit is not None and self.lacks_host_memory:
-            rows.append(("host memory", self.node_bytes, self.host_limit))
-        return [(kind, format_bytes(needed), format_bytes(most)) for kind, needed, most in rows]
+            needed, limit = format_bytes(self.node_host_bytes), format_bytes(self.host_limit)
+            rows.append(("host memory", needed, limit, "node", " (cluster.host_memory)"))
+        return rows
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -189,23 +187,22 @@ class RunEstimate:
         """
         dtypes = self.config.precision.planned.buffer_dtypes("float32")
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
-        master = dtypes.master.itemsize + dtypes.has_remainders
-        return self.num_trained * master + self.saved_states + saved
+        master = dtypes.master.itemsize + dtypes.has_remainders  # a remainder has 1 byte
+        return self.num_trained * master + self.saved_states_bytes + saved
 
     @property
     def host_bytes(self) -> int:
         """The approximate host memory of a worker, with the copy of an asynchronous checkpoint."""
-        base = _WORKER_BYTES[str(self.config.launch.device)] + self.host_states
-        if self.config.checkpoint.mode != "async":
-            return base
-        return base + self.checkpoint_bytes // self.config.num_ranks
+        saves_async = self.config.checkpoint.mode == "async"
+        copied = self.checkpoint_bytes // self.config.num_ranks if saves_async else 0
+        return _WORKER_BYTES[str(self.config.launch.device)] + self.host_model_bytes + copied
 
     @property
     def _ranks_per_node(self) -> int:
         return self.config.launch.nproc_per_node or 1
 
     @property
-    def node_bytes(self) -> int:
+    def node_host_bytes(self) -> int:
         """The approximate host memory of a node's workers; with device=cpu, it includes tensors."""
         tensors = self.peak_reserved if self.config.launch.device == "cpu" else 0
         return self._ranks_per_node * (self.host_bytes + tensors)
@@ -217,45 +214,37 @@ class RunEstimate:
         CPU ranks need more than `memory_bytes` only for states in host memory.
         """
         limit = self.config.cluster.host_memory
-        if limit is None or (self.config.launch.device == "cpu" and not self.host_states):
+        if limit is None or (self.config.launch.device == "cpu" and not self.host_model_bytes):
             return None
         return int(limit * _GIB)
 
     @property
     def lacks_host_memory(self) -> bool:
         """Whether the workers of a node may need more host memory than the node has."""
-        return self.host_limit is not None and self.node_bytes > self.host_limit
+        return self.host_limit is not None and self.node_host_bytes > self.host_limit
 
     def to_dict(self) -> dict[str, Any]:
-        config, outside = self.config, self.outside_allocator
+        config, outside, batches = self.config, self.outside_allocator, self.batches
         return {
-            "strategy": config.strategy.name,
-            "engine": config.engine.name,
+            "strategy": config.strategy.name, "engine": config.engine.name,
             "model": config.model.title,
             **({} if config.model.base_dtype is None else {"base_dtype": config.model.base_dtype}),
-            "num_parameters": self.num_params,
-            "num_trained_parameters": self.num_trained,
+            "num_parameters": self.num_params, "num_trained_parameters": self.num_trained,
             "num_active_parameters": self.num_active,
-            "world_size": config.num_ranks,
-            "rank": self.rank,
-            "micro_batch_size": self.batches.micro_batch_size,
-            "num_micro_batches": self.batches.num_micro_batches,
-            "seq_len": config.train.seq_len,
-            "tokens_per_step": self.tokens_per_step,
-            "verdict": self.verdict,
-            "margin_bytes": self.margin,
-            "reserve_bytes": self.reserve,
-            "memory_bytes": self.memory_bytes,
-            "outside_bytes": [outside.low, outside.high],
-            "host_bytes": self.host_bytes,
-            "node_host_bytes": self.node_bytes,
+            "world_size": config.num_ranks, "rank": self.rank,
+            "micro_batch_size": batches.micro_batch_size,
+            "num_micro_batches": batches.num_micro_batches,
+            "seq_len": config.train.seq_len, "tokens_per_step": self.tokens_per_step,
+            "verdict": self.verdict, "margin_bytes": self.margin, "reserve_bytes": self.reserve,
+            "memory_bytes": self.memory_bytes, "outside_bytes": [outside.low, outside.high],
+            "host_bytes": self.host_bytes, "node_host_bytes": self.node_host_bytes,
             **({} if self.host_limit is None else {"node_host_memory_bytes": self.host_limit}),
-            **({"host_states_bytes": self.host_states} if self.host_states else {}),
+            **({"host_states_bytes": self.host_model_bytes} if self.host_model_bytes else {}),
             **({"shared_bytes": self.shared_bytes} if self.shared_bytes else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
             **({"assumed_packages": [*self.assumed_packages]} if self.assumed_packages else {}),
             **self.step.to_dict(),
-        }
+        }  # fmt: skip
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,7 +1,7 @@
 """Search for the configurations that fit and are predicted to be fastest.
 
 Note: the search skips most combinations. Memory grows with prefetch and with the micro-batch, and
-shrinks with recomputation. (A rank's whole share in one micro-batch is an exception, because no
+shrinks with recomputation. (A rank's whole batch in one micro-batch is an exception, because no
 gradients are kept between micro-batches.) So for each strategy, a bisection finds the largest size
 that fits. Time grows with recomputation and shrinks with prefetch, so only the least recomputation
 and the most prefetch that fit are predicted. Time mostly shrinks with the micro-batch, so only the
@@ -12,7 +12,7 @@ which the lower memory decides.
 import heapq
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 
 from fsdpctl.config.schema import Filled
 from fsdpctl.config.selection import with_auto, with_defaults
@@ -26,20 +26,19 @@ from fsdpctl.io.activity import doing
 from fsdpctl.resolve.run_plan import make_run_plan
 
 MOST_RANKED = 6  # candidates in a ranking
-_MAX_GUESSES = 4  # interpolations of a recomputation before the bisection
+_MAX_GUESSES = 4  # interpolations before the bisection of a recomputation
 _SIZES_TRIED = 3  # per strategy and mode, the largest that fit
 
 
-def least_memory(estimator: Estimator, config: Filled, names: Collection[str]) -> RunEstimate:
+def fitting_or_closest(estimator: Estimator, config: Filled, names: Collection[str]) -> RunEstimate:
     """Return an estimate that leaves the reserve, or the closest to it.
 
-    The settings in `names` have their defaults if the defaults leave the reserve. Otherwise they
-    are selected.
+    The settings in `names` are selected if their defaults do not leave the reserve.
     """
     estimate = estimator.estimate_if_fits(make_run_plan(with_defaults(config, names)))
     if estimate is not None and estimate.leaves_reserve:
         return estimate
-    return _CandidateSearch(estimator, with_auto(config, names)).least_memory()
+    return _CandidateSearch(estimator, with_auto(config, names)).fitting_or_closest()
 
 
 def rank_candidates(estimator: Estimator, config: Filled, *, complete: bool = True) -> Ranking:
@@ -69,16 +68,16 @@ class _CandidateSearch:
         self._estimates: dict[Point, RunEstimate | None] = {}
         self._seconds: dict[Point, float] = {}
         self._error: UsageError | None = None
-        self._leaves_reserve = True
+        self._requires_reserve = True
 
     def ranked(self, *, complete: bool) -> list[Candidate]:
         """Return the selected candidate, then other candidates, the fastest first.
 
-        All candidates leave the reserve, or no candidate that fits does.
+        If no candidate leaves the reserve, those that fit are ranked.
         """
         points = list(self._fastest())
-        if not points and self._leaves_reserve:
-            self._leaves_reserve = False
+        if not points and self._requires_reserve:
+            self._requires_reserve = False
             points = list(self._fastest())
         if not points:
             return []
@@ -88,16 +87,14 @@ class _CandidateSearch:
             others += self._remaining({selected, *others}, {_group(selected), *map(_group, others)})
         return [self._candidate(each) for each in (selected, *others[: MOST_RANKED - 1])]
 
-    def least_memory(self) -> RunEstimate:
+    def fitting_or_closest(self) -> RunEstimate:
         """Return the estimate of a point that fits, or of the point that lacks least."""
+        # Estimate points until a point fits; `closest` reads the cache.
         any(self._fitting(each) for name in self.space.strategies for each in self._extremes(name))
         return self.closest()
 
     def closest(self) -> RunEstimate:
-        """Return the estimate of the point that lacks least.
-
-        UsageError if no point could be estimated.
-        """
+        """Return the estimate of the point that lacks least; UsageError if there is no estimate."""
         estimates = [each for each in self._estimates.values() if each is not None]
         if not estimates:
             raise self._error or UsageError("auto: no combination is supported")
@@ -108,9 +105,9 @@ class _CandidateSearch:
     def _fastest(self) -> Iterator[Point]:
         """Yield points that fit, the fastest first, until no other point can be ranked.
 
-        The heap is ordered by lower bounds of the time. Between a mode that fits and the next
-        lighter mode, the fastest point that fits is searched only if its lower bound comes first:
-        the time of the lighter mode.
+        The heap is ordered by lower bounds of the time. A point stands for all recomputations
+        between its mode and the next lighter mode, whose time is their lower bound. They are
+        searched only when the point comes first.
         """
         heap = [self._lower_bound(point) for point in self._frontier()]
         heapq.heapify(heap)
@@ -127,6 +124,7 @@ class _CandidateSearch:
                 number, best = number + 1, best or seconds
                 yield point
             else:
+                # A point that is too slow to be selected needs no search between the modes.
                 least = fitting if is_slower else self._least_recomputation(fitting)
                 heapq.heappush(heap, (self._time(least), least, True))
 
@@ -138,10 +136,9 @@ class _CandidateSearch:
         return min(self._time(lighter), self._time(point)), point, False
 
     def _least_recomputation(self, point: Point) -> Point:
-        """Return the least recomputation that fits, if `point` fits and the lighter mode does not.
+        """Return the least recomputation that fits, down to the lighter mode; `point` fits.
 
-        Memory is nearly linear between two modes, so interpolation finds most results faster than
-        bisection.
+        Memory is nearly linear between two modes: interpolation is usually faster than bisection.
         """
         lighter = self.space.lighter(point)
         if lighter is None or self._estimate(lighter) is None:
@@ -166,7 +163,7 @@ class _CandidateSearch:
         most, least = self._estimate(lighter), self._estimate(fitting)
         if most is None or least is None:
             return 0
-        limit = least.available - (least.reserve if self._leaves_reserve else 0)
+        limit = least.available - (least.reserve if self._requires_reserve else 0)
         saved = most.peak_reserved - least.peak_reserved
         gap = fitting.recomputation - lighter.recomputation
         return -(gap * (limit - most.peak_reserved) // saved) if saved > 0 else 0
@@ -174,25 +171,24 @@ class _CandidateSearch:
     def _frontier(self) -> Iterator[Point]:
         """Yield, per strategy, points with the least recomputation and the most prefetch."""
         for strategy in self.space.strategies:
-            below = -1  # index of the largest size that fits with less recomputation
+            largest_before = -1  # index of the largest size that fits with less recomputation
             for mode, largest in self._largest_sizes(strategy):
-                for size in range(max(below + 1, largest - _SIZES_TRIED + 1), largest + 1):
-                    yield self.space.point(strategy, mode, size, most=True)
-                below = max(below, largest)
+                first = max(largest_before, largest - _SIZES_TRIED) + 1
+                for size in range(first, largest + 1):
+                    yield self.space.point(strategy, mode, size, most_prefetch=True)
+                largest_before = max(largest_before, largest)
 
     def _remaining(self, ranked: set[Point], groups: set[_PrefetchGroup]) -> list[Point]:
         """Return the points that fit and are not `ranked`, the fastest first.
 
-        Points that differ from a ranked point only in prefetch come last.
+        Points that differ only in prefetch count once; those like a ranked point come last.
         """
-        points = set()
+        points = set[Point]()
         for strategy in self.space.strategies:
             for mode, largest in self._largest_sizes(strategy):
                 for size in range(largest + 1):
-                    point: Point | None = self.space.point(strategy, mode, size, most=True)
-                    while point is not None:
-                        points.add(point)
-                        point = self.space.less_prefetch(point)
+                    point = self.space.point(strategy, mode, size, most_prefetch=True)
+                    points |= {point._replace(prefetch=n) for n in range(point.prefetch + 1)}
         fitting = [each for each in points - ranked if self._fits(each)]
         fitting.sort(key=lambda each: (_group(each) in groups, self._time(each), each))
         remaining: list[Point] = []
@@ -210,10 +206,8 @@ class _CandidateSearch:
         limit = self._time(points[0]) * (1 + TIE)
         tied = [point for point in points if self._time(point) <= limit]
         for point in list(tied):
-            less = self.space.less_prefetch(point)
-            while less is not None and self._time(less) <= limit and self._fits(less):
-                tied.append(less)
-                less = self.space.less_prefetch(less)
+            less = (point._replace(prefetch=n) for n in reversed(range(point.prefetch)))
+            tied += takewhile(lambda each: self._time(each) <= limit and self._fits(each), less)
         return min(tied, key=lambda point: self._candidate(point).estimate.peak_reserved)
 
     def _time(self, point: Point) -> float:
@@ -230,7 +224,7 @@ class _CandidateSearch:
         low, last = -1, len(self.space.sizes) - 1
 
         def fits(mode: int, size: int) -> bool:
-            return self._fitting(self.space.point(strategy, mode, size, most=False)) is not None
+            return bool(self._fitting(self.space.point(strategy, mode, size, most_prefetch=False)))
 
         for mode in self.space.modes:
             low = largest_true(partial(fits, mode), low, last, last)
@@ -240,14 +234,14 @@ class _CandidateSearch:
     def _extremes(self, strategy: str) -> list[Point]:
         """Return points of a strategy; if any point of the strategy fits, one of these fits."""
         last, modes = len(self.space.sizes) - 1, self.space.modes
-        ends = [(modes[0], last), *((mode, size) for mode in modes[:-3:-1] for size in (0, last))]
-        return [self.space.point(strategy, mode, size, most=False) for mode, size in ends]
+        most_thorough = modes[:-3:-1]
+        ends = [(modes[0], last), *((mode, size) for mode in most_thorough for size in (0, last))]
+        return [self.space.point(strategy, mode, size, most_prefetch=False) for mode, size in ends]
 
     def _fitting(self, point: Point) -> Point | None:
-        """Return the point, or the point with the last block treated more lightly, if it fits.
+        """Return the point, or the point with one block less in its mode, if one of them fits.
 
-        The activations of the last block are alive in its backward in any case. To recompute them
-        may take more memory.
+        The last block's activations are alive in its backward even if they are recomputed.
         """
         lighter = self.space.lighter(point)
         before = point._replace(recomputation=point.recomputation - 1)
@@ -258,7 +252,7 @@ class _CandidateSearch:
         estimate = self._estimate(point)
         if estimate is None:
             return False
-        return estimate.leaves_reserve if self._leaves_reserve else estimate.fits
+        return estimate.leaves_reserve if self._requires_reserve else estimate.fits
 
     def _estimate(self, point: Point) -> RunEstimate | None:
         if point not in self._estimates:
@@ -280,16 +274,16 @@ def _group(point: Point) -> _PrefetchGroup:
 
 
 def largest_true(holds: Callable[[int], bool], low: int, high: int, first: int) -> int:
-    """Return the largest value up to `high` for which `holds` is true.
+    """Return the largest value up to `high` for which `holds` is true; it is false above.
 
     `holds` is true for `low`, or `low` is below all values. The search doubles `first` as long as
     `holds` is true, then bisects.
     """
-    over, value = high + 1, first
-    while low + 1 < over:
+    too_large, value = high + 1, first
+    while low + 1 < too_large:
         if holds(value):
             low = value
         else:
-            over = value
-        value = min(2 * value, high) if over > high else (low + over) // 2
+            too_large = value
+        value = min(2 * value, high) if too_large > high else (low + too_large) // 2
     return low

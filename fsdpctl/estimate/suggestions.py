@@ -51,6 +51,8 @@ def suggest(
 
 
 class _SuggestionSearch:
+    """A search for suggestions with which a plan fits."""
+
     def __init__(self, estimator: Estimator, plan: RunPlan) -> None:
         self._estimator, self._plan = estimator, plan
 
@@ -69,21 +71,17 @@ class _SuggestionSearch:
 
     def alone(self) -> list[FittingSuggestion]:
         """Return single settings that suffice, each with its fastest value."""
-        single = (
-            suggestion
-            for saving in savings.SAVINGS_ALONE
-            for suggestion in saving.suggestions(self._plan)
-        )
+        single = (saving.suggestions(self._plan) for saving in savings.SAVINGS_ALONE)
         fastest: list[FittingSuggestion] = []
-        for each in self._by_time(list(self.fitting(chain(self._recomputation(), single)))):
+        for each in self._by_time(list(self.fitting(chain(self._recomputation(), *single)))):
             keys = each[0].values.keys()
-            # Strategies differ in more than their degree, so all that fit are listed.
+            # Strategies are alternatives, not degrees of one saving: list all that fit.
             if "strategy" in keys or all(keys != other.values.keys() for other, _ in fastest):
                 fastest.append(each)
         return fastest[:_MAX_SHOWN]
 
     def _recomputation(self) -> Iterator[Suggestion]:
-        """Yield the recomputation that suffices and is predicted to be fastest."""
+        """Yield the fastest recomputation that suffices, if there is one."""
         with suppress(UsageError):
             config = with_auto(self._plan.requested, [RECOMPUTATION])
             for each in rank_candidates(self._estimator, config, complete=False).ranked[:1]:
@@ -97,7 +95,7 @@ class _SuggestionSearch:
         for states in savings.STATE_SAVINGS:
             offloads = any("states" in x.values.get("strategy.offload", "") for x, _ in fitting)
             if states == (savings.GRADIENT_OFFLOAD,) and offloads:
-                continue
+                continue  # offloaded states suffice, so gradients stay on the device
             for order in _DROP_ORDERS:
                 needed = self._needed(unchanged, states, order)
                 if needed and needed[0].settings not in [each.settings for each, _ in fitting]:
@@ -107,20 +105,17 @@ class _SuggestionSearch:
         return fitting[:_MAX_SHOWN] if extra is None else [*fitting[: _MAX_SHOWN - 1], extra]
 
     def _on_more_nodes(self) -> FittingSuggestion | None:
-        """Return the fewest nodes that suffice, with savings that keep the optimizer states' dtype.
-
-        None if no number of nodes suffices.
-        """
+        """Return the fewest nodes that suffice, with savings; None if no number suffices."""
         nodes = list(savings.more_nodes(self._plan))
 
-        def fewest(states: Sequence[MemorySaving]) -> int:
+        def first_fit(states: Sequence[MemorySaving]) -> int:
+            # More nodes never need more memory per rank.
             every = _all_savings(states)
-            return bisect_left(
-                nodes, True, key=lambda x: self._fit(_with_savings(x, every)) is not None
-            )
+            return bisect_left(nodes, True, key=lambda x: bool(self._fit(_with_savings(x, every))))
 
-        counts = [(fewest(states), states) for states in savings.STATE_SAVINGS[:2]]
-        index, states = min(counts, key=lambda each: each[0])
+        # Without savings of optimizer states, and with offloaded states.
+        firsts = [(first_fit(states), states) for states in savings.STATE_SAVINGS[:2]]
+        index, states = min(firsts, key=lambda each: each[0])
         return None if index == len(nodes) else self._needed(nodes[index], states, _DROP_ORDERS[0])
 
     def _needed(
@@ -160,16 +155,14 @@ class _SuggestionSearch:
             times = [self._estimator.predict(each).seconds for each in plans]
         except UsageError:
             return fitting
-        in_order: list[tuple[FittingSuggestion, float]] = []
-        for each, seconds in zip(fitting, times, strict=True):
+        # Not sorted(): `is_faster` is not a total order.
+        in_order: list[tuple[Suggestion, tuple[RunEstimate, float]]] = []
+        for (suggestion, estimate), seconds in zip(fitting, times, strict=True):
             index = len(in_order)
-            while index:
-                (_, estimate), other = in_order[index - 1]
-                if not is_faster((each[1], seconds), (estimate, other)):
-                    break
+            while index and is_faster((estimate, seconds), in_order[index - 1][1]):
                 index -= 1
-            in_order.insert(index, (each, seconds))
-        return [each for each, _ in in_order]
+            in_order.insert(index, (suggestion, (estimate, seconds)))
+        return [(suggestion, estimate) for suggestion, (estimate, _) in in_order]
 
 
 def _all_savings(states: Sequence[MemorySaving]) -> list[MemorySaving]:
@@ -182,6 +175,7 @@ def _with_savings(base: Suggestion, combined: Iterable[MemorySaving]) -> Suggest
     costs, effects = list[str](), list[str]()
     for saving in combined:
         for suggestion in [*saving.suggestions(plan)][-1:]:
+            # A repeated key moves to the end.
             values = {k: v for k, v in values.items() if k not in suggestion.values}
             values |= suggestion.values
             plan = suggestion.plan

@@ -30,6 +30,7 @@ def _reason(ranking: Ranking) -> str:
         tied = (x for x in ranking.ranked if x.seconds <= fastest.seconds * (1 + TIE))
         least = min(each.estimate.peak_reserved for each in tied)
         is_least = first.estimate.peak_reserved <= least
+        # Among points with the least memory, the search selects the least recomputation that fits.
         criterion = "least memory" if is_least else "least recomputation"
         reason = f"{criterion} among the fastest {scope} that fit"
     band = ranking.band_of(first)
@@ -54,7 +55,7 @@ def _memory_of(candidate: Candidate) -> str:
 
 
 def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:
-    """Note that an estimate is for this machine's CPU, if it is and no cluster was set."""
+    """Return a note if an estimate is for this machine's CPU because no cluster is set."""
     if (estimate.config.cluster.name, estimate.config.launch.device) != (LOCAL, "cpu"):
         return ()
     sizes = "`fsdpctl estimate-memory … cluster=8xh100` for GPUs (`fsdpctl list cluster`)"
@@ -64,7 +65,7 @@ def note_on_local_cpu(estimate: RunEstimate) -> tuple[str, ...]:
 def describe_suggestions(suggestions: Sequence[tuple[Suggestion, RunEstimate]]) -> list[str]:
     """Return a line for each suggestion with which a run fits into memory."""
     if not suggestions:
-        return ["to fit  no change found that makes it fit"]
+        return ["to fit  no settings found with which the run fits"]
     return [
         f"{'to fit' if number == 1 else '':<8}{number}. {' '.join(suggestion.settings)}: "
         f"{format_bytes(estimate.peak_reserved)}, {suggestion.figures}".rstrip(", ")

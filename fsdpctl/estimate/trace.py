@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -78,10 +79,8 @@ class _AllocationTracer(TorchDispatchMode):
         """Record no events of a tensor that exists before the passes, such as a parameter."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if func is torch.ops.aten._local_scalar_dense.default:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # `Tensor.item` runs this operator
             return self._assumed_value(args[0])
         if func is DEQUANTIZE:
             self._dequantize(*args)
@@ -125,7 +124,7 @@ class _AllocationTracer(TorchDispatchMode):
             return self._routing.expert_index(tensor)
         return tensor.untyped_storage()._cdata not in self._any_results
 
-    def _record(self, tensor: Tensor, func: Any, inputs: Sequence[Any]) -> None:
+    def _record(self, tensor: Tensor, func: Any, args: Sequence[Any]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or key in self._ignored or not storage.nbytes():
@@ -136,7 +135,7 @@ class _AllocationTracer(TorchDispatchMode):
         dtype = dtype_name(tensor.dtype)
         shape = ",".join(map(str, tensor.shape))  # no spaces, at which lines would wrap
         description = f"{func._schema.name.removeprefix('aten::')} {dtype} [{shape}]"
-        nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)
+        nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, args, tensor)
         alloc = Alloc(len(allocs), nbytes, description)
         allocs.append(alloc)
         self.events[self.position].append(alloc)
@@ -146,17 +145,16 @@ class _AllocationTracer(TorchDispatchMode):
     def _on_free(self, key: int, _: object) -> None:
         del self._storage_refs[key]
         self._any_results.discard(key)  # another tensor may get the address
-        pass_number, position, index = self._live.pop(key)
-        self.events[self.position].append(
-            Free(position, index, is_previous=pass_number != self.pass_number)
-        )
+        pass_number, position, ordinal = self._live.pop(key)
+        is_previous = pass_number != self.pass_number
+        self.events[self.position].append(Free(position, ordinal, is_previous=is_previous))
 
-    def became_gradient(self, name: str, gradient: Tensor) -> None:
+    def mark_gradient(self, name: str, gradient: Tensor) -> None:
         """Record that a tensor is the gradient of a parameter from now on."""
         key = gradient.untyped_storage()._cdata
         if key in self._live:
-            _, position, index = self._live[key]
-            self.events[self.position].append(BecomesGradient(position, index, name))
+            _, position, ordinal = self._live[key]
+            self.events[self.position].append(BecomesGradient(position, ordinal, name))
 
     def forget(self, gradient: Tensor) -> None:
         """Record no free of a gradient: the engine frees gradients."""
@@ -170,31 +168,28 @@ class _AllocationTracer(TorchDispatchMode):
         Tensors that outlive a pass are freed in the next pass. So the frees of the previous pass's
         tensors are recorded as frees of the equal tensors of this pass, which outlive it.
         """
-        alive = sorted(self._live.values())
-        # By position and description: the ordinals of tensors that outlive this pass.
+        cached: list[CachedTensor] = []
+        # The ordinals of tensors that outlive this pass, by position and description.
         outliving: dict[tuple[PassPosition, str], list[int]] = {}
-        for pass_number, position, index in alive:
+        for pass_number, position, ordinal in sorted(self._live.values()):
+            alloc = self._allocs[pass_number, position][ordinal]
             if pass_number == self.pass_number:
-                description = self._allocs[pass_number, position][index].description
-                outliving.setdefault((position, description), []).append(index)
+                outliving.setdefault((position, alloc.description), []).append(ordinal)
+            else:
+                cached.append(CachedTensor(position, alloc.nbytes, alloc.description))
 
         def renumbered(each: MemoryEvent) -> list[MemoryEvent]:
             if not (isinstance(each, Free) and each.is_previous):
                 return [each]
-            entry = self._allocs[self.pass_number - 1, each.position][each.ordinal]
+            alloc = self._allocs[self.pass_number - 1, each.position][each.ordinal]
             # There is no equal tensor if only every second pass allocates it.
-            equal = outliving.get((each.position, entry.description))
+            equal = outliving.get((each.position, alloc.description))
             return [each._replace(ordinal=equal.pop(0))] if equal else []
 
         events = {
             position: [each for event in of_part for each in renumbered(event)]
             for position, of_part in self.events.items()
         }
-        cached = []
-        for pass_number, position, index in alive:
-            if pass_number != self.pass_number:
-                entry = self._allocs[pass_number, position][index]
-                cached.append(CachedTensor(position, entry.nbytes, entry.description))
         return TracedPass(events, tuple(cached), self.work)
 
 
@@ -205,9 +200,8 @@ class _PositionHooks:
         self._tracer = tracer
         self._params = dict(module.named_parameters())
         self._seen: set[PassPosition] = set()
-        self._handles = [
-            handle for name in units for handle in self._hook(name, module.get_submodule(name))
-        ]
+        unit_hooks = (self._hook(name, module.get_submodule(name)) for name in units)
+        self._handles = [*chain(*unit_hooks)]
         self._handles += [
             module.register_forward_pre_hook(lambda *_: self._enter(PassPosition(PassPart.START))),
             module.register_forward_hook(lambda *_: self._enter(PassPosition(PassPart.LOSS))),
@@ -241,10 +235,8 @@ class _PositionHooks:
         if torch._C._current_graph_task_id() != -1:
             return  # a recomputation in backward, which belongs to the backward of its unit
         if position in self._seen:
-            raise UsageError(
-                f"{position.unit or 'the module'} runs more than once in a forward: its memory "
-                "cannot be estimated"
-            )
+            problem = "runs more than once in a forward: its memory cannot be estimated"
+            raise UsageError(f"{position.unit or 'the module'} {problem}")
         self._seen.add(position)
         self._tracer.move_to(position)
 
@@ -265,7 +257,7 @@ class _PositionHooks:
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         assert param.grad is not None
-        self._tracer.became_gradient(name, param.grad)
+        self._tracer.mark_gradient(name, param.grad)
 
     def _end(self) -> None:
         self._tracer.move_to(PassPosition(PassPart.END))
@@ -305,11 +297,7 @@ def _without_dynamo() -> Iterator[None]:
 
 
 def trace(
-    module: nn.Module,
-    units: Sequence[str],
-    run: Callable[[], object],
-    device: str,
-    attention_kernel: str | None = None,
+    module: nn.Module, units: Sequence[str], run: Callable[[], Any], device: str, kernel: str | None
 ) -> TracedPass:
     """Trace the second pass through a module, cut at `units`, with the operators of `device`.
 
@@ -317,20 +305,16 @@ def trace(
     `module` is on the meta device, with parameters in the compute dtype. `run` runs a forward and
     its backward. The result of `run` lives until the next call of `run` has returned.
     """
-    tracer = _AllocationTracer(device, attention_kernel)
+    tracer = _AllocationTracer(device, kernel)
     for tensor in (*module.parameters(), *module.buffers()):
         tracer.ignore(tensor)
     hooks = _PositionHooks(tracer, module, units)
     try:
-        with (
-            without_gc(),
-            _without_dynamo(),
-            operators_of(device, attention_kernel),
-            torch.device("meta"),
-            tracer,
-        ):
+        operators = operators_of(device, kernel)
+        with without_gc(), _without_dynamo(), operators, torch.device("meta"), tracer:
             result = None
-            for tracer.counts_work in (False, True):
+            for counts_work in (False, True):
+                tracer.counts_work = counts_work  # only the second pass is returned
                 hooks.begin_pass()
                 result = run()
                 hooks.end_pass()

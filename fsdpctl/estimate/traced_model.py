@@ -34,8 +34,11 @@ from fsdpctl.predict.model_pass import ModelPass, RepeatedUnits, TracedPass, num
 from fsdpctl.resolve.attention_kernel import kernel_of
 
 _PLAIN = (bool, int, float, str, type(None))
-_LONGEST_PERIOD = 12  # blocks after which a pattern of blocks may repeat
+_LONGEST_PERIOD = 12  # most blocks in a repeating pattern
 _LAYER_INDICES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+
+Run = Callable[[nn.Module], object]  # a forward and its backward; returns what outlives them
+ByBlock = Mapping[str, BlockCheckpointing]  # checkpointing by name of the block
 
 
 class MetaModule:
@@ -44,7 +47,7 @@ class MetaModule:
     def __init__(self, module: nn.Module, units: Sequence[UnitSpec]) -> None:
         self.module, self.units = module, units
         self.blocks = [unit.name for unit in units if unit.kind == "block"]
-        # By the name of a ModuleList, for each block the index of the first equal block.
+        # The index of the first equal block of each block, by the name of the ModuleList.
         self._kinds: dict[str, list[int]] = {}
         for parent, names in groupby(self.blocks, key=_parent):
             siblings = module.get_submodule(parent)
@@ -58,15 +61,15 @@ class MetaModule:
         parent, _, index = block.rpartition(".")
         return self._kinds[parent][int(index)]
 
-    def repeated_units(self, treatments: Mapping[str, BlockCheckpointing]) -> list[RepeatedUnits]:
-        """Return the repeated patterns of equal blocks with equal treatments."""
+    def repeated_units(self, by_block: ByBlock) -> list[RepeatedUnits]:
+        """Return the repeated patterns of equal blocks with equal checkpointing."""
         repeated: list[RepeatedUnits] = []
-        for parent, numbers in self._kinds.items():
-            units = [f"{parent}.{index}" for index in range(len(numbers))]
-            kinds = [*zip(numbers, map(treatments.get, units), strict=True)]
+        for parent, kinds in self._kinds.items():
+            units = [f"{parent}.{index}" for index in range(len(kinds))]
+            keys = [*zip(kinds, map(by_block.get, units), strict=True)]
             start = traced = 0
             while start < len(units):
-                length, period = _first_repetition(kinds[start:])
+                length, period = _first_repetition(keys[start:])
                 count = num_traced(length, period)
                 names = tuple(f"{parent}.{traced + index}" for index in range(count))
                 repeated.append(RepeatedUnits(names, tuple(units[start : start + length]), period))
@@ -74,7 +77,10 @@ class MetaModule:
         return repeated
 
     def shortened(self, repeated: Sequence[RepeatedUnits]) -> nn.Module:
-        """Return a copy of the module with only the traced blocks of `repeated`."""
+        """Return a copy of the module with only the traced blocks of `repeated`.
+
+        Deepcopy takes each shortened list from the memo, instead of a copy of the whole list.
+        """
         memo: dict[int, Any] = {}
         for parent, of_list in groupby(repeated, key=lambda each: _parent(each.units[0])):
             siblings = self.module.get_submodule(parent)
@@ -106,7 +112,7 @@ def _shorten_config(config: Any, repeated: Sequence[RepeatedUnits]) -> None:
 
 
 def _first_repetition(kinds: Sequence[object]) -> tuple[int, int]:
-    """Return the length and the period of the first repetition that leaves out most blocks."""
+    """Return length and period of the repetition from the first block that saves most blocks."""
     repetitions: list[tuple[int, int]] = []
     for period in range(1, min(_LONGEST_PERIOD, len(kinds)) + 1):
         equal = takewhile(bool, map(eq, kinds, kinds[period:]))
@@ -116,23 +122,16 @@ def _first_repetition(kinds: Sequence[object]) -> tuple[int, int]:
 
 def _signature(block: nn.Module) -> object:
     """Return a value that is equal for two blocks if they allocate equal memory."""
-    return [
-        (
-            name,
-            type(each),
-            [
-                (key, tuple(param.shape), param.dtype, param.requires_grad)
-                for key, param in each._parameters.items()
-                if param is not None
-            ],
-            [
-                (key, value)
-                for key, value in each.__dict__.items()
-                if isinstance(value, _PLAIN) and key not in _LAYER_INDICES
-            ],
-        )
-        for name, each in block.named_modules()
-    ]
+    signature: list[object] = []
+    for name, module in block.named_modules():
+        signature += [name, type(module)]
+        for key, param in module._parameters.items():
+            if param is not None:
+                signature.append((key, tuple(param.shape), param.dtype, param.requires_grad))
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN) and key not in _LAYER_INDICES:
+                signature.append((key, value))
+    return signature
 
 
 class PassTracer:
@@ -152,31 +151,23 @@ class PassTracer:
         self._passes: dict[object, TracedPass] = {}
 
     def model_pass(
-        self,
-        run: Callable[[nn.Module], object],
-        checkpointing: ActivationCheckpointingConfig,
-        key: object = None,
+        self, run: Run, checkpointing: ActivationCheckpointingConfig, key: object = None
     ) -> ModelPass:
         """Return a pass through the whole model, with its blocks prepared as for training.
 
-        `run` runs a forward and its backward, and returns the tensors that outlive them. Runs with
-        an equal `key` are equal.
+        Runs with an equal `key` are equal.
         """
         blocks = self._module.blocks
-        treatments = dict(zip(blocks, checkpointing.per_block(len(blocks)), strict=True))
-        repeated = self._module.repeated_units(treatments)
-        traced = self._pass(run, repeated, treatments, key)
+        by_block = dict(zip(blocks, checkpointing.per_block(len(blocks)), strict=True))
+        repeated = self._module.repeated_units(by_block)
+        traced = self._pass(run, repeated, by_block, key)
         if not all(each.is_regular(traced) for each in repeated):
             repeated = []
-            traced = self._pass(run, repeated, treatments, key)
+            traced = self._pass(run, repeated, by_block, key)
         return ModelPass(traced, [unit.name for unit in self._module.units[1:]], repeated)
 
     def _pass(
-        self,
-        run: Callable[[nn.Module], object],
-        repeated: Sequence[RepeatedUnits],
-        treatments: Mapping[str, BlockCheckpointing],
-        key: object,
+        self, run: Run, repeated: Sequence[RepeatedUnits], by_block: ByBlock, key: object
     ) -> TracedPass:
         """Return the pass of a run; trace it unless an equal pass has been traced."""
         names = {
@@ -184,29 +175,24 @@ class PassTracer:
             for each in repeated
             for index, name in enumerate(each.units)
         }
-        checkpointing = {names.get(name, name): each for name, each in treatments.items()}
+        by_traced = {names.get(name, name): each for name, each in by_block.items()}
         copied = [name for each in repeated for name in each.units[: len(each.traced)]]
-        full_key = (tuple(checkpointing.items()), tuple(map(self._module.kind, copied)), key)
+        full_key = (tuple(by_traced.items()), tuple(map(self._module.kind, copied)), key)
         if full_key not in self._passes:
-            self._passes[full_key] = self._trace(run, repeated, checkpointing)
+            self._passes[full_key] = self._trace(run, repeated, by_traced)
         return self._passes[full_key]
 
-    def _trace(
-        self,
-        run: Callable[[nn.Module], object],
-        repeated: Sequence[RepeatedUnits],
-        treated: Mapping[str, BlockCheckpointing],
-    ) -> TracedPass:
+    def _trace(self, run: Run, repeated: Sequence[RepeatedUnits], by_block: ByBlock) -> TracedPass:
         module = self._module.shortened(repeated)
-        blocks = [module.get_submodule(name) for name in treated]
-        inputs = checkpoint_blocks(blocks, [*treated.values()])
+        blocks = [module.get_submodule(name) for name in by_block]
+        inputs = checkpoint_blocks(blocks, [*by_block.values()])
         for param in module.parameters():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
         others = (unit.name for unit in self._module.units[1:] if unit.kind != "block")
-        units = [*treated, *others]
+        units = [*by_block, *others]
         traced = trace(module, units, lambda: run(module), self._device, self._kernel)
-        sizes = {name: inputs.sizes.get(n, 0) for n, name in enumerate(treated)}
+        sizes = {name: inputs.sizes.get(n, 0) for n, name in enumerate(by_block)}
         return replace(traced, offloaded={name: size for name, size in sizes.items() if size})
 
 
@@ -220,23 +206,23 @@ class BuiltModel:
     num_trained: int
 
 
-def _build(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> nn.Module:
-    module = build_model(config, transformers_norms=facts.transformers_norms)
+def _build(config: ModelConfig, chunk_tokens: int, emulated: EmulatedProgram) -> nn.Module:
+    module = build_model(config, transformers_norms=emulated.transformers_norms)
     chunk_feed_forward(module, chunk_tokens)
-    if facts.fused_experts:
+    if emulated.fused_experts:
         fuse_experts(module)
     return module
 
 
 @lru_cache(maxsize=8)
-def _build_cached(config: ModelConfig, chunk_tokens: int, facts: EmulatedProgram) -> BuiltModel:
+def _build_cached(config: ModelConfig, chunk_tokens: int, emulated: EmulatedProgram) -> BuiltModel:
     """Return a cached model, which callers must not change."""
-    module = _build(config, chunk_tokens, facts)
+    module = _build(config, chunk_tokens, emulated)
     return BuiltModel(
+        module=MetaModule(module, module_units(module, None)),
         num_params=sum(count_weights(module).values()),
         num_active=count_active_parameters(module),
         num_trained=sum(each.numel() for each in module.parameters() if each.requires_grad),
-        module=MetaModule(module, module_units(module, None)),
     )
 
 
@@ -303,26 +289,23 @@ class TracedModel:
 
         sizes = (micro_batch_size, seq_len, chunk_tokens)
         if (key := (sizes, checkpointing)) not in self._model_passes:
-            code_pairs.cache_clear()  # the first pass allocates its table
+            code_pairs.cache_clear()  # so that the first pass allocates the table of code pairs
             import_kernels(self._device)
-            checkpointing.per_block(self.num_blocks)
+            checkpointing.per_block(self.num_blocks)  # UsageError if it names more blocks
             self._model_passes[key] = self._traced_pass(run, checkpointing, sizes)
         return self._model_passes[key]
 
     def _traced_pass(
-        self,
-        run: Callable[[nn.Module], object],
-        checkpointing: ActivationCheckpointingConfig,
-        sizes: object,
+        self, run: Run, checkpointing: ActivationCheckpointingConfig, sizes: object
     ) -> ModelPass:
         try:
             return self._tracer.model_pass(run, checkpointing, sizes)
         except Exception as error:  # fsdpctl's attention may not support the family's code
             if self._model.attention == TRANSFORMERS:
-                reason = str(error).strip().partition("\n")[0]
-                raise UsageError(
-                    f"model: {model_type_of(self._model)}: memory cannot be estimated: {reason}"
-                ) from error
+                cause = str(error).strip().partition("\n")[0]
+                problem = f"memory cannot be estimated: {cause}"
+                raise UsageError(f"model: {model_type_of(self._model)}: {problem}") from error
+        # Trace this pass and later passes with the family's own attention.
         self._model = replace(self._model, attention=TRANSFORMERS)
         module = MetaModule(_build(self._model, *self._build_options), self.units)
         self._tracer = self._tracer_of(module)

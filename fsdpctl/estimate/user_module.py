@@ -23,6 +23,7 @@ from fsdpctl.estimate.planned_steps import (
 from fsdpctl.estimate.traced_model import MetaModule, PassTracer
 from fsdpctl.models.module_spec import dtype_name, torch_dtype
 from fsdpctl.plan.precision import Precision
+from fsdpctl.plan.recomputation import MODES
 from fsdpctl.plan.step_plan import StepPlan
 from fsdpctl.plan.strategy import ENGINES, FSDPCTL, Offload, ranks_per_replica
 from fsdpctl.plan.units import UnitSpec, lay_out
@@ -34,7 +35,7 @@ _ALLOWED = {
     "device": ("cuda", "cpu"),
     "engine": ENGINES,
     "allocator": ALLOCATORS,
-    "activation_checkpointing": ("none", "selective", "full"),
+    "activation_checkpointing": MODES,
     "reduce": ("every", "last"),
     "program": tuple(PROGRAMS),
 }
@@ -47,12 +48,10 @@ class Assumed:
     device: str = "cuda"  # or cpu
     engine: str = "fsdpctl"  # or fsdp2, ddp
     allocator: str = "expandable"  # or native: the segments of CUDA's caching allocator
-    activation_checkpointing: str = "none"  # or selective, full: of each block
+    activation_checkpointing: str = "none"  # how blocks are recomputed; or selective, full
     num_micro_batches: int = 1  # per step
     reduce: str = "every"  # or last: the micro-batches in which gradients are reduced
-    program: str = (
-        NO_EMULATION  # or transformers_foreach: torch's default AdamW, with fsdp2 and ddp
-    )
+    program: str = NO_EMULATION  # transformers_foreach: torch's default AdamW, with fsdp2 and ddp
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,7 @@ class MemoryEstimate:
     def verdict(self, available: int | str) -> str:
         """Return `fits`, `thrashes` or `too_large` for an allocator with `available` bytes.
 
-        A size may be text, such as "76GiB". Subtract memory outside the allocator first: the CUDA
-        context and NCCL.
+        A size may be text, such as "76GiB". Subtract the CUDA context and NCCL's memory first.
         """
         if isinstance(available, str):
             available = parse_bytes(available, "available")
@@ -103,7 +101,7 @@ def estimate_memory(
     sharding: str | Sharding = "full_shard",
     assumed: Assumed = Assumed(),
 ) -> MemoryEstimate:
-    """Estimate the memory of each rank that trains a module with `ShardedAdamW`.
+    """Estimate the memory of the fullest rank of a training with `ShardedAdamW`.
 
     This requires neither a device nor a process group, nor memory for the module.
 
@@ -125,10 +123,10 @@ def estimate_memory(
     with torch.device("meta"):
         module = module_fn()
     units = units_of(module, sharding)
-    compute = sharding.precision.param_dtype
+    param_dtype = sharding.precision.param_dtype
+    dtype = None if param_dtype is None else torch_dtype(str(param_dtype))
     precision = _precision(module, sharding.precision, assumed.engine)
     sharding = replace(sharding, precision=precision)
-    dtype = None if compute is None else torch_dtype(str(compute))
     num_params = sum(param.numel() for param in module.parameters())
     tracer = PassTracer(MetaModule(module, units), dtype=dtype, device=assumed.device)
     checkpointing = ActivationCheckpointingConfig(assumed.activation_checkpointing)
@@ -167,22 +165,20 @@ class _ForwardBackward:
         try:
             self._run(module)
         except RuntimeError as error:  # NotImplementedError of torch is a RuntimeError
-            reason = [*str(error).strip().splitlines(), repr(error)][0]
+            reason = [*str(error).strip().splitlines(), repr(error)][0]  # repr without a message
             problem = f"the module cannot run on the meta device: {reason}"
             raise UsageError(f"estimate_memory: {problem}") from error
 
     def _run(self, module: nn.Module) -> None:
         inputs = _cast(self.input_fn(), self.dtype)
-        if isinstance(inputs, dict):
-            output = module(**inputs)
-        else:
-            output = module(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        output = module(**inputs) if isinstance(inputs, dict) else module(*args)
         if self.loss_fn is not None:
             output = self.loss_fn(output)
         loss = getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("estimate_memory: the module does not return a loss; pass loss_fn=")
-        del output
+        del output  # otherwise the logits outlive backward
         loss.backward()
 
 
@@ -196,6 +192,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _precision(module: nn.Module, precision: Precision, engine: str) -> Precision:
+    """Return the precision; PyTorch's engines update parameters in the module's own dtype."""
     dtypes = {dtype_name(param.dtype) for param in module.parameters() if param.is_floating_point()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(dtypes))
@@ -220,6 +217,6 @@ def _training_plan(
     if on_host and assumed.engine != FSDPCTL:
         problem = f"requires engine={FSDPCTL}, got engine={assumed.engine}"
         raise UsageError(f"strategy.offload={on_host}: {problem}")
-    step = StepPlan(model_layout, position, sharding.precision, sharding.prefetch, on_host)
-    step.check_offload()
-    return TrainingPlan(step, reduces)
+    step_plan = StepPlan(model_layout, position, sharding.precision, sharding.prefetch, on_host)
+    step_plan.check_offload()
+    return TrainingPlan(step_plan, reduces)

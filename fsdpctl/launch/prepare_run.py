@@ -99,7 +99,7 @@ def prepare_run(
         if link_problem := prepare_run_dir(state, plan.config, settings, assets):
             reporter.result(f"note    {link_problem}")
         if estimate is not None:
-            write_estimate(state.run_dir, plan, estimate, estimator)
+            write_estimate(state.run_dir, estimate, estimator)
     return PreparedRun(state.run_dir, lock, plan, plan.config, state.step)
 
 

@@ -2,7 +2,6 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from itertools import chain
 
 from fsdpctl.plan.buffers import planned_step, planned_update
 from fsdpctl.plan.layout import FlatLayout
@@ -336,8 +335,8 @@ def _allocate_model(step: StepPlan, recorder: StepRecorder, *, draws: bool) -> N
             for description, nbytes in _on_device(placement, trainable=layout.trainable):
                 recorder.allocate(Category.PARAMETERS, unit, description, nbytes)
             if draws and dtype not in drawn:
-                all_layouts = chain(*step.layouts.values())
-                largest = max(x.numel for x in all_layouts if step.dtypes_of(x).initial == dtype)
+                of_dtype = (x for x in step.all_layouts() if step.dtypes_of(x).initial == dtype)
+                largest = max(layout.numel for layout in of_dtype)
                 category, nbytes = Category.PARAMETERS, largest * dtype.itemsize
                 drawn[dtype] = recorder.allocate(category, "", "random values", nbytes)
         # Until the first gather, only initialization needs the buffer.

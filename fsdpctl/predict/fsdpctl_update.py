@@ -176,7 +176,7 @@ def step_matrices(plan: TrainingPlan, recorder: StepRecorder) -> int:
 
 
 def _matrices(step: StepPlan) -> Iterator[ParamSpec]:
-    for layout in chain(*step.layouts.values()):
+    for layout in step.all_layouts():
         for each in layout.param_slices(step.master_span(layout)):
             if uses_muon(each.param):  # with Muon, no rank owns only a part of a matrix
                 yield each.param

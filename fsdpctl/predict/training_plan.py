@@ -40,8 +40,8 @@ class TrainingPlan:
     @property
     def host_model_bytes(self) -> int:
         """The bytes of a rank's parameters, states and pinned buffers in host memory."""
-        step_plan = self.step_plan
-        return step_plan.host_memory.nbytes + (self.states_bytes if step_plan.steps_on_host else 0)
+        states = self.states_bytes if self.step_plan.steps_on_host else 0
+        return self.step_plan.host_memory.nbytes + states
 
 
 class TorchOptimizer:

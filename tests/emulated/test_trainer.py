@@ -130,7 +130,7 @@ def test_a_device_without_room_is_answered_with_advice(tmp_path: Path) -> None:
     given = [FP32, "launch.device=cuda", "train.steps=3", "train.run_dir=run", *wide]
     done = run(tmp_path, "train", *words(tmp_path, 1, *given), code=1, memory_mb=24)
     assert "out of memory" in done.stderr
-    assert "to fit  no change found that makes it fit" in done.stderr
+    assert "to fit  no settings found with which the run fits" in done.stderr
     assert "train.micro_batch_size" not in done.stderr
 
 

@@ -83,7 +83,7 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     for strategy in axes.strategies:
         for mode in range(len(axes.recomputations)):
             for index in range(len(axes.sizes)):
-                point: Point | None = axes.point(strategy, mode, index, most=True)
+                point: Point | None = axes.point(strategy, mode, index, most_prefetch=True)
                 while point is not None:
                     plan = axes.plan(point)
                     if estimator.estimate(plan).verdict == "fits":
@@ -103,7 +103,9 @@ def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
     estimator, axes = Estimator(), axes_of(with_specs(placed(*words))[0])
     last = len(axes.sizes) - 1
     one, cut = (
-        estimator.estimate(axes.plan(axes.point("full_shard", axes.modes[2], place, most=False)))
+        estimator.estimate(
+            axes.plan(axes.point("full_shard", axes.modes[2], place, most_prefetch=False))
+        )
         for place in (last, 0)
     )
     assert one.peak_reserved < cut.peak_reserved
@@ -184,7 +186,7 @@ def test_if_nothing_fits_one_line_names_the_closest_combination():
     assert "train.micro_batch_size=1" in found.summary
     assert "\n" not in found.summary
     found = ranking(*OPEN, "strategy.offload=states,gradients", "cluster.host_memory=2MiB")
-    needed = found.estimate.node_bytes / (1 << 30)
+    needed = found.estimate.node_host_bytes / (1 << 30)
     assert f"host memory: about {needed:.2f} GiB needed per node, 2.0 MiB avail" in found.summary
 
 

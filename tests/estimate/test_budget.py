@@ -38,7 +38,7 @@ def check_edge(config: Filled, estimator: Estimator) -> RunEstimate:
     assert found.ranked
     index = axes.recomputations.index(found.selection.recomputation)
     plans = [
-        axes.plan(axes.point(config.strategy.name, each, 0, most=True))
+        axes.plan(axes.point(config.strategy.name, each, 0, most_prefetch=True))
         for each in range(max(index - 3, 0), min(index + 2, len(axes.recomputations)))
     ]
     estimates = [*map(estimator.estimate, plans)]

@@ -249,7 +249,7 @@ def test_long_samples_are_advised_to_send_inputs_to_the_host():
         change.settings: estimate for change, estimate in suggest(Estimator(), resolved(*words))
     }
     sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
-    assert (sent.host_states, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
+    assert (sent.host_model_bytes, sent.verdict) == (31 * 131072 * 4096 * 2, "fits")
 
 
 @pytest.mark.slow

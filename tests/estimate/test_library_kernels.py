@@ -58,7 +58,7 @@ def passed(module: Any, length: int) -> TracedPass:
         module.zero_grad()
         return loss
 
-    return trace(module, [], run, "cuda")
+    return trace(module, [], run, "cuda", None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,7 +141,7 @@ def test_fused_experts_keep_the_products_before_the_gate_and_nothing_else_of_the
         return loss
 
     with operators_of("cuda", None):
-        trace(experts, [], run, "cuda")
+        trace(experts, [], run, "cuda", None)
     rows = TOKENS * CHOSEN
     assert (rows, 2 * INNER) in kept
     assert {shape for shape in kept if rows in shape} == {(rows, 2 * INNER)}

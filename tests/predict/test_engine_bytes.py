@@ -6,7 +6,7 @@ import torch
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.shard_model import shard_model
 from fsdpctl.engine.sharded_model import ShardedModel
-from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.estimate.planned_steps import plan_training
 from fsdpctl.models.build_model import build_model
 from fsdpctl.models.module_spec import module_units
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -117,7 +117,7 @@ def of_config(*words: str) -> EnginePeak:
     """Return the engine's memory on the fullest rank."""
     plan = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config)
     units = module_units(build_model(plan.config.model), None)
-    return engine_peak(plan_run(plan.config, units, plan.batches.num_micro_batches))
+    return engine_peak(plan_training(plan.config, units, plan.batches.num_micro_batches))
 
 
 def test_every_strategy_shards_as_specified():
@@ -143,6 +143,6 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
     config = make_run_plan(prepare(compose_config([*WORDS, *words]), ESTIMATE_ROLE).config).config
-    plan = plan_run(config, module_units(build_model(config.model), None), 4)
+    plan = plan_training(config, module_units(build_model(config.model), None), 4)
     peaks = [max(sum(h.values()) for h in timeline(plan.at(rank))) for rank in range(100)]
     assert of_config(*words).peak_bytes == max(peaks)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.host_worker import Copier
 from fsdpctl.estimate.estimator import Estimator, StepPrediction
-from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.estimate.planned_steps import plan_training
 from fsdpctl.plan.precision import SPLIT
 from fsdpctl.plan.step_plan import HOST_SCALARS
 from fsdpctl.plan.strategy import STRATEGIES
@@ -53,7 +53,7 @@ def predicted(words: str) -> StepPrediction:
 def owned(words: str) -> list[int]:
     """Return the elements of each unit that a rank steps, in the order of the forward."""
     run = planned(words)
-    plan = plan_run(run.config, PREDICTOR.traced_model(run.config).units, 1).step_plan
+    plan = plan_training(run.config, PREDICTOR.traced_model(run.config).units, 1).step_plan
     return [
         sum(plan.master_span(each).numel for each in plan.layouts[unit])
         for unit in (plan.order.root, *plan.order.forward)

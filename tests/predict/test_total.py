@@ -18,7 +18,7 @@ from fsdpctl.config.schema import Resolved
 from fsdpctl.engine.offloaded_inputs import host_inputs_bytes
 from fsdpctl.engine.sharded_model import ShardedModel
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.planned_steps import plan_run
+from fsdpctl.estimate.planned_steps import plan_training
 from fsdpctl.plan.batch_plan import tokens_per_rank
 from fsdpctl.plan.buffers import planned_step
 from fsdpctl.plan.optimizers import tile_bytes
@@ -54,7 +54,7 @@ def predicted(
     run = make_run_plan(config)
     traced, steps = Estimator().traced_model(run.config), run.batches.num_micro_batches
     micro = run.batches.micro_batch_size
-    plan = plan_run(run.config, traced.units, steps)
+    plan = plan_training(run.config, traced.units, steps)
     copy, within = divmod(rank, plan.step_plan.position.num_shards)
     plan = plan.at(within, copy)
     if transport is not None:

@@ -8,7 +8,7 @@ from torch import nn
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.planned_steps import kept_states
+from fsdpctl.estimate.planned_steps import optimizer_states
 from fsdpctl.io.packages import package_folder
 from fsdpctl.plan.optimizers import OPTIMIZERS
 from fsdpctl.resolve.launchers import ESTIMATE_ROLE
@@ -31,7 +31,7 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
     with pytest.raises(UsageError, match=match):
         prepare(replace(composed, config=config), ESTIMATE_ROLE)
     with pytest.raises(UsageError, match=match):
-        kept_states(config)
+        optimizer_states(config)
     with pytest.raises(UsageError, match=match):
         make_optimizer(config, nn.Linear(1, 1))  # type: ignore[arg-type]  # is not looked at
 
@@ -42,5 +42,5 @@ def test_an_unknown_optimizer_neither_trains_nor_is_estimated():
 def test_states_are_those_of_the_row(name, momentum, states):
     config = stored_config(prepare(compose_config([]), ESTIMATE_ROLE).config)
     optimizer = replace(config.optimizer, name=name, momentum=momentum)
-    found = kept_states(replace(config, optimizer=optimizer))
+    found = optimizer_states(replace(config, optimizer=optimizer))
     assert (found.moments, found.counter) == states

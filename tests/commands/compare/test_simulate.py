@@ -33,7 +33,7 @@ def test_no_change_is_named_if_a_variant_fits():
     assert "; selected: " in notes[1]
     rows, notes = simulated(*WORDS, "cluster.memory=0.01")
     assert [row.status == OK for row in rows] == [False, False]
-    assert "to fit  no change found that makes it fit" in notes
+    assert "to fit  no settings found with which the run fits" in notes
 
 
 def test_missing_host_memory_is_in_the_status_of_a_variant():
