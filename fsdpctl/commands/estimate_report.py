@@ -228,7 +228,7 @@ def fit_line(fit: LargestFit) -> str:
 
 def show_translation(imported: ImportedConfig) -> None:
     """Print the settings that affect memory with their origin, and what is left out."""
-    say(f"{imported.translation.tool}: {imported.translation.file}")
+    say(f"{imported.translation.tool}: {imported.translation.source.file}")
     for row in imported.rows:
         settings = [
             each for each in row.settings if not (imported.engine_reason and each[:7] == "engine=")
@@ -250,6 +250,6 @@ def _notes_on_translation(imported: ImportedConfig) -> Iterator[str]:
         yield f"differs {row.key}={row.value}: {row.note}"
     if translation.unrecognized:
         yield f"unknown may change the estimate: {', '.join(translation.unrecognized)}"
-    if translation.no_memory_effect:
-        yield f"unused  no effect on memory: {', '.join(translation.no_memory_effect)}"
+    if unused := sorted(translation.source.no_memory_effect):
+        yield f"unused  no effect on memory: {', '.join(unused)}"
     yield ""

@@ -44,12 +44,12 @@ class ImportedConfig:
     def to_dict(self) -> dict[str, Any]:
         translation = self.translation
         return {
-            "file": str(translation.file), "tool": translation.tool,
+            "file": str(translation.source.file), "tool": translation.tool,
             "rows": [asdict(row) for row in self.rows],
             "command_line": [f"{name}={text}" for name, text in self.command_line.items()],
             "overridden": sorted(self.overridden),
             "excluded": [asdict(row) for row in translation.excluded],
-            "no_memory_effect": translation.no_memory_effect,
+            "no_memory_effect": sorted(translation.source.no_memory_effect),
             "unrecognized": translation.unrecognized,
         }  # fmt: skip
 
@@ -70,10 +70,10 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
     other tool. UsageError if a required setting is missing, or the combination is invalid.
     """
     pairs = (argument.partition("=") for argument in arguments)
-    typed = {name.strip(): text for name, _, text in pairs}
+    typed, file = {name.strip(): text for name, _, text in pairs}, translation.source.file
     for name, problem in translation.missing:
         if name not in typed:
-            raise UsageError(f"{translation.file}: {problem}")
+            raise UsageError(f"{file}: {problem}")
     compose_config(arguments)  # reports mistakes in the arguments without the file's name
     hardware = _hardware_rows(translation, typed)
     overrides = settings_of(hardware) | without_shorthands(typed)
@@ -83,13 +83,13 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
         try:
             composed = compose_config(arguments, converted=[*settings.items()])
         except UsageError as error:
-            raise UsageError(f"{translation.file}: {error}") from None
-        return replace(composed, recipe=translation.file.stem)
+            raise UsageError(f"{file}: {error}") from None
+        return replace(composed, recipe=file.stem)
 
     composed, engine_reason = compose(settings_of(rows)), ""
     data = composed.config.data
     if data.path is None and data.name in (CHAT, TEXT) and composed.config.model.vocab_size is None:
-        raise UsageError(f"{translation.file}: has no data; set data.path or model.vocab_size")
+        raise UsageError(f"{file}: has no data; set data.path or model.vocab_size")
     if _PROGRAM_KEY not in typed:
         rows += _program_rows(translation, assign_ranks(composed.config))
         settings = settings_of(rows)
@@ -104,7 +104,9 @@ def import_config(translation: Translation, arguments: Sequence[str]) -> Importe
             composed = compose({name: text for name, text in settings.items() if name != "engine"})
         # The other tool selects nothing if its defaults do not fit.
         composed = replace(composed, config=with_fixed_defaults(composed.config))
-    shown = (row for row in rows if row.key not in translation.source.seen and _is_shown(row))
+    shown = (
+        row for row in rows if row.key not in translation.source.no_memory_effect and _is_shown(row)
+    )
     return ImportedConfig(composed, translation, tuple(shown), typed, engine_reason)
 
 
@@ -139,7 +141,7 @@ def _program_rows(translation: Translation, config: Config) -> Iterator[Translat
     accumulates = train.global_batch_size > samples * config.data_parallel_size
     if translation.whole_gradients and accumulates:
         note = "gradients stay unsharded between micro-batches"
-        yield TranslationRow(*translation.shown_batch, ("accumulation=last",), note)
+        yield TranslationRow(*translation.batch_key_and_text, ("accumulation=last",), note)
     if (declared := config.model.max_seq_len) < train.seq_len:
         note = f"above the model's {declared} tokens; estimated for samples of that length"
         settings = (f"model.max_seq_len={train.seq_len}",)

@@ -2,10 +2,10 @@
 
 from fsdpctl.importers import shared
 from fsdpctl.importers.source_config import SourceConfig, SourceKey
-from fsdpctl.importers.training_arguments import read_inner_deepspeed
+from fsdpctl.importers.training_arguments import read_deepspeed_training
 from fsdpctl.importers.translation import RankDegrees, SourceBatch, Translation, patterns
 
-_MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
+_MULTI_DEVICE = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
 
 
 def read_accelerate(source: SourceConfig) -> Translation:
@@ -18,11 +18,11 @@ def read_accelerate(source: SourceConfig) -> Translation:
     read_launch(target)
     _read_precision(target)
     _read_batch(target)
-    read_inner_deepspeed(target)
+    read_deepspeed_training(target)
     clip = target.value("deepspeed_config.gradient_clipping")
     if clip and clip.text.strip() != "auto":
-        target.add(clip, f"optimizer.max_grad_norm={clip.text}")
-    why = "of the script: set optimizer.lr, lr_scheduler, data and the length"
+        target.add_training(clip, f"optimizer.max_grad_norm={clip.text}")
+    why = "decided by the script; set optimizer.lr, lr_scheduler, data and the length"
     target.leave_out(SourceKey("(training)", ""), why)
     target.classify_rest(patterns("unused", "accelerate"))
     return target
@@ -38,33 +38,33 @@ def read_launch(target: Translation) -> None:
     compiled = source.take("dynamo_config.dynamo_backend", "dynamo_backend")
     if compiled and compiled.text.lower() != "no":
         target.exclude(compiled, "estimated without compilation, which usually needs more memory")
-    if not (source.launch and source.shards):
+    if not (source.launch and source.sets_sharding):
         _read_sharding(target)
 
 
-def read_launch_beside(target: Translation, narrow: SourceKey | None) -> SourceKey | None:
+def read_launch_beside(target: Translation, half_key: SourceKey | None) -> SourceKey | None:
     """Translate the file of accelerate next to a training file; return the key of the precision.
 
-    `narrow` is the key of the training file; accelerate's key counts if `narrow` is off. For other
-    keys that both files have, the training file decides, as in transformers.
+    accelerate's key applies if `half_key`, the training file's, is off. For other keys that both
+    files have, the training file decides, as in transformers.
     """
     source = target.source
     if (launch := source.launch) is None:
-        return narrow
+        return half_key
     read_launch(target)
     why = f"{source.file.name} sets it"
     keys = ("gradient_accumulation_steps", "gradient_clipping")
     zero_keys = [source.take(f"deepspeed_config.{key}") for key in keys]
     mixed = source.take("mixed_precision")
-    if mixed is not None and narrow is not None and narrow.is_off:
-        narrow = narrow if mixed.text.strip().lower() == "no" else mixed
+    if mixed is not None and half_key is not None and half_key.is_off:
+        half_key = half_key if mixed.text.strip().lower() == "no" else mixed
         mixed = None
-    decided = [x for x in (*zero_keys, mixed) if x and x.text.strip() not in ("auto", "bf16")]
-    decided += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
-    for each in decided:
-        if (each.key, each.text) != ("gradient_accumulation_steps", "1"):
+    ignored = [x for x in (*zero_keys, mixed) if x and x.text.strip() not in ("auto", "bf16")]
+    ignored += [each for each in launch.peek() if each.key.partition(".")[0] in source.decided]
+    for each in ignored:
+        if (each.key, each.text) != ("gradient_accumulation_steps", "1"):  # the default
             target.leave_out(SourceKey(each.key, each.text[:80]), why)
-    return narrow
+    return half_key
 
 
 def _read_ranks(target: Translation) -> None:
@@ -76,13 +76,13 @@ def _read_ranks(target: Translation) -> None:
     if replicate or shard:
         target.degrees = RankDegrees(keys, replicate or 1, shard or 1)
     ranks, nodes = source.positive("num_processes"), source.positive("num_machines") or 1
-    shown = SourceKey("num_processes, num_machines", f"{ranks}, {nodes}")
+    shown_key = SourceKey("num_processes, num_machines", f"{ranks}, {nodes}")
     if ranks is None:
         return
     if ranks % nodes:
-        raise source.error(shown, "expected the same number of ranks on each node")
-    settings = (f"launch.nproc_per_node={ranks // nodes}", f"launch.nnodes={nodes}")
-    target.map(shown, *settings)
+        raise source.error(shown_key, "expected the same number of ranks on each node")
+    per_node = f"launch.nproc_per_node={ranks // nodes}"
+    target.add_row(shown_key, per_node, f"launch.nnodes={nodes}")
 
 
 def _read_sharding(target: Translation) -> None:
@@ -91,7 +91,7 @@ def _read_sharding(target: Translation) -> None:
     name = kind.text.strip().upper() if kind else "NO"
     cpu = source.take_on("use_cpu")
     if cpu or name == "MULTI_CPU":
-        target.map(cpu or kind, "launch.device=cpu")
+        target.add_row(cpu or kind, "launch.device=cpu")
     if name == "FSDP":
         shared.read_fsdp(target, version=source.text("fsdp_config.fsdp_version", default="1"))
     elif name == "DEEPSPEED":
@@ -99,11 +99,12 @@ def _read_sharding(target: Translation) -> None:
             shared.read_deepspeed(target, file)
         else:
             shared.read_zero(target, source, "deepspeed_config.", "zero_stage")
-    elif name in (*_MANY, "MULTI_CPU"):
-        target.map(kind, "strategy=no_shard")
+    elif name in (*_MULTI_DEVICE, "MULTI_CPU"):
+        target.add_row(kind, "strategy=no_shard")
         target.uses_torch = True
     elif name == "NO":
-        target.map(kind, "strategy=no_shard", "launch.nproc_per_node=1", default="distributed_type")
+        settings = ("strategy=no_shard", "launch.nproc_per_node=1")
+        target.add_row(kind, *settings, default="distributed_type")
     else:
         assert kind is not None
         raise source.error(kind, "expected NO, FSDP, DEEPSPEED, MULTI_GPU or MULTI_CPU")
@@ -117,13 +118,14 @@ def _read_precision(target: Translation) -> None:
             if on := inner.take_on(f"{name}.enabled"):
                 value = SourceKey(on.key, name, (name,))
     if value is None:
-        target.map(None, "precision=fp32", default="mixed_precision")
+        target.add_row(None, "precision=fp32", default="mixed_precision")
         return
     name = value.text.strip().lower()
     if name not in ("no", "false", "bf16", "fp16", "fp8"):
         raise source.error(value, "expected no, bf16, fp16 or fp8")
     ours = "fp32" if name in ("no", "false") else "bf16"
-    target.map(value, f"precision={ours}", note="same size as fp16" * (name == "fp16"))
+    note = "same size as fp16" if name == "fp16" else ""
+    target.add_row(value, f"precision={ours}", note=note)
     if name == "fp16":
         target.leave_out(value, "trained in bf16, without scaling of the loss")
     if name == "fp8":

@@ -1,4 +1,4 @@
-"""Files of other tools, read by their kind, and recipes: settings with origin, what is left out."""
+"""Recipes converted from other tools' files: settings with their origin, and what is left out."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from fsdpctl.config.keys import Setting, Settings
 from fsdpctl.config.recipe import MISSING, MISSING_REASON
 from fsdpctl.config.schema import BATCH_KEYS, GROUPS, KEYS, SECTIONS
 from fsdpctl.errors import UsageError
-from fsdpctl.importers.source_config import SourceKey
+from fsdpctl.importers.source_config import SourceKey, is_zero
 from fsdpctl.importers.translation import (
     RankDegrees,
     SourceBatch,
@@ -28,8 +28,9 @@ UNUSED = "not needed: "
 _WIDTH = 100  # columns of a line
 _RANKS_OF_NODE = 8
 # Settings that a recipe need not have, since their defaults apply.
-HAVE_DEFAULTS = ("checkpoint.every", "train.eval_every")
+OPTIONAL_KEYS = ("checkpoint.every", "train.eval_every")
 _PLAIN = re.compile(r"[\w./+][\w./+-]*")
+_REQUIRES_PATH = {"model": "hf", "data": "text"}  # options that require a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ConvertedRecipe:
     @property
     def required(self) -> list[str]:
         """The reasons of missing settings that have no default."""
-        return [why for name, why in self.missing if name not in HAVE_DEFAULTS]
+        return [why for name, why in self.missing if name not in OPTIONAL_KEYS]
 
     @property
     def settings(self) -> list[Setting]:
@@ -52,10 +53,10 @@ class ConvertedRecipe:
 
 
 def convert(target: Translation, settings: Settings, num_ranks: int) -> ConvertedRecipe:
-    """Return a recipe for the training that a file describes; UsageError if there is none.
+    """Return a recipe for the training in a file; UsageError if the training isn't supported.
 
-    `settings` of the command line take precedence. `num_ranks` is the number of ranks if neither
-    the command line nor the file has it.
+    `settings` of the command line take precedence. `num_ranks` applies if neither the command line
+    nor the file sets the ranks.
     """
     typed = without_shorthands(settings)
     replaced = {*typed, *(BATCH_KEYS if typed.keys() & BATCH_KEYS else ())}
@@ -70,7 +71,7 @@ def convert(target: Translation, settings: Settings, num_ranks: int) -> Converte
     for name, text in settings.items():
         rows_by_name[name] = TranslationRow("command line", "", (f"{name}={text}",))
     if refused := [why for name, why in target.refused if name not in typed]:
-        raise UsageError(f"{target.file}: {refused[0]}")
+        raise UsageError(f"{target.source.file}: {refused[0]}")
     order = {name: number for number, name in enumerate(SECTIONS)}
     names = sorted(rows_by_name, key=lambda name: (order.get(name.split(".")[0], 0), "." in name))
     missing = tuple(
@@ -106,15 +107,15 @@ def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Itera
     `settings` has the settings of the file and of the command line. UsageError if the number of
     replicas does not divide the number of ranks.
     """
-    shared, degrees = int(settings.get("train.context_parallel", "1")), target.degrees
+    context_parallel, degrees = int(settings.get("train.context_parallel", "1")), target.degrees
     if degrees and degrees.shard > 0 and "launch.nproc_per_node" not in settings:
         is_known = "cluster" in settings and "launch.nnodes" not in settings
         on_node = num_ranks if is_known else _RANKS_OF_NODE
-        total = degrees.replicate * degrees.shard * shared
-        nodes = 1 if total % on_node else total // on_node
+        total = degrees.replicate * degrees.shard * context_parallel
+        nodes = 1 if total % on_node else total // on_node  # 1 if the ranks do not fill nodes
         ranks_of_file = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
         note = f"on nodes of {on_node}" if nodes > 1 else ""
-        yield (row := TranslationRow(*degrees.shown, ranks_of_file, note))
+        yield (row := TranslationRow(*degrees.key_and_text, ranks_of_file, note))
         settings = {**settings_of([row]), **settings}
     ranks, origin = num_ranks, " on this machine; change the size for other machines"
     if (per_node := settings.get("launch.nproc_per_node", "")).isdecimal():
@@ -122,46 +123,48 @@ def _rank_rows(target: Translation, settings: Settings, num_ranks: int) -> Itera
     if per_node.isdecimal() or "cluster" in settings:
         origin = " in the file or on the command line"
     if degrees:
-        yield _arranged(target, degrees, shared, ranks)
+        yield _strategy_row(target, degrees, context_parallel, ranks)
     if target.batch is not None:
-        yield from _batch(target, target.batch, settings, max(1, ranks // shared), origin)
+        yield from _batch(target, target.batch, settings, max(1, ranks // context_parallel), origin)
 
 
 def _batch(
-    target: Translation, batch: SourceBatch, settings: Settings, groups: int, origin: str
+    target: Translation, batch: SourceBatch, settings: Settings, data_parallel: int, origin: str
 ) -> Iterator[TranslationRow]:
     typed = _whole(settings, "train.micro_batch_size")
     steps = _whole(settings, "accumulation.steps")
     micro, passes = typed or batch.micro or batch.default_micro, steps or batch.accumulation or 1
-    shown, note = target.shown_batch, ""
-    if batch.micro is None:  # a script with accelerate sets it itself
-        is_known = target.tool != "accelerate"
-        shown = (batch.keys[0] if is_known else "(micro-batch)", "(not set)")
+    key_and_text, note = target.batch_key_and_text, ""
+    if batch.micro is None:
+        is_known = target.tool != "accelerate"  # with accelerate, the script sets it
+        key_and_text = (batch.keys[0] if is_known else "(micro-batch)", "(not set)")
         note = f"the default of {target.tool}" if is_known else "set it as in the script"
-    yield TranslationRow(*shown, (f"train.micro_batch_size={micro}",), note)
-    # A typed micro-batch divides the step of the file differently, unless its passes are typed too.
+    yield TranslationRow(*key_and_text, (f"train.micro_batch_size={micro}",), note)
+    # A typed micro-batch keeps the file's samples per step, unless accumulation.steps is typed too.
     each = micro if steps else batch.micro or micro
-    note = f"{each} * {passes} * {groups} rank{'s' if groups > 1 else ''}{origin}"
-    total, note = (batch.samples, "") if batch.samples else (each * passes * groups, note)
-    yield TranslationRow(*target.shown_batch, (f"train.global_batch_size={total}",), note)
+    note = f"{each} * {passes} * {data_parallel} rank{'s' if data_parallel > 1 else ''}{origin}"
+    total, note = (batch.samples, "") if batch.samples else (each * passes * data_parallel, note)
+    yield TranslationRow(*target.batch_key_and_text, (f"train.global_batch_size={total}",), note)
 
 
-def _arranged(target: Translation, degrees: RankDegrees, shared: int, ranks: int) -> TranslationRow:
+def _strategy_row(
+    target: Translation, degrees: RankDegrees, context_parallel: int, ranks: int
+) -> TranslationRow:
     # Ranks that share a sample also share the shards.
-    replicate, shard = degrees.replicate, degrees.shard * shared
+    replicate, shard = degrees.replicate, degrees.shard * context_parallel
     if replicate < 1 or ranks % replicate:
         raise UsageError(
-            f"{target.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} ranks; "
-            "set the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
+            f"{target.source.file}: {degrees.keys[0]}: {replicate}: does not divide the {ranks} "
+            "ranks; set the number of ranks, such as launch.nproc_per_node=8 launch.nnodes=4"
         )
-    keeps = target.settings.get("strategy") == "shard_grad_op"
-    settings = ["strategy=shard_grad_op" if keeps else "strategy=full_shard"]
+    is_grad_op = target.settings.get("strategy") == "shard_grad_op"
+    settings = ["strategy=shard_grad_op" if is_grad_op else "strategy=full_shard"]
     if shard == 1 or ranks == replicate:
         settings = ["strategy=no_shard"]
     elif replicate > 1:
-        settings = [f"strategy=hybrid_shard{'_grad_op' * keeps}"]
-        settings += [f"strategy.dp_shard_size={ranks // replicate}"]
-    return TranslationRow(*degrees.shown, tuple(settings), f"of {ranks} ranks")
+        hybrid = "strategy=hybrid_shard_grad_op" if is_grad_op else "strategy=hybrid_shard"
+        settings = [hybrid, f"strategy.dp_shard_size={ranks // replicate}"]
+    return TranslationRow(*degrees.key_and_text, tuple(settings), f"of {ranks} ranks")
 
 
 def _whole(settings: Settings, name: str) -> int | None:
@@ -172,7 +175,7 @@ def _whole(settings: Settings, name: str) -> int | None:
 def _left_out(target: Translation) -> Iterator[str]:
     for row in target.left_out:
         yield f"{row.key}{f'={row.value}' if row.value else ''}: {row.note}"
-    for row in target.excluded:
+    for row in target.excluded:  # notes: "estimated as …; the estimate is too high"
         why = row.note.partition("; the estimate")[0].replace("estimated", "trained")
         yield f"{row.key}={row.value}: {why}"
     if target.unrecognized:
@@ -184,21 +187,18 @@ def _left_out(target: Translation) -> Iterator[str]:
     if deciding := [each for each in unnamed if _changes(target, each)]:
         shown = ", ".join(f"{each.key}={each.text[:80]}" for each in deciding)
         yield f"changes the training, without a counterpart: {shown}"
-    unused = [each for each in target.no_memory_effect if each.partition("[")[0] not in named]
-    if unneeded := [each for each in unused if each not in {value.key for value in deciding}]:
+    unused = target.source.no_memory_effect - {each.key for each in deciding}
+    if unneeded := [key for key in sorted(unused) if key.partition("[")[0] not in named]:
         yield f"{UNUSED}{', '.join(unneeded)}"
 
 
 def _changes(target: Translation, value: SourceKey) -> bool:
     name, text = value.key, value.text.strip().lower()
-    is_off = value.is_off or not (value.is_list or text.strip("0."))
+    is_off = value.is_off or (is_zero(text) and not value.is_list)
     harmless = table("harmless", "transformers")
     harmless_values = harmless.get(name, harmless.get(f"{name.partition('.')[0]}.*"))
-    is_usual = is_off if harmless_values is None else text in harmless_values.split()
-    return not is_usual and any(fnmatchcase(name, pattern) for pattern in target.changes)
-
-
-_REQUIRES_PATH = {"model": "hf", "data": "text"}  # options that require a path
+    is_harmless = is_off if harmless_values is None else text in harmless_values.split()
+    return not is_harmless and any(fnmatchcase(name, pattern) for pattern in target.changes)
 
 
 def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
@@ -207,18 +207,18 @@ def recipe_text(recipe: ConvertedRecipe, source: str) -> str:
     for row in recipe.rows:
         name, _, text = row.settings[0].partition("=")
         origin = row.key if not row.value or row.value == text else f"{row.key}: {row.value}"
-        notes = (origin, "" if "estimate" in row.note else row.note)
-        comment = _one_line("; ".join(each for each in notes if each))
-        shown = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-        whole = f"{f'{name}: {shown}':<44}  # {comment}"
-        lines += [whole] if len(whole) <= _WIDTH else [*_comment(comment), f"{name}: {shown}"]
+        note = "" if "estimate" in row.note else row.note  # notes on estimates name them
+        comment = _one_line(f"{origin}; {note}" if note else origin)
+        quoted = text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+        line = f"{f'{name}: {quoted}':<44}  # {comment}"
+        lines += [line] if len(line) <= _WIDTH else [*_comment(comment), f"{name}: {quoted}"]
     settings = settings_of(recipe.rows)
     for name, why in recipe.missing:
         group = name.partition(".")[0]
         lines += _comment(f"{MISSING_REASON}{why}")
         if group in _REQUIRES_PATH and name in (group, f"{group}.path"):
             lines += [f"{group}: {_REQUIRES_PATH[group]}"] * (group not in settings)
-        elif (name in KEYS or name in GROUPS) and name not in HAVE_DEFAULTS:
+        elif (name in KEYS or name in GROUPS) and name not in OPTIONAL_KEYS:
             lines.append(f"{name}: {MISSING}")
     if recipe.left_out:
         lines += ["", "# Left out:"]

@@ -13,26 +13,26 @@ from fsdpctl.importers.translation import Translation, settings_of
 from fsdpctl.importers.trl import read_trl
 from fsdpctl.io.untrusted import read_yaml
 
-_LAUNCH = "accelerate"
-_READERS = {"axolotl": read_axolotl, _LAUNCH: read_accelerate, "TRL": read_trl}
+_ACCELERATE = "accelerate"
+_READERS = {"axolotl": read_axolotl, _ACCELERATE: read_accelerate, "TRL": read_trl}
 _ALL_OF_LIGER = "use_liger_kernel"
 _FUSED_NORMS = ("liger_rms_norm", _ALL_OF_LIGER)
 _EXPECTED = "expected the YAML file of axolotl, accelerate or TRL"
 
 
-def read_other_tool(path: Path, beside: Path | None = None) -> Translation:
-    """Translate a file of another tool, with accelerate's file `beside` it if there is one.
+def read_other_tool(path: Path, other: Path | None = None) -> Translation:
+    """Translate a file of another tool; of two files, one is accelerate's.
 
     UsageError if the training can't be estimated, or if the two files aren't of one run.
     """
-    tool, source = _opened(path)
-    if beside is not None:
-        other_tool, second = _opened(beside)
-        if (tool == _LAUNCH) == (other_tool == _LAUNCH):
-            expected = "axolotl or TRL" if tool == _LAUNCH else _LAUNCH
+    tool, source = _open(path)
+    if other is not None:
+        other_tool, second = _open(other)
+        if (tool == _ACCELERATE) == (other_tool == _ACCELERATE):
+            expected = "axolotl or TRL" if tool == _ACCELERATE else _ACCELERATE
             why = f"a file of {other_tool}; with {path}, of {tool}, expected one of {expected}"
-            raise UsageError(f"{beside}: {why}")
-        if tool == _LAUNCH:
+            raise UsageError(f"{other}: {why}")
+        if tool == _ACCELERATE:
             tool, source, second = other_tool, second, source
         source = SourceConfig(source.file, source.content, second)
     fused = {each.key for each in source.peek() if each.key in _FUSED_NORMS and each.is_on}
@@ -49,11 +49,11 @@ def read_other_tool(path: Path, beside: Path | None = None) -> Translation:
 def is_accelerate(path: Path) -> bool | None:
     """Return whether a file is one of accelerate; None if it can't be read."""
     with suppress(UsageError):
-        return _opened(path)[0] == _LAUNCH
+        return _open(path)[0] == _ACCELERATE
     return None
 
 
-def _opened(path: Path) -> tuple[str, SourceConfig]:
+def _open(path: Path) -> tuple[str, SourceConfig]:
     path = path.expanduser()
     if path.suffix == ".toml":
         raise UsageError(f"{path}: {NO_TOML}")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 from fsdpctl.importers.source_config import SourceKey, as_whole
 from fsdpctl.importers.translation import Translation
@@ -10,7 +11,7 @@ NO_LIMIT = 1_000_000  # warmup steps that never apply: `warmup_ratio` then round
 
 
 def add_schedule(target: Translation, value: SourceKey, warmup: tuple[SourceKey, str]) -> None:
-    """Translate a schedule of transformers with its arguments; each step has an equal rate.
+    """Translate a schedule with its arguments; rates are those of transformers at each step.
 
     `value` is the name of the schedule. `warmup` is the key of the warmup, and its settings.
     """
@@ -20,29 +21,29 @@ def add_schedule(target: Translation, value: SourceKey, warmup: tuple[SourceKey,
     if kwargs:
         value = SourceKey(", ".join((value.key, *kwargs)), value.text, ())
     name = value.text.strip().lower()
-    schedule = _schedule_words(target, value, arguments)
+    schedule = _settings(target, value, arguments)
     if schedule is None:
         return
     if arguments:
         names = ", ".join(f"{key}={text}" for key, text in arguments.items())
         target.refuse(value, "lr_scheduler", f"arguments that fsdpctl does not have: {names[:80]}")
         return
-    target.add(value, *schedule)
+    target.add_training(value, *schedule)
     key, settings = warmup
     for setting in ("lr_scheduler.warmup_steps=0",) if name == "constant" else settings.split():
-        is_free = setting.endswith(f"warmup_steps={NO_LIMIT}")
-        target.add(key, setting, note="no limit: the share of all steps, rounded down" * is_free)
+        is_unlimited = setting.endswith(f"warmup_steps={NO_LIMIT}")
+        note = "no limit: the share of all steps, rounded down" if is_unlimited else ""
+        target.add_training(key, setting, note=note)
 
 
-def _schedule_words(
-    target: Translation, value: SourceKey, arguments: dict[str, str]
-) -> list[str] | None:
+def _settings(target: Translation, value: SourceKey, arguments: dict[str, str]) -> list[str] | None:
+    """Return the settings, and remove the arguments that they cover; None if refused."""
     name = value.text.strip().lower()
     # In transformers, the first step of a warmup has rate 0, and the final rate is never reached.
     start, last = "lr_scheduler.start_lr_ratio=0", "lr_scheduler.reaches_min=false"
     lowest = arguments.pop("min_lr_rate", None) or arguments.pop("min_lr_ratio", None)
     if absolute := arguments.pop("min_lr", None):
-        lowest = ratio(absolute, target.get("learning_rate").text)
+        lowest = ratio(absolute, target.effective("learning_rate").text)
     floor = f"lr_scheduler.min_lr_ratio={lowest or 0}"
     if name == "cosine_with_min_lr" and lowest is None:
         target.refuse(value, "lr_scheduler", "requires min_lr or min_lr_rate")
@@ -57,14 +58,14 @@ def _schedule_words(
         return ["lr_scheduler=constant", start]
     if name == "warmup_stable_decay" and arguments.pop("warmup_type", "linear") == "linear":
         kind = arguments.pop("decay_type", "cosine")
-        limit, decay = target.value("max_steps"), arguments.pop("num_decay_steps", "")
-        share = []
+        limit, decay, share = target.value("max_steps"), arguments.pop("num_decay_steps", ""), []
         if limit and (steps := as_whole(limit.text)):
             share = [f"lr_scheduler.decay_ratio={ratio(decay, str(steps))}"]
         else:
             target.refuse(value, "lr_scheduler.decay_ratio", "the number of all steps is not known")
-        return ["lr_scheduler=wsd", floor, start.replace("=0", f"={lowest or 0}"), last,
-                f"lr_scheduler.decay_type={kind}", *share]  # fmt: skip
+        start = f"lr_scheduler.start_lr_ratio={lowest or 0}"  # warmup starts at the minimum
+        kind = f"lr_scheduler.decay_type={kind}"
+        return ["lr_scheduler=wsd", floor, start, last, kind, *share]
     why = "not supported; expected linear, cosine, cosine_with_min_lr, constant, "
     target.refuse(value, "lr_scheduler", f"{why}constant_with_warmup or warmup_stable_decay")
     return None
@@ -74,13 +75,10 @@ def _arguments(values: Mapping[str, SourceKey]) -> dict[str, str]:
     kwargs = values.get("lr_scheduler_kwargs")
     if kwargs is None:
         return {key.rpartition(".")[2]: each.text for key, each in values.items()}
-    try:
-        target = json.loads(kwargs.text)
-    except (ValueError, RecursionError):
-        target = None
-    if not isinstance(target, dict):
-        return {"lr_scheduler_kwargs": kwargs.text}
-    return {key: str(value) for key, value in target.items()}
+    with suppress(ValueError, RecursionError):
+        if isinstance(parsed := json.loads(kwargs.text), dict):
+            return {key: str(value) for key, value in parsed.items()}
+    return {"lr_scheduler_kwargs": kwargs.text}
 
 
 def ratio(low: str, high: str) -> str:

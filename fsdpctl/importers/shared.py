@@ -18,7 +18,7 @@ from fsdpctl.io.untrusted import read_json
 from fsdpctl.plan.strategy import Offload, get_strategy
 
 TOO_HIGH = "the estimate is too high"
-FSDP_OFFLOAD = "parameters, gradients, master weights and moments on the host"
+_FSDP_OFFLOAD = "parameters, gradients, master weights and moments on the host", Offload.ALL
 # Optimizers with two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
@@ -28,7 +28,7 @@ _LIKE_ADAMW = ("adopt_adamw", "schedule_free_adamw")  # same memory, another upd
 # Optimizers with torch's _foreach kernels, which copy the second moments temporarily.
 _UNFUSED = ("adamw_torch", "adamw", "adopt_adamw", "schedule_free_adamw")
 # Optimizers of bitsandbytes and torchao with two states of about one byte per parameter.
-_NARROW = re.compile(r"(?!.*galore).*adamw.*(8bit|fp8|4bit).*")
+_LOW_BIT_ADAMW = re.compile(r"(?!.*galore).*adamw.*(8bit|fp8|4bit).*")
 # Optimizers with fewer or smaller states than AdamW.
 _SMALLER = re.compile(
     ".*(8bit|4bit|fp8|lion|muon|dion|lomo|galore|apollo).*|adafactor|came.*|rmsprop.*|adagrad|"
@@ -58,7 +58,7 @@ def read_context(target: Translation, *keys: str) -> None:
     for key in keys:
         count = target.source.whole(key)
         if count is not None and count > 1:
-            target.map(SourceKey(key, str(count)), f"train.context_parallel={count}")
+            target.add_row(SourceKey(key, str(count)), f"train.context_parallel={count}")
 
 
 def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) -> None:
@@ -73,39 +73,37 @@ def check_degrees(source: SourceConfig, degrees: Mapping[str, Sequence[str]]) ->
 
 
 def read_optimizer(target: Translation, value: SourceKey | None, default: str) -> None:
-    """Translate an optimizer by its name in transformers; `default` is the key if it isn't set."""
+    """Translate an optimizer by its name in transformers; without `value`, show `default`."""
     name = "adamw_torch_fused" if value is None else value.text.strip().lower()
-    shown, expected = value or SourceKey(default, name), "expected AdamW, SGD or Muon"
+    shown_key, expected = value or SourceKey(default, name), "expected AdamW, SGD or Muon"
     if name in _ADAMW:
-        target.map(value, "optimizer=adamw", default=default)
+        target.add_row(value, "optimizer=adamw", default=default)
         if name in _UNFUSED:
             target.emulate("(AdamW)", name, "engine.program=transformers_foreach")
         if name in _LIKE_ADAMW:
-            target.refuse(shown, "optimizer", expected)
+            target.refuse(shown_key, "optimizer", expected)
     elif name == "sgd":
-        target.map(value, "optimizer=sgd", "optimizer.momentum=0")
-    elif _NARROW.fullmatch(name):
+        target.add_row(value, "optimizer=sgd", "optimizer.momentum=0")
+    elif _LOW_BIT_ADAMW.fullmatch(name):
         note = "moments of matrices take 1.03 bytes per element"
         if "paged" in name:
             note += ", without paging; strategy.offload=states keeps them in host memory"
         elif name in ("adamw_bnb_8bit", "adamw_8bit"):
             note += "; transformers keeps moments of embeddings in fp32"
-        target.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
+        target.add_row(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
         if "4bit" in name:
-            target.exclude(shown, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
+            target.exclude(shown_key, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
     elif name == "muon" and target.settings.get("strategy") in ("no_shard", "shard_optimizer"):
-        target.map(value, "optimizer=muon")
+        target.add_row(value, "optimizer=muon")  # fsdpctl's Muon needs whole matrices
     elif _SMALLER.fullmatch(name):
-        target.exclude(shown, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
-        target.refuse(shown, "optimizer", expected)
+        target.exclude(shown_key, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
+        target.refuse(shown_key, "optimizer", expected)
     else:
         advice = "add optimizer=adamw or optimizer=sgd to estimate with that optimizer"
-        target.require("optimizer", shown, f"unknown optimizer states; {advice}")
+        target.require("optimizer", shown_key, f"unknown optimizer states; {advice}")
 
 
-def read_offload(
-    target: Translation, value: SourceKey, note: str, offload: Offload = Offload.ALL
-) -> None:
+def read_offload(target: Translation, value: SourceKey, note: str, offload: Offload) -> None:
     """Translate model states in host memory, and add them to those translated before."""
     if target.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
         target.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
@@ -118,13 +116,12 @@ def read_offload(
         offload, note = offload & ~Offload.PARAMS, ""
         target.exclude(value, f"parameters are estimated on the device; {TOO_HIGH}")
     if offload:
-        target.map(value, f"strategy.offload={offload}", note=note)
+        target.add_row(value, f"strategy.offload={offload}", note=note)
 
 
 def check_attention(source: SourceConfig) -> None:
     """Refuse eager attention; UsageError if the file selects it."""
-    value = source.value("attn_implementation")
-    eager = source.take_enabled("eager_attention")
+    value, eager = source.value("attn_implementation"), source.take_enabled("eager_attention")
     if value and value.text.strip() == "eager":
         eager = value
     if eager:
@@ -132,45 +129,43 @@ def check_attention(source: SourceConfig) -> None:
 
 
 def read_recomputation(target: Translation, default: str) -> bool:
-    """Translate recomputation and the offload of inputs; return whether recomputation is on.
-
-    `default` is the option for a file that doesn't set recomputation.
-    """
+    """Translate recomputation (`default` if not set) and its offload; return whether it is on."""
     source, names = target.source, ("activation_checkpointing", "gradient_checkpointing")
     value, set_before = source.take(*names), target.settings.get(names[0])
     every_n = source.positive(*(f"{name}_kwargs.every_n_layers" for name in names))
-    leaves = source.take_enabled(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
-    recomputes = (set_before or default) == "full" if value is None else not value.is_off
+    offload = source.take_enabled(*(f"{x}_kwargs.offload" for x in names), "activation_offloading")
+    recomputes = not value.is_off if value else (set_before or default) == "full"
     if value is not None or set_before is None:
         option = f"{names[0]}={'full' if recomputes else 'none'}"
-        target.map(value, option, default=names[1])
+        target.add_row(value, option, default=names[1])
     if recomputes and value is not None and not value.is_on:  # the value is "offload"
-        leaves = leaves or value
+        offload = offload or value
     if recomputes and every_n and every_n > 1:
-        _read_distance(target, SourceKey("every_n_layers", str(every_n)), sends=leaves is not None)
-    elif leaves and recomputes:
-        read_activation_offload(target, leaves)
-    if leaves and not recomputes:
-        target.exclude(leaves, f"activations are estimated on the device; {TOO_HIGH}")
+        _read_every_n(target, every_n, offloads=offload is not None)
+    elif offload and recomputes:
+        read_activation_offload(target, offload)
+    if offload and not recomputes:
+        target.exclude(offload, f"activations are estimated on the device; {TOO_HIGH}")
     return recomputes
 
 
-def _read_distance(target: Translation, every_n: SourceKey, *, sends: bool) -> None:
+def _read_every_n(target: Translation, every_n: int, *, offloads: bool) -> None:
     """Translate every_n_layers: fsdpctl recomputes the same number of blocks, the first ones."""
+    key = SourceKey("every_n_layers", str(every_n))
     if layers := model_of(target).get("model.num_layers"):
-        count = -(-int(layers) // int(every_n.text))
-        blocks = f"activation_checkpointing.blocks={'offload' if sends else 'full'}:{count}"
+        count = -(-int(layers) // every_n)
+        blocks = f"activation_checkpointing.blocks={'offload' if offloads else 'full'}:{count}"
         note = "the same number of blocks, the first ones"
-        target.map(every_n, "activation_checkpointing=none", blocks, note=note)
+        target.add_row(key, "activation_checkpointing=none", blocks, note=note)
     else:
         advice = "add activation_checkpointing=none activation_checkpointing.blocks=full:N"
-        target.require("activation_checkpointing", every_n, f"number of blocks unknown; {advice}")
+        target.require("activation_checkpointing", key, f"number of blocks unknown; {advice}")
 
 
 def read_activation_offload(target: Translation, value: SourceKey) -> None:
     """Translate the offload of inputs of recomputed blocks, to host memory or to a disk."""
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
-    target.map(value, "activation_checkpointing.offload=true", note=note)
+    target.add_row(value, "activation_checkpointing.offload=true", note=note)
 
 
 def read_fsdp(target: Translation, *, version: str, strategy: str = "") -> None:
@@ -194,18 +189,21 @@ def read_fsdp(target: Translation, *, version: str, strategy: str = "") -> None:
     # Between micro-batches, transformers calls no_sync, which only FSDP 1 has.
     target.whole_gradients, target.uses_torch = version == "1", True
     old = "" if version == "2" else "estimated as FSDP 2"
-    target.map(named, f"strategy={ours}", default="fsdp_config", note=old)
+    target.add_row(named, f"strategy={ours}", default="fsdp_config", note=old)
     _read_prefetch(target, take("backward_prefetch"), take("forward_prefetch"))
-    recomputes, leaves = take("activation_checkpointing"), take("activation_checkpointing_offload")
+    recomputes, input_offload = (
+        take("activation_checkpointing"),
+        take("activation_checkpointing_offload"),
+    )
     if recomputes and recomputes.is_on:
-        target.map(recomputes, "activation_checkpointing=full")
-        if leaves and leaves.is_on:
-            read_activation_offload(target, leaves)
+        target.add_row(recomputes, "activation_checkpointing=full")
+        if input_offload and input_offload.is_on:
+            read_activation_offload(target, input_offload)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
-        read_offload(target, offload, FSDP_OFFLOAD)
+        read_offload(target, offload, *_FSDP_OFFLOAD)
     value = target.source.take("gradient_checkpointing_kwargs.use_reentrant")
     if value and value.is_on and version == "1" and "model.lora.rank" in target.settings:
-        target.exclude(value, "estimated as if blocks kept no inputs, which usually needs less")
+        target.exclude(value, "reentrant checkpoints keep inputs of blocks, which are not counted")
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise target.source.error(wrap, "gathers the whole model at once, which is not supported")
@@ -216,8 +214,7 @@ def read_fsdp(target: Translation, *, version: str, strategy: str = "") -> None:
 def read_sharding(target: Translation, default: str, note: str = "") -> str:
     """Translate `deepspeed`, or `fsdp` and `fsdp_config`, of TrainingArguments.
 
-    Returns accelerate's name of the engine that shards. Empty if no key is set; then the row has
-    the keys `default`.
+    Return accelerate's name of the engine that shards; without one, "", and the row has `default`.
     """
     source = target.source
     if file := source.take("deepspeed"):
@@ -225,13 +222,13 @@ def read_sharding(target: Translation, default: str, note: str = "") -> str:
     elif "deepspeed.zero_optimization" in source:
         target.deepspeed = SourceConfig(source.file, source.content["deepspeed"])
         read_zero(target, source, "deepspeed.zero_optimization.", "stage")
-    elif source.shards:
+    elif source.sets_sharding:
         _read_fsdp_of_transformers(target)
         return "FSDP"
     elif source.launch is not None:
         return str(source.launch.content.get("distributed_type")).upper()
     else:
-        target.map(None, "strategy=no_shard", default=default, note=note)
+        target.add_row(None, "strategy=no_shard", default=default, note=note)
         target.uses_torch = True
         return ""
     return "DEEPSPEED"
@@ -248,18 +245,18 @@ def _read_fsdp_of_transformers(target: Translation) -> None:
     version = target.source.text(*keys, default=default)
     read_fsdp(target, version=version, strategy=next(iter(strategies), ""))
     if modes and "offload" in values:
-        read_offload(target, modes, FSDP_OFFLOAD)
+        read_offload(target, modes, *_FSDP_OFFLOAD)
 
 
 def _read_prefetch(
     target: Translation, backward: SourceKey | None, forward: SourceKey | None
 ) -> None:
     if backward and backward.text.strip().lower() in ("no_prefetch", "none"):
-        target.map(backward, "prefetch=none")
+        target.add_row(backward, "prefetch=none")
     elif forward and forward.is_on:
-        target.map(forward, "prefetch=both")
+        target.add_row(forward, "prefetch=both")
     elif backward or forward:
-        target.map(backward or forward, "prefetch=backward")
+        target.add_row(backward or forward, "prefetch=backward")
 
 
 def read_deepspeed(target: Translation, value: SourceKey) -> None:
@@ -283,17 +280,18 @@ def read_zero(target: Translation, source: SourceConfig, section: str, stage_key
     if stage == 3 and hpz > 1:
         settings = ("strategy=hybrid_shard_optimizer", f"strategy.dp_shard_size={hpz}")
     note = "estimated for fsdpctl's engine, without DeepSpeed's buffers"
-    target.map(SourceKey(f"{section}{stage_key}", str(stage)), *settings, note=note)
+    target.add_row(SourceKey(f"{section}{stage_key}", str(stage)), *settings, note=note)
     for states in ("optimizer", "param"):
         keys = (f"{section}offload_{states}_device", f"{section}offload_{states}.device")
         offload = source.take_enabled(*keys)
-        if offload and states == "param" and stage < 3:
-            target.source.seen.add(offload.key)
+        if offload and states == "param" and stage < 3:  # DeepSpeed ignores it
+            target.source.no_memory_effect.add(offload.key)
         elif offload:
             read_offload(target, offload, *_ZERO_OFFLOADS[states])
 
 
 def _is_known(name: str) -> bool:
+    """Return whether a model is here, in the table, or on the Hub (its config.json is fetched)."""
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
@@ -315,7 +313,7 @@ def model_of(target: Translation) -> dict[str, str]:
 
 
 def map_model(target: Translation, value: SourceKey | None, key: str, revision: str = "") -> None:
-    """Translate the model in `value`; `key` is the name of the key if it isn't set."""
+    """Translate the model in `value`; without `value`, the message names `key`."""
     advice = "add model=llama3_8b, or model=hf model.path=DIR"
     if value is None:
         target.missing.append(("model", f"{key}: not set; {advice}"))
@@ -325,8 +323,8 @@ def map_model(target: Translation, value: SourceKey | None, key: str, revision: 
     try:
         is_known = _is_known(name)
     except UsageError as error:
-        raise UsageError(f"{target.file}: {value.key}: {error}") from None
-    target.map(target.model, "model=hf", f"model.path={name}")
+        raise UsageError(f"{target.source.file}: {value.key}: {error}") from None
+    target.add_row(target.model, "model=hf", f"model.path={name}")
     if not is_known:
         why = "not a directory, a known name, or one on the Hugging Face Hub"
         target.require("model", target.model, f"{why}; {advice}")

@@ -34,30 +34,24 @@ class SourceKey:
 
 
 # Keys of a training file that set the sharding, and keys of accelerate's file that they replace.
-_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
-_REPLACED_BY_SHARDS = ("distributed_type", "fsdp_config", "deepspeed_config")
+_SHARDING = ("fsdp", "fsdp_config", "deepspeed")
+_REPLACED_BY_SHARDING = ("distributed_type", "fsdp_config", "deepspeed_config")
 
 
 class SourceConfig:
-    """The keys of a training file and of accelerate's file with the ranks.
-
-    Each key can be taken once. Keys that remain are unknown to the translation.
-    """
+    """The keys of a training file and of accelerate's file; each can be taken once."""
 
     def __init__(self, file: Path, content: object, launch: "SourceConfig | None" = None) -> None:
-        """Set the file, its content of nested mappings, and accelerate's file.
-
-        UsageError if the content isn't a mapping.
-        """
+        """Set both files; UsageError if `content` isn't a mapping of keys to values."""
         if not isinstance(content, Mapping):
             raise UsageError(f"{file}: expected a mapping of keys to values")
         self.file, self.launch = file, launch
         self.content: Mapping[object, object] = _without_nulls(content)
         set_keys = [x for x in _flatten(self.content) if x.text.strip() and not x.is_off]
         used = {each.key.partition(".")[0] for each in set_keys}
-        self.shards = not used.isdisjoint(_SHARDS)
+        self.sets_sharding = not used.isdisjoint(_SHARDING)
         # Keys that this file decides, whatever `launch` has, as in transformers.
-        replaced = _REPLACED_BY_SHARDS if self.shards else ()
+        replaced = _REPLACED_BY_SHARDING if self.sets_sharding else ()
         self.decided = {*used, "gradient_accumulation_steps", *replaced}
         if launch is not None:
             undecided = {key: x for key, x in launch.content.items() if key not in self.decided}
@@ -66,10 +60,10 @@ class SourceConfig:
         self._left = {each.key: each for each in flat}
         self._all = {each.key: each for each in self.peek()}
         self.nulls = self._left.keys() - self._all.keys()
-        self.seen: set[str] = set()  # keys that are read and do not affect memory
+        self.no_memory_effect: set[str] = set()  # keys that are read and do not affect memory
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the file has `key` or a key below it, even if it isn't set."""
+        """Return whether `key`, or a key below it, is not taken yet, even if it isn't set."""
         return any(each == key or each.startswith(f"{key}.") for each in self._left)
 
     def take(self, *keys: str) -> SourceKey | None:
@@ -80,18 +74,18 @@ class SourceConfig:
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set, even if it was taken; take all of `keys`."""
         values = [self._all[key] for key in keys if key in self._all]
-        self.seen |= {each.key for each in values if self._left.pop(each.key, None)}
+        self.no_memory_effect |= {each.key for each in values if self._left.pop(each.key, None)}
         return next(iter(values), None)
 
     def take_on(self, *keys: str) -> SourceKey | None:
         """Take keys, and return the first key that is set if its value is true."""
         value = self.take(*keys)
-        return value if value is not None and value.is_on else None
+        return value if value and value.is_on else None
 
     def take_enabled(self, *keys: str) -> SourceKey | None:
         """Take keys, and return the first key that is set unless its value is off."""
         value = self.take(*keys)
-        return value if value is not None and not value.is_off else None
+        return value if value and not value.is_off else None
 
     def text(self, *keys: str, default: str = "") -> str:
         """Take keys, and return the text of the first key that is set."""
@@ -99,10 +93,7 @@ class SourceConfig:
         return default if value is None else value.text.strip()
 
     def whole(self, *keys: str) -> int | None:
-        """Take keys and return their whole number, or None if no key is set or it is `auto`.
-
-        UsageError if the value is another text.
-        """
+        """Take keys and return their whole number, None for `auto`; UsageError for other texts."""
         value = self.take(*keys)
         if value is None or value.text.strip().lower() == "auto":
             return None
@@ -111,14 +102,11 @@ class SourceConfig:
         return number
 
     def positive(self, *keys: str) -> int | None:
-        """Take keys and return their whole number, as `whole` does.
-
-        UsageError if the number is less than 1.
-        """
+        """Take keys and return their whole number, as `whole` does; UsageError if it is below 1."""
         number = self.whole(*keys)
         if number is not None and number < 1:
-            location = self.file_of(keys[0])
-            raise UsageError(f"{location}: {keys[0]}: expected at least 1, got {number}")
+            location = f"{self.file_of(keys[0])}: {keys[0]}"
+            raise UsageError(f"{location}: expected at least 1, got {number}")
         return number
 
     def error(self, value: SourceKey, why: str) -> UsageError:
@@ -138,10 +126,21 @@ class SourceConfig:
         """Return all keys that are set, even if they were taken."""
         return tuple(self._all.values())
 
-    def rest(self) -> Iterator[SourceKey]:
-        """Take all remaining keys that are set, and yield them."""
+    def rest(self) -> tuple[SourceKey, ...]:
+        """Take all remaining keys that are set, and return them."""
         remaining, self._left = self.peek(), {}
-        yield from remaining
+        return remaining
+
+
+def is_zero(text: str) -> bool:
+    return not text.strip("0.")
+
+
+def is_fraction(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
 
 
 def as_whole(text: str) -> int | None:

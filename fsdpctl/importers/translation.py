@@ -48,27 +48,24 @@ class SourceBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankDegrees:
-    """The number of replicas, and of ranks that shard each; -1 means all remaining ranks."""
+    """The degrees of data parallelism in the file."""
 
     keys: tuple[str, ...]
     replicate: int  # replicas
-    shard: int  # ranks per replica
+    shard: int  # ranks per replica; -1: all remaining ranks
 
     @property
-    def shown(self) -> tuple[str, str]:
+    def key_and_text(self) -> tuple[str, str]:
         return ", ".join(self.keys), f"{self.replicate}, {self.shard}"
 
 
 @dataclass(slots=True)
 class Translation:
-    """The translation of a file, which functions of each tool fill with rows.
-
-    `defaults` are the tool's values of keys that affect the training.
-    """
+    """The translation of a file, which functions of each tool fill with rows."""
 
     tool: str
     source: SourceConfig
-    defaults: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)  # the tool's values of training keys
     changes: tuple[str, ...] = ()  # patterns of keys that change the training
     rows: list[TranslationRow] = field(default_factory=list)  # settings of the recipe
     # Memory use of the other program: settings that only estimates have, and notes.
@@ -76,10 +73,9 @@ class Translation:
     excluded: list[TranslationRow] = field(default_factory=list)  # keys that estimates ignore
     left_out: list[TranslationRow] = field(default_factory=list)  # keys that the training ignores
     unrecognized: list[str] = field(default_factory=list)
-    # Settings that the command line must have, with the reason: for estimates and trainings, and
-    # for trainings alone.
+    # Settings that the command line must have, with the reason.
     missing: list[tuple[str, str]] = field(default_factory=list)
-    missing_for_training: list[tuple[str, str]] = field(default_factory=list)
+    missing_for_training: list[tuple[str, str]] = field(default_factory=list)  # not for estimates
     # Refused values: the setting that may replace the value, or an empty text, and the reason.
     refused: list[tuple[str, str]] = field(default_factory=list)
     deepspeed: SourceConfig | None = None  # DeepSpeed's file, which replaces parts of the training
@@ -92,44 +88,37 @@ class Translation:
     tiled_logits: bool = False  # whether logits are computed for a part of the vocabulary at a time
 
     @property
-    def file(self) -> Path:
-        return self.source.file
-
-    @property
     def settings(self) -> dict[str, str]:
         return settings_of(self.rows)
 
     @property
-    def no_memory_effect(self) -> list[str]:
-        return sorted(self.source.seen)
-
-    @property
-    def shown_batch(self) -> tuple[str, str]:
+    def batch_key_and_text(self) -> tuple[str, str]:
         names = self.batch.keys if self.batch else ()
         keys = (*self.source.all_keys(), *(self.deepspeed.all_keys() if self.deepspeed else ()))
         sizes = {each.key: each.text for each in keys if each.key in names and each.text != "auto"}
         return ", ".join(sizes) or "(batch)", ", ".join(sizes.values()) or "(not set)"
 
-    def map(
+    def add_row(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row for `value`, or for the key `default` without a `value`.
+        """Add a row for `value`, or for the key `default` if the file has no value.
 
-        Without settings, the row is a note on the estimate. An invalid setting is added to
-        `missing` instead.
+        Without settings, it is a note on the estimate. An invalid setting is added to `missing`.
         """
-        shown = (default, "(not set)") if value is None else (value.key, value.text)
+        key_and_text = (default, "(not set)") if value is None else (value.key, value.text)
         for name, why in _invalid(settings):
-            self.missing.append((name, f"{shown[0]}: {why}"))
+            self.missing.append((name, f"{key_and_text[0]}: {why}"))
             return
         rows = self.rows if settings else self.program
-        rows.append(TranslationRow(*shown, settings, note))
+        rows.append(TranslationRow(*key_and_text, settings, note))
 
     def emulate(self, key: str, value: str, setting: str, note: str = "") -> None:
         """Add a setting that describes memory use of the tool, for estimates alone."""
         self.program.append(TranslationRow(key, value, (setting,), note))
 
-    def add(self, value: SourceKey, *settings: str, note: str = "", decides: bool = True) -> None:
+    def add_training(
+        self, value: SourceKey, *settings: str, note: str = "", decides: bool = True
+    ) -> None:
         """Add a row for a value of the training.
 
         If a setting is invalid, refuse the value if it `decides` the training, else leave it out.
@@ -140,28 +129,28 @@ class Translation:
             else:
                 self.leave_out(value, why)
             return
-        is_usual = value.key in self.defaults and self.value(value.key) is None
-        note = note or f"the default of {self.tool}" * is_usual
-        self.map(None if is_usual else value, *settings, default=value.key, note=note)
+        is_default = value.key in self.defaults and self.value(value.key) is None
+        note = note or f"the default of {self.tool}" * is_default
+        self.add_row(None if is_default else value, *settings, default=value.key, note=note)
 
     def add_same(self, names: Mapping[str, str]) -> None:
-        """Add the values of keys (`names` maps them to fsdpctl's) that have the same meaning."""
+        """Add the values of keys with a counterpart; `names` maps the keys to fsdpctl's."""
         for key, setting in names.items():
-            value = self.get(key) if key in self.defaults else self.value(key)
+            value = self.effective(key) if key in self.defaults else self.value(key)
             if value is None or setting in self.settings:
                 continue
             if not value.text or ("$" in value.text and key in self.defaults):
-                why = f"required by {self.tool}"
-                why = f"{value.text[:80]}: a variable that is not known" if value.text else why
+                why = f"{value.text[:80]}: a variable that is not known"
+                why = why if value.text else f"required by {self.tool}"
                 self.require_for_training(setting, f"{value.key}: {why}; set {setting}")
             else:
-                self.add(value, f"{setting}={value.text}", decides=key in self.defaults)
+                self.add_training(value, f"{setting}={value.text}", decides=key in self.defaults)
 
     def value(self, *keys: str) -> SourceKey | None:
         """Return the first of `keys` that is set."""
         return self.source.value(*keys)
 
-    def get(self, key: str) -> SourceKey:
+    def effective(self, key: str) -> SourceKey:
         """Return the value of a key, else the tool's default."""
         text = self.defaults[key]
         return self.value(key) or SourceKey(key, text, (text,))
@@ -190,7 +179,7 @@ class Translation:
 
     def path_of(self, path: str) -> Path | None:
         """Return a path in the working directory or next to the file; None if it doesn't exist."""
-        candidates = (Path(os.path.expanduser(path)), self.file.parent / path)
+        candidates = (Path(os.path.expanduser(path)), self.source.file.parent / path)
         try:
             return next((each for each in candidates if path and each.exists()), None)
         except OSError:  # the text is too long for a path
@@ -198,21 +187,22 @@ class Translation:
 
     def classify_rest(self, unused: Iterable[str]) -> None:
         """Classify all keys that remain; keys of the patterns `unused` do not affect memory."""
-        patterns = tuple(unused)
+        unused = tuple(unused)
         for value in self.source.rest():
-            last = value.key.rsplit(".", 1)[-1]
+            last = value.key.rpartition(".")[2]
+            # A setting or advice.
             setting = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
             name, reason = setting.partition("=")[0], NOT_SUPPORTED.get(last)
-            is_other = (name in KEYS or name in GROUPS) and not affects_memory(name)
-            if any(fnmatchcase(value.key, pattern) for pattern in patterns):
-                self.source.seen.add(value.key)
+            has_no_effect = (name in KEYS or name in GROUPS) and not affects_memory(name)
+            if any(fnmatchcase(value.key, pattern) for pattern in unused):
+                self.source.no_memory_effect.add(value.key)
             elif reason is not None:
                 if not value.is_off:
                     self.exclude(value, f"fsdpctl does not support {reason}")
             elif setting in KEYS and affects_memory(setting):
-                self.map(value, f"{setting}={value.text}")
-            elif last in NOT_NEEDED or is_other:
-                self.source.seen.add(value.key)
+                self.add_row(value, f"{setting}={value.text}")
+            elif last in NOT_NEEDED or has_no_effect:
+                self.source.no_memory_effect.add(value.key)
             else:
                 self.unrecognized.append(value.key)
 

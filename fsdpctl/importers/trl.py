@@ -11,7 +11,7 @@ from fsdpctl.importers import adapters, shared
 from fsdpctl.importers import training_arguments as hf
 from fsdpctl.importers.accelerate import read_launch_beside
 from fsdpctl.importers.schedules import add_schedule
-from fsdpctl.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.importers.source_config import SourceConfig, SourceKey, is_fraction, is_zero
 from fsdpctl.importers.translation import SourceBatch, Translation, patterns, table
 
 _OTHER_TRAININGS = ("beta", "num_generations", "reward_model_name_or_path", "stage", "rl")
@@ -34,16 +34,16 @@ def read_trl(source: SourceConfig) -> Translation:
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     target.batch = SourceBatch(keys, micro, passes, default_micro=8)
     half = source.take_on("fp16")
-    narrow = half or source.take("bf16")
-    narrow = read_launch_beside(target, narrow)
+    half_key = half or source.take("bf16")
+    half_key = read_launch_beside(target, half_key)
     dtype = source.take("dtype", "torch_dtype") or SourceKey("dtype", "float32")
-    precision = _precision(dtype, narrow)
+    precision = _precision(dtype, half_key)
     if source.take_on("tf32") and precision == "precision=fp32":
         precision = "precision=tf32"
-    target.map(narrow, precision, default="bf16")
+    target.add_row(half_key, precision, default="bf16")
     recomputes = shared.read_recomputation(target, "full")
     if precision == "precision=bf16":
-        _keep_base_wide(target, dtype, recomputes=recomputes)
+        _emulate_fp32_base(target, dtype, recomputes=recomputes)
     note = "accelerate's file sets the sharding; pass that file too, or set strategy"
     shared.read_sharding(target, "(ranks)", note)
     shared.read_optimizer(target, source.take("optim"), "optim")
@@ -56,15 +56,14 @@ def read_trl(source: SourceConfig) -> Translation:
 def _read_loss(target: Translation) -> None:
     """Translate the loss. TRL 1.16 computes all logits at once only for label smoothing."""
     smoothing = target.source.take_enabled("label_smoothing_factor")
-    target.whole_logits = smoothing is not None and bool(smoothing.text.strip("0."))
+    target.whole_logits = smoothing is not None and not is_zero(smoothing.text)
     target.tiled_logits = not target.whole_logits
     note = "logits of parts of the vocabulary; loss_type=nll of TRL before 1.16 makes all at once"
-    target.map(
-        target.source.take("loss_type"), default="loss_type", note=note * target.tiled_logits
-    )
+    note = note if target.tiled_logits else ""
+    target.add_row(target.source.take("loss_type"), default="loss_type", note=note)
 
 
-def _keep_base_wide(target: Translation, dtype: SourceKey, *, recomputes: bool) -> None:
+def _emulate_fp32_base(target: Translation, dtype: SourceKey, *, recomputes: bool) -> None:
     if "model.lora.rank" not in target.settings or "model.base_dtype" in target.settings:
         return
     note = "frozen weights are loaded in float32; embeddings are estimated in bf16"
@@ -81,8 +80,9 @@ def _read_length(target: Translation) -> None:
         why = "max_length: null: TRL does not shorten samples; set train.seq_len=N, of the longest"
         target.missing.append(("train.seq_len", why))
     else:
-        target.map(length, f"train.seq_len={length.text if length else 1024}", default="max_length")
-    source.take("packing")
+        seq_len = length.text if length else 1024
+        target.add_row(length, f"train.seq_len={seq_len}", default="max_length")
+    source.take("packing")  # `_read_chats` reads it, `classify_rest` must not
 
 
 def _read_adapters(target: Translation) -> None:
@@ -92,15 +92,15 @@ def _read_adapters(target: Translation) -> None:
         raise source.error(dora, "DoRA needs more memory than LoRA")
     if (on := source.take_on("use_peft")) is None:
         return
-    target.map(rank or on, f"model.lora.rank={rank.text if rank else 16}")
-    target.map(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
+    target.add_row(rank or on, f"model.lora.rank={rank.text if rank else 16}")
+    target.add_row(alpha, f"model.lora.alpha={alpha.text if alpha else 32}", default="lora_alpha")
     _read_targets(target)
     adapters.read_modules_to_save(target)
     if scaled := source.take_on("use_rslora"):
-        target.map(scaled, "model.lora.rslora=true")
+        target.add_row(scaled, "model.lora.rslora=true")
     for key, dtype in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if value := source.take_on(key):
-            target.map(value, *adapters.quantized(dtype))
+            target.add_row(value, *adapters.quantized(dtype))
 
 
 def _read_targets(target: Translation) -> None:
@@ -108,25 +108,24 @@ def _read_targets(target: Translation) -> None:
     targets, stacked = map(target.source.take, names)
     text = shared.model_of(target).get(CONFIG_JSON_KEY, '{"model_type": "llama"}')
     family, layers = json.loads(text)["model_type"], table("targets", "peft")
-    default = next((each for each, of in layers.items() if family in of.split()), "")
+    default = next((names for names, families in layers.items() if family in families.split()), "")
     if stacked:
-        adapters.read_stacked(
-            target, stacked, targets, [default] if default and not targets else []
-        )
+        defaults = [default] if default and not targets else []
+        adapters.read_stacked(target, stacked, targets, defaults)
     elif targets:
         adapters.read_targets(target, targets)
     elif default:
         note = "the default of peft"
-        target.map(None, f"model.lora.targets={default}", default=names[0], note=note)
+        target.add_row(None, f"model.lora.targets={default}", default=names[0], note=note)
     else:
         why = f"peft has no default for {family}; set model.lora.targets"
         target.require_for_training("model.lora.targets", f"{names[0]}: not set: {why}")
 
 
-def _precision(dtype: SourceKey, narrow: SourceKey | None) -> str:
+def _precision(dtype: SourceKey, half_key: SourceKey | None) -> str:
     if dtype.text in ("bfloat16", "float16", "auto"):
         return "precision=bf16_true"
-    return "precision=fp32" if narrow is not None and narrow.is_off else "precision=bf16"
+    return "precision=fp32" if half_key is not None and half_key.is_off else "precision=bf16"
 
 
 def _read_training(target: Translation) -> None:
@@ -135,16 +134,16 @@ def _read_training(target: Translation) -> None:
     if steps is None:
         note = "" if target.value("num_train_epochs") else "the default of TRL"
         note = f"{note}; TRL ends each epoch with a smaller step".removeprefix("; ")
-        epochs = target.get("num_train_epochs")
-        target.add(epochs, f"train.epochs={epochs.text}", note=note)
-    share, warmup = target.value("warmup_ratio"), target.get("warmup_steps")
-    if share and not warmup.text.strip("0."):
+        epochs = target.effective("num_train_epochs")
+        target.add_training(epochs, f"train.epochs={epochs.text}", note=note)
+    share, warmup = target.value("warmup_ratio"), target.effective("warmup_steps")
+    if share and is_zero(warmup.text):
         warmup = share
     elif share:
         target.leave_out(share, "warmup_steps takes precedence")
-    is_share = warmup.key == "warmup_ratio" or hf.is_fraction(warmup.text)
+    is_share = warmup.key == "warmup_ratio" or is_fraction(warmup.text)
     name = "lr_scheduler.warmup_ratio" if is_share else "lr_scheduler.warmup_steps"
-    add_schedule(target, target.get("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
+    add_schedule(target, target.effective("lr_scheduler_type"), (warmup, f"{name}={warmup.text}"))
     if not target.value("router_aux_loss_coef"):
         why = "TRL uses config.json's factor for models with experts; set model.router_aux_loss"
         target.leave_out(SourceKey("router_aux_loss_coef", "(not set)"), why)
@@ -158,38 +157,52 @@ def _read_data(target: Translation) -> None:
     content = target.source.content.get("datasets")
     listed = content if isinstance(content, list) else []
     entries = [each for each in listed if isinstance(each, dict)]
-    parts = (hf.part_of_hub(each.get("name"), each.get("split")) for each in entries)
-    paths = dict(zip((str(each.get("path", "")) for each in entries), parts, strict=True))
+    pairs = ((x.get("path", ""), hf.part_of_hub(x.get("name"), x.get("split"))) for x in entries)
+    paths = {str(path): part for path, part in pairs}
     data = target.value("dataset_name")
-    named: SourceKey | None = SourceKey("datasets", ", ".join(paths))
+    data_key: SourceKey | None = SourceKey("datasets", ", ".join(paths))
     if not paths:
-        named, paths = hf.named_data(target, data, "dataset_config", "dataset_train_split")
+        data_key, paths = _named_data(target, data, "dataset_train_split", "train")
     rows = hf.first_rows(target, paths)
     field, rewrite = target.value("dataset_text_field"), ""
     if field and field.text != TEXT and any(_trains_column(field.text, row) for row in rows):
         advice = "rename the column to text in a file and set data.path=FILE"
         rewrite = f"{field.key}: {field.text[:80]}: fsdpctl reads the column text; {advice}"
     is_text = any(_trains_column(TEXT, row) and hf.hides_text(row) for row in rows)
-    option = hf.read_data(target, named, paths, is_text=is_text, rewrite=rewrite)
+    option = hf.read_data(target, data_key, paths, is_text=is_text, rewrite=rewrite)
     for entry in entries:
         is_here = target.path_of(str(entry.get("path", ""))) is not None
         for key in entry.keys() - ({"path"} if is_here else {"path", "name", "split"}):
             if entry[key] is not None and (key, entry[key]) != ("split", "train"):
-                target.leave_out(SourceKey(f"datasets[].{key}", str(entry[key])[:80]), "ignored")
-    held = target.get("eval_strategy")
-    test, tested = hf.named_data(target, data, "dataset_config", "dataset_test_split", "test")
-    if held.is_off:
-        target.add(held, "data.val_fraction=0")
-    elif test is None or entries or target.path_of(test.text) is not None:
-        hf.read_held_out(target, held, {})
+                ignored = SourceKey(f"datasets[].{key}", str(entry[key])[:80])
+                target.leave_out(ignored, "ignored")
+    eval_strategy = target.effective("eval_strategy")
+    test_key, test_paths = _named_data(target, data, "dataset_test_split", "test")
+    if eval_strategy.is_off:
+        target.add_training(eval_strategy, "data.val_fraction=0")
+    elif test_key is None or entries or target.path_of(test_key.text) is not None:
+        hf.read_held_out(target, eval_strategy, {})
     else:
-        hf.read_held_out(target, SourceKey(f"{held.key}, {test.key}", test.text), tested)
+        keys = SourceKey(f"{eval_strategy.key}, {test_key.key}", test_key.text)
+        hf.read_held_out(target, keys, test_paths)
     _read_template(target)
     if option == CHAT:
         _read_chats(target, rows, is_known=bool(paths) and all(map(target.path_of, paths)))
     elif option == TEXT:
         why = "TRL trains on the text of each row alone, fsdpctl on one stream of tokens"
-        target.leave_out(named or SourceKey("dataset_name", ""), why)
+        target.leave_out(data_key or SourceKey("dataset_name", ""), why)
+
+
+def _named_data(
+    target: Translation, name: SourceKey | None, split_key: str, default_split: str
+) -> tuple[SourceKey | None, dict[str, str]]:
+    """Return the key and the paths of a data set whose configuration and split are other keys."""
+    config, split = target.value("dataset_config"), target.value(split_key)
+    part = hf.part_of_hub(config and config.text, split.text if split else default_split)
+    if name is None or target.path_of(name.text) is not None:
+        return name, dict.fromkeys(name.items if name else (), part)
+    keys = ", ".join(each.key for each in (name, config, split) if each)
+    return SourceKey(keys, name.text, name.items), dict.fromkeys(name.items, part)
 
 
 def _read_template(target: Translation) -> None:
@@ -200,7 +213,7 @@ def _read_template(target: Translation) -> None:
         file = target.path_of(f"{file}/chat_template.jinja")
         target.leave_out(value, "fsdpctl adds no tokens of that tokenizer; set data.new_tokens")
     if file is not None:
-        target.add(value, f"data.template={file}")
+        target.add_training(value, f"data.template={file}")
     else:
         advice = "no Jinja file; set data.template=FILE"
         target.require_for_training("data.template", f"{value.key}: {value.text[:80]}: {advice}")
@@ -209,27 +222,28 @@ def _read_template(target: Translation) -> None:
 def _trains_column(name: str, row: Mapping[str, Any]) -> bool:
     """Return whether TRL trains on the text in a column of a row, not on a conversation."""
     turns = row.get("conversations") or [None]
-    is_shared = isinstance(turns, list) and isinstance(turns[0], dict) and "value" in turns[0]
-    return name in row and not is_shared and not row.keys() & {"prompt", "messages"}
+    is_sharegpt = isinstance(turns, list) and isinstance(turns[0], dict) and "value" in turns[0]
+    return name in row and not is_sharegpt and not row.keys() & {"prompt", "messages"}
 
 
 def _read_chats(target: Translation, rows: Sequence[Mapping[str, Any]], *, is_known: bool) -> None:
-    packing, long = target.get("packing"), target.get("truncation_mode")
-    target.add(packing, f"data.packing={str(packing.is_on).lower()}")
+    packing, long = target.effective("packing"), target.effective("truncation_mode")
+    target.add_training(packing, f"data.packing={str(packing.is_on).lower()}")
     if long.text == "keep_start":
-        target.add(long, "data.too_long=truncate")
+        target.add_training(long, "data.too_long=truncate")
     else:
         target.refuse(long, "data.too_long", "fsdpctl keeps the start of a sample")
-    only = target.get("assistant_only_loss")
-    completion = target.value("completion_only_loss")
-    if only.is_on or (completion and completion.is_on):
-        target.add(only if only.is_on else completion or only, "data.train_on=assistant")
-    elif completion is None and not is_known:
+    assistant_key = target.effective("assistant_only_loss")
+    completion_key = target.value("completion_only_loss")
+    if enabled := [key for key in (assistant_key, completion_key) if key and key.is_on]:
+        target.add_training(enabled[0], "data.train_on=assistant")
+    elif completion_key is None and not is_known:
         why = "TRL trains on the completion of rows with prompt and completion, else on all tokens"
         advice = "set data.train_on=assistant or all, or data=text for rows with a text"
         target.require_for_training("data.train_on", f"dataset_name: {why}; {advice}")
-    elif completion is None and all("completion" in row for row in rows):
+    elif completion_key is None and all("completion" in row for row in rows):
         note = "rows with prompt and completion: TRL trains on the completion"
-        target.add(only, "data.train_on=assistant", note=note)
+        target.add_training(assistant_key, "data.train_on=assistant", note=note)
     else:
-        target.add(completion or only, "data.train_on=all", note="TRL trains on all tokens")
+        note = "TRL trains on all tokens"
+        target.add_training(completion_key or assistant_key, "data.train_on=all", note=note)

@@ -77,7 +77,7 @@ def test_all_keys_of_an_axolotl_file_are_recognized():
     assert (config.data.name, config.data.packing) == ("chat", None)
     assert (config.prefetch.name, batches.loss_chunk_tokens) == ("backward", 0)
     assert (found.translation.unrecognized, found.translation.excluded) == ([], [])
-    assert {"learning_rate", "wandb_name", "datasets"} <= set(found.translation.no_memory_effect)
+    assert {"learning_rate", "wandb_name", "datasets"} <= found.translation.source.no_memory_effect
 
 
 def test_the_translation_lists_what_the_estimate_excludes():
@@ -93,7 +93,7 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert config.activation_checkpointing.offload
     assert found.translation.excluded == []
     notes = {row.key: row.note for row in found.rows}
-    assert "of the layer being recomputed" in notes["liger_rms_norm"]
+    assert "of the recomputed layer" in notes["liger_rms_norm"]
     assert config.strategy.offload == "all"
     assert "parameters" in notes["fsdp_config.offload_params"]
     assert found.translation.unrecognized == ["a_key_of_tomorrow"]
