@@ -1,8 +1,8 @@
 """Findings on exported adapters and their base, and on the programs that read adapters of experts.
 
-Note: the programs that read adapters of experts. On _SOURCES_READ_ON, the sources were vLLM, PEFT
-and issues about adapters that programs ignore without an error: vllm#50252, vllm#41384,
-sglang#27381, unsloth#5410, Automodel#1814.
+Note: evidence for what programs read: the code of vLLM and PEFT on _SOURCES_READ_ON, and issues
+about adapters that programs ignore without an error: vllm#50252, vllm#41384, sglang#27381,
+unsloth#5410, Automodel#1814.
 """
 
 import re
@@ -26,7 +26,7 @@ from fsdpctl.checkpoint.findings import (
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
-from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, read_floats
+from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, expert_factors, read_floats
 from fsdpctl.config.decoder_config import model_type_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -39,13 +39,13 @@ from fsdpctl.models.stacked_experts import expert_matrices, named_experts
 from fsdpctl.plan.layout import Span
 
 _SOURCES_READ_ON = "2026-11-29"
-_ELEMENTS_AT_ONCE = 1 << 20  # elements of a weight that are read at a time
+_ELEMENTS_AT_ONCE = 1 << 20
 _LORA_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
 _PER_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<index>\d+)\.\w+")
 _OTHER_EXPERTS = re.compile(r".*\bexperts\.(?!\d).*lora_\w+(\.weight)?")
 # Model types whose vLLM classes set is_3d_moe_weight, and one whose stacked adapters vLLM ignores.
 _3D_IN_VLLM, _IGNORED_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"), "gemma4"
-_MERGE = f"--merge exports a model that needs no such support ({_SOURCES_READ_ON})"
+_MERGE = f"--merge avoids this (programs as of {_SOURCES_READ_ON})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,9 @@ class _AdapterTensors:
     """The tensors of a PEFT directory, matched with the weights of their base."""
 
     def __init__(self, export_dir: Path, model: ModelConfig) -> None:
-        """Read the header of the file.
-
-        `problems` has the names of tensors that match no weight, by kind and reason.
-        """
         self._file = open_tensor_file(export_dir / ADAPTER_WEIGHTS)
         self.tensors = self._tensors_named(export_dir, {name: name for name in self._file.entries})
+        # The names of tensors that match no weight, by kind and reason.
         self.problems: dict[tuple[str, str], list[str]] = defaultdict(list)
         base = build_base_model(model)
         self.shapes = {k: (*v.shape,) for k, v in base.named_parameters(remove_duplicate=False)}
@@ -104,22 +101,21 @@ class _AdapterTensors:
                 num_experts, *sizes = self.shapes[weight]
                 size_in, size_out = sizes if experts.is_transposed else sizes[::-1]
                 self.layers[name].append(_BaseWeight(weight, size_in, size_out, num_experts))
-        pairs, saved_modules = self._sort_names()
+        lora_names, saved_modules = self._sort_names()
         self.saved_modules = self._tensors_named(export_dir, saved_modules)
-        self.adapters = [x for layer, names in pairs.items() for x in self._match(layer, names)]
+        self.adapters = [x for layer, pair in lora_names.items() for x in self._match(layer, pair)]
 
     def _tensors_named(self, export_dir: Path, stored_names: dict[str, str]) -> FileTensors:
-        entries = self._file.entries
-        return FileTensors(
-            export_dir, {k: (self._file, entries[x]) for k, x in stored_names.items()}
-        )
+        file = self._file
+        entries = {name: (file, file.entries[x]) for name, x in stored_names.items()}
+        return FileTensors(export_dir, entries)
 
     def shape(self, name: str) -> list[int]:
         return self.tensors.info(tensor_key(PARAMETER, name)).shape
 
     def _sort_names(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-        """Return the names of A and B by layer, and of modules_to_save by parameter."""
-        pairs: dict[str, dict[str, str]] = defaultdict(dict)
+        """Return the names of A and B by layer, and of modules_to_save; others become problems."""
+        lora_names: dict[str, dict[str, str]] = defaultdict(dict)
         saved_modules = {}
         for name in self.tensors.names(PARAMETER):
             inner = name.removeprefix(PEFT_PREFIX)
@@ -127,7 +123,7 @@ class _AdapterTensors:
             if inner == name:
                 reason = f"not below {PEFT_PREFIX[:-1]}, so PEFT does not read it"
             elif (match := _LORA_MATRIX.fullmatch(inner)) and len(self.shape(name)) == 2:
-                pairs[match["layer"]][match["matrix"]] = name
+                lora_names[match["layer"]][match["matrix"]] = name
             elif _OTHER_EXPERTS.fullmatch(inner):
                 reason = f"a form that PEFT and vLLM do not read (Automodel#1814); {_MERGE}"
             elif param in self.shapes:
@@ -136,31 +132,30 @@ class _AdapterTensors:
                 reason = "neither LoRA nor a parameter of the base"
             if reason:
                 self.problems["adapters", reason].append(inner)
-        return pairs, saved_modules
+        return lora_names, saved_modules
 
     def _match(self, layer: str, names: dict[str, str]) -> Iterator[_Adapter]:
-        """Yield the adapter of a layer, or add a problem if the base has no such layer."""
+        """Yield the adapter of a layer, or add a problem if it does not fit the base."""
         kind, per_expert = tensor_kind(layer), _PER_EXPERT.fullmatch(layer)
-        weights = self.layers.get(
-            per_expert["experts"] if per_expert else layer.replace(".base_layer", "")
-        )
+        base_layer = per_expert["experts"] if per_expert else layer.replace(".base_layer", "")
+        weights = self.layers.get(base_layer)
         if len(names) < 2 or not weights:
             reason = "the base has no such layer" if not weights else f"only lora_{min(names)}"
             self.problems[kind, reason].append(layer)
             return
-        (rank, size_in), (size_out, rank_b) = (self.shape(names[matrix]) for matrix in "AB")
+        (rank_a, size_in), (size_out, rank_b) = (self.shape(names[matrix]) for matrix in "AB")
         index = per_expert["index"] if per_expert else ""
         for base in weights:
             num_experts = 1 if per_expert else base.num_experts
             # gate_proj and up_proj of an expert are the halves of gate_up_proj.
-            sizes = [base.out_features, base.out_features // 2][: 2 if per_expert else 1]
+            sizes = (base.out_features, base.out_features // (2 if per_expert else 1))
             fits = base.in_features == size_in and size_out in sizes
-            if fits and rank == rank_b and rank and rank % num_experts == 0:
-                target = _BaseWeight(base.name, size_in, size_out, num_experts)
-                yield _Adapter(target, names["A"], names["B"], index)
+            if fits and rank_a == rank_b and rank_a and rank_a % num_experts == 0:
+                weight = base._replace(num_experts=num_experts)
+                yield _Adapter(weight, names["A"], names["B"], index)
                 return
         expected = " or ".join(f"in {x.in_features}, out {x.out_features}" for x in weights)
-        got = f"in {size_in}, out {size_out}, rank {rank} and {rank_b}"
+        got = f"in {size_in}, out {size_out}, rank {rank_a} and {rank_b}"
         reason = f"lora_A and lora_B: expected {expected}, got {got}"
         stacked = [(x.out_features, x.in_features) for x in weights if x.num_experts > 1]
         if (size_in, size_out) in stacked and not per_expert:
@@ -168,16 +163,18 @@ class _AdapterTensors:
         self.problems[kind, reason].append(layer)
 
 
-def check_adapters(export_dir: Path, model: ModelConfig, *, has_weights: bool) -> Iterator[Finding]:
-    """Compare adapters with their base; `has_weights` if the base's weights are available."""
-    export, file = _AdapterTensors(export_dir, model), export_dir / ADAPTER_CONFIG
+def check_adapters(
+    folder: Path, model: ModelConfig, *, base_has_weights: bool
+) -> Iterator[Finding]:
+    """Compare adapters with their base, and with its weights if these are available."""
+    export, file = _AdapterTensors(folder, model), folder / ADAPTER_CONFIG
     content = read_json(file, dict[str, Any], error_type=CheckpointError)
     config = as_type(content, _ComparedConfig, str(file), CheckpointError)
     for (kind, reason), names in export.problems.items():
         yield lost_finding(kind, f"{shorten_list(names, 2)}: {reason}")
     yield from _check_experts(export, model_type_of(model))
     yield from _check_config(config, export)
-    base = open_weights(model) if has_weights else None
+    base = open_weights(model) if base_has_weights else None
     yield from _check_products(export, config, base)
     yield from compare_values(export.saved_modules, base)
     if not export.adapters and not export.saved_modules.names(PARAMETER):
@@ -195,10 +192,10 @@ def _check_experts(export: _AdapterTensors, model_type: str) -> Iterator[Finding
             stacked[layer].add(adapter.base.name)
     counts = {layer: export.layers[layer][0].num_experts for layer in (*per_expert, *stacked)}
     count = max(counts.values(), default=0)
-    is_3d = model_type.startswith(_3D_IN_VLLM)
+    reads_3d = model_type.startswith(_3D_IN_VLLM)
     option = "with --enable-mixed-moe-lora-format"
     if stacked:
-        support = "reads them" if is_3d else f"reads them {option} and is_3d_lora_weight"
+        support = "reads them" if reads_3d else f"reads them {option} and is_3d_lora_weight"
         if model_type.startswith(_IGNORED_IN_VLLM):
             support = "ignores them (vllm#50252)"
         text = f"adapters of {count} experts in {len(stacked)} layers, stacked (PEFT's "
@@ -206,33 +203,36 @@ def _check_experts(export: _AdapterTensors, model_type: str) -> Iterator[Finding
         yield Finding("experts", f"{text}(sglang#27381); {_MERGE}")
     if per_expert:
         text = f"adapters of {count} experts in {len(per_expert)} layers, two matrices each: "
-        text += "vLLM reads them"
-        yield Finding("experts", f"{text}{f' {option}' * is_3d}, SGLang too; {_MERGE}")
+        text += f"vLLM reads them{f' {option}' if reads_3d else ''}, SGLang too"
+        yield Finding("experts", f"{text}; {_MERGE}")
     for layer, indices in per_expert.items():
-        if len(indices) < counts[layer]:
-            text = f"{layer}: adapters of {len(indices)} of {counts[layer]} experts"
-            yield lost_finding("experts", text)
+        if (adapted := len(indices)) < counts[layer]:
+            yield lost_finding(
+                "experts", f"{layer}: adapters of {adapted} of {counts[layer]} experts"
+            )
     for layer, matrices in stacked.items():
-        if len(matrices) < len(export.layers[layer]):
-            text = f"{layer}: adapters of {len(matrices)} of {len(export.layers[layer])} matrices"
+        if len(matrices) < (total := len(export.layers[layer])):
+            text = f"{layer}: adapters of {len(matrices)} of {total} matrices"
             yield Finding("experts", f"{text}, and vLLM requires all")
 
 
 def _check_config(config: _ComparedConfig, export: _AdapterTensors) -> Iterator[Finding]:
     """Compare adapter_config.json with the adapters and the base."""
     adapted = {adapter.base.name for adapter in export.adapters}
-    names = [x.lora_a.removeprefix(PEFT_PREFIX).partition(".lora_A")[0] for x in export.adapters]
+    names = (adapter.lora_a.removeprefix(PEFT_PREFIX) for adapter in export.adapters)
+    adapted_layers = [name.partition(".lora_A")[0] for name in names]
+    # Otherwise, these settings may exclude some layers that match a target, but not all.
     adapts_all = not config.layers_to_transform and not config.exclude_modules
     modules = {layer: [x.name for x in weights] for layer, weights in export.layers.items()}
     params = {name: [name] for name in export.shapes}
-    for key, weights_of in (("target_modules", modules), ("target_parameters", params)):
+    for key, weights_by_name in (("target_modules", modules), ("target_parameters", params)):
         targets, unknown, unadapted = getattr(config, key), list[str](), list[str]()
         for target in targets if isinstance(targets, list) else ():
-            matches = [
-                x for name in weights_of if _ends_with(name, target) for x in weights_of[name]
-            ]
+            groups = [names for name, names in weights_by_name.items() if _ends_with(name, target)]
+            matches = [name for names in groups for name in names]
             remaining = [name for name in matches if name not in adapted]
-            if not matches and not any(_ends_with(name, target) for name in names):
+            # Layers of single experts are not in `modules`.
+            if not matches and not any(_ends_with(name, target) for name in adapted_layers):
                 unknown.append(target)
             elif adapts_all or len(remaining) == len(matches):
                 unadapted += remaining
@@ -243,7 +243,8 @@ def _check_config(config: _ComparedConfig, export: _AdapterTensors) -> Iterator[
             yield lost_finding(ADAPTER_CONFIG, text)
     ranks = {export.shape(x.lora_a)[0] // x.base.num_experts for x in export.adapters}
     if others := sorted(map(str, ranks - {config.r, *(config.rank_pattern or {}).values()})):
-        yield lost_finding(ADAPTER_CONFIG, f"r={config.r}, not {shorten_list(others)}")
+        text = f"r={config.r}: expected {shorten_list(others)}, the rank of the adapters"
+        yield lost_finding(ADAPTER_CONFIG, text)
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -254,7 +255,7 @@ def _check_products(
     export: _AdapterTensors, config: _ComparedConfig, base: TensorSource | None
 ) -> Iterator[Finding]:
     """Compute how much each kind of layer changes, without forming the products B A."""
-    rank = float(config.r or 1)
+    rank = float(config.r or 1)  # layers in rank_pattern have another: approximate
     scale = config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
     changes: dict[str, list[WeightChange]] = defaultdict(list)
     for adapter in export.adapters:
@@ -266,26 +267,22 @@ def _check_products(
         elif 0 < num_zero < len(squares):
             yield Finding(kind, f"{weight}: the product is zero for {num_zero} experts")
         norm = 0.0 if base is None else _squared_norm(base, tensor_key(PARAMETER, weight))
-        delta = scale**2 * float(np.nan_to_num(squares).sum())
-        changes[kind].append(WeightChange(delta, norm, weight))
+        change = scale**2 * float(np.nan_to_num(squares).sum())
+        changes[kind].append(WeightChange(change, norm, weight))
     for kind, weight_changes in changes.items():
-        if zero := [change.name for change in weight_changes if not change.delta]:
-            text = f"{len(zero)} adapters whose product is zero: {shorten_list(zero, 2)}"
-            yield lost_finding(kind, text)
+        if zero := [each.name for each in weight_changes if not each.squared_change]:
+            names = shorten_list(zero, 2)
+            yield lost_finding(kind, f"{len(zero)} adapters whose product is zero: {names}")
     yield from summarize_changes(changes)
 
 
 @np.errstate(all="ignore")  # values may not be finite
 def _squared_product_norms(weights: TensorSource, adapter: _Adapter) -> NDArray[np.float64]:
-    """Return the squared norm of B A for each expert, as the trace of a small matrix."""
-    keys = [tensor_key(PARAMETER, name) for name in (adapter.lora_a, adapter.lora_b)]
-    matrix_a, matrix_b = (
-        read_floats(weights, key).astype(np.float64).reshape(weights.info(key).shape)
-        for key in keys
-    )
-    lora_a = matrix_a.reshape(adapter.base.num_experts, -1, matrix_a.shape[1])
-    lora_b = matrix_b.reshape(len(matrix_b), -1, adapter.base.num_experts).transpose(2, 1, 0)
-    gram_a, gram_b = (each @ each.transpose(0, 2, 1) for each in (lora_a, lora_b))
+    """Return |B A|² = sum of (A Aᵀ) * (Bᵀ B), two rank x rank matrices, for each expert."""
+    names = (adapter.lora_a, adapter.lora_b)
+    factors = expert_factors(weights, *names, adapter.base.num_experts)
+    lora_a, lora_b = (each.astype(np.float64) for each in factors)
+    gram_a, gram_b = lora_a @ lora_a.transpose(0, 2, 1), lora_b.transpose(0, 2, 1) @ lora_b
     return np.asarray((gram_a * gram_b).sum(axis=(1, 2)), np.float64)
 
 

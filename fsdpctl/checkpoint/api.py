@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdpctl.checkpoint.initial_weights import ObjectCollectives
+from fsdpctl.checkpoint.initial_weights import HasAllGather
 from fsdpctl.checkpoint.load import ShardedOptimizer, load_into, state_kinds
 from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -21,14 +21,14 @@ from fsdpctl.plan.layout import Span
 _STEP = "step"
 
 
-class _ModelWithRanks(ShardedModelProtocol, Protocol):
+class _ModelWithCollectives(ShardedModelProtocol, Protocol):
     @property
-    def collectives(self) -> ObjectCollectives: ...
+    def collectives(self) -> HasAllGather: ...
 
 
 def save_checkpoint(
     path: str | Path,
-    model: _ModelWithRanks,
+    model: _ModelWithCollectives,
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
@@ -45,14 +45,13 @@ def save_checkpoint(
         UsageError: If `path` exists.
         FsdpctlError: If a rank cannot write.
     """
-    path = Path(path)
-    if any(model.collectives.all_gather_values(path.exists())):
+    path, collectives = Path(path), model.collectives
+    if any(collectives.all_gather_values(path.exists())):
         raise UsageError(f"{path}: already exists")
-    ranks = model.collectives
     groups = [] if optimizer is None else [_json_options(each) for each in optimizer.param_groups]
     metadata = CheckpointMetadata(Progress(extra=dict(extra or {}), param_groups=groups))
-    states = None if optimizer is None else _as_sharded_optimizer(model, optimizer)
-    write_checkpoint(path, take_snapshot(model, states, ranks.rank, metadata), ranks)
+    sharded = None if optimizer is None else _as_sharded_optimizer(model, optimizer)
+    write_checkpoint(path, take_snapshot(model, sharded, collectives.rank, metadata), collectives)
 
 
 def load_checkpoint(
@@ -60,8 +59,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load `model` and `optimizer` from `path`, saved by any number of ranks. Collective.
 
-    If the checkpoint has as many parameter groups as the optimizer, the groups get their saved
-    options, such as lr.
+    If the checkpoint has as many parameter groups as the optimizer, the groups get saved options.
 
     Returns:
         The `extra` values that were saved.
@@ -76,12 +74,12 @@ def load_checkpoint(
             'fsdpctl.shard_model(module, strategy="no_shard"), whose unwrap() returns the module'
         )
     reader = CheckpointReader(Path(path))
-    states = None if optimizer is None else _as_sharded_optimizer(model, optimizer, reader)
-    progress = load_into(reader, model, states)
+    sharded = None if optimizer is None else _as_sharded_optimizer(model, optimizer, reader)
+    progress = load_into(reader, model, sharded)
     groups = [] if optimizer is None else optimizer.param_groups
     if len(groups) == len(progress.param_groups):
         for group, saved in zip(groups, progress.param_groups, strict=True):
-            for name, value in saved.items():
+            for name, value in saved.items():  # JSON has no tuples, such as betas
                 group[name] = tuple(value) if isinstance(value, list) else value
     return progress.extra
 
@@ -104,7 +102,7 @@ def _as_sharded_optimizer(
     return _ElementwiseOptimizer(model, optimizer, state_kinds(reader), has_steps=has_steps)
 
 
-class _ShardRun(NamedTuple):
+class _ShardSpan(NamedTuple):
     """A shard that the optimizer steps as one tensor."""
 
     shard: FlatShard
@@ -124,7 +122,7 @@ class _ElementwiseOptimizer:
     ) -> None:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
-        `create_states` creates the states `kinds`, and step counters if `counts`.
+        `create_states` creates the states `kinds`, and step counters if `has_steps`.
         """
         self._optimizer, self._kinds, self._has_steps = optimizer, kinds, has_steps
         param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -145,7 +143,7 @@ class _ElementwiseOptimizer:
             if self._has_steps:
                 state[_STEP] = torch.zeros((), dtype=torch.float32)
 
-    def span_states(self) -> Iterator[tuple[_ShardRun, dict[str, Tensor]]]:
+    def span_states(self) -> Iterator[tuple[_ShardSpan, dict[str, Tensor]]]:
         """Yield each shard with its states; UsageError if a state has another shape."""
         for shard in self._shards:
             state = self._optimizer.state[shard.param]
@@ -156,4 +154,4 @@ class _ElementwiseOptimizer:
                         f"{type(self._optimizer).__name__}: state {name} is not elementwise, so "
                         "it cannot be saved in parts"
                     )
-            yield _ShardRun(shard, shard.span), tensors
+            yield _ShardSpan(shard, shard.span), tensors

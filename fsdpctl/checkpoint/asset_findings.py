@@ -44,10 +44,9 @@ class ModelAssets:
         vocab = as_type(model.get("vocab", {}), vocab_type, location, error_type)
         if isinstance(vocab, list):
             vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
-        added = as_type(
-            content.get("added_tokens") or [], list[dict[str, Any]], location, error_type
-        )
-        self.ids: dict[str, int] = vocab | {
+        tokens = content.get("added_tokens") or []
+        added = as_type(tokens, list[dict[str, Any]], location, error_type)
+        self.token_ids: dict[str, int] = vocab | {
             str(x.get("content")): x["id"] for x in added if type(x.get("id")) is int
         }
 
@@ -67,7 +66,7 @@ class ModelAssets:
 def check_vocabulary(weights: TensorSource, assets: ModelAssets) -> Iterator[Finding]:
     """Compare the rows of embedding and output head with config.json and the tokenizer's ids."""
     vocab_size = assets.json(CONFIG_JSON).get("vocab_size")
-    max_id = max(assets.ids.values(), default=-1)
+    max_id = max(assets.token_ids.values(), default=-1)
     for name in filter(_VOCABULARY_WEIGHT.search, tensor_keys(weights)):
         rows = (weights.info(name).shape or [0])[0]
         text = f"{parameter_name(name)} has {rows:,} rows"
@@ -83,9 +82,10 @@ def compare_assets(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
     if not export.template and base.template:
         yield lost_finding("chat template", "missing; the base has one")
     elif export.template != base.template:
-        text = "differs from the base's" if base.template else "not in the base"
-        yield Finding("chat template", text)
-    generation, base_generation = (x.json(GENERATION_CONFIG) for x in (export, base))
+        yield Finding(
+            "chat template", "differs from the base's" if base.template else "not in the base"
+        )
+    generation, base_generation = export.json(GENERATION_CONFIG), base.json(GENERATION_CONFIG)
     eos = base_generation.get("eos_token_id")
     if base_generation and not generation:
         yield lost_finding(GENERATION_CONFIG, "missing; the base has one")
@@ -93,11 +93,11 @@ def compare_assets(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
         yield lost_finding(GENERATION_CONFIG, f"no eos_token_id; the base has {eos}")
     elif keys := _differing_keys(generation, base_generation, {"transformers_version"}):
         yield Finding(GENERATION_CONFIG, f"differs from the base's in {keys}")
-    if CONFIG_JSON not in base.files:  # a run or a checkpoint: its weights have been compared
+    if CONFIG_JSON not in base.files:  # a run or checkpoint, whose shapes were compared
         return
     configs = [assets.json(CONFIG_JSON) for assets in (export, base)]
     model_type, base_type = (config.get("model_type") for config in configs)
-    with suppress(UsageError):  # not a text model of transformers
+    with suppress(UsageError):  # if transformers has no such text model, compare the files
         configs = [read_hf_config(config, CONFIG_JSON).to_dict() for config in configs]
     if model_type != base_type:
         yield lost_finding(CONFIG_JSON, f"model_type {model_type}; the base has {base_type}")
@@ -106,13 +106,15 @@ def compare_assets(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
 
 
 def _compare_tokenizers(export: ModelAssets, base: ModelAssets) -> Iterator[Finding]:
-    files, base_files = ([x for x in VOCABULARIES[1:] if x in y.files] for y in (export, base))
-    changed = sorted(token for token, i in base.ids.items() if export.ids.get(token) != i)
-    new = sorted(map(repr, export.ids.keys() - base.ids))
+    names = VOCABULARIES[1:]  # without tokenizer_config.json
+    base_files = [name for name in names if name in base.files]
+    ids, base_ids = export.token_ids, base.token_ids
+    changed = sorted(token for token, token_id in base_ids.items() if ids.get(token) != token_id)
+    new = sorted(map(repr, ids.keys() - base_ids))
     keys = _differing_keys(export.json(TOKENIZER_JSON), base.json(TOKENIZER_JSON))
-    if base_files and not files:
+    if base_files and export.files.keys().isdisjoint(names):
         yield lost_finding("tokenizer", f"missing; the base has {shorten_list(base_files)}")
-    elif not export.ids or not base.ids:
+    elif not ids or not base_ids:
         return
     elif changed:
         text = f"{len(changed):,} tokens of the base missing or with other IDs"
@@ -122,11 +124,11 @@ def _compare_tokenizers(export: ModelAssets, base: ModelAssets) -> Iterator[Find
     elif keys:
         yield lost_finding("tokenizer", f"differs from the base's in {keys}")
     else:
-        yield Finding("tokenizer", f"{len(export.ids):,} tokens, as in the base")
+        yield Finding("tokenizer", f"{len(ids):,} tokens, as in the base")
 
 
 def _differing_keys(
-    content: Mapping[str, Any], base: Mapping[str, Any], ignored: Collection[str] = ()
+    a: Mapping[str, Any], b: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> str:
-    keys = sorted({*content, *base}.difference(ignored))
-    return shorten_list([key for key in keys if content.get(key) != base.get(key)])
+    keys = sorted({*a, *b}.difference(ignored))
+    return shorten_list([key for key in keys if a.get(key) != b.get(key)])

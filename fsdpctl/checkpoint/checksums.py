@@ -22,7 +22,6 @@ from fsdpctl.io.files import checked_name, open_regular, os_errors_as
 from fsdpctl.io.run_files import CHECKSUMS
 from fsdpctl.io.untrusted import as_type
 
-_ANY_NAME = r".*"
 # Files that users add to a published directory, and that no tool reads as part of the model.
 _MAY_BE_ADDED = re.compile(r"\..*|(README|LICENSE|NOTICE).*|.*\.md", re.IGNORECASE)
 
@@ -45,7 +44,7 @@ class ChecksumWriter:
         metadata: dict[str, str],
         read: Callable[[TensorEntry], Iterator[memoryview]],
     ) -> None:
-        """Write a file of tensors, whose bytes `read` yields, and check that it can be opened."""
+        """Write a file of tensors and record its checksum; `read` yields the bytes of a tensor."""
         header = make_header(entries, metadata)
         digest = xxhash.xxh3_128(header)
 
@@ -59,13 +58,13 @@ class ChecksumWriter:
         self._content.files[path.name] = FileInfo(size, digest.hexdigest())
 
     def write(self, folder: Path) -> None:
+        """Add the other files in `folder`, and write the checksum file."""
         for name, path in _files_in(folder):
             if name not in self._content.files:
-                content = path.read_bytes()
-                self._content.files[name] = FileInfo(len(content), checksum(content))
-        write_synced(
-            folder / CHECKSUMS, checksummed(asdict(self._content), CHECKSUMS_FORMAT).encode()
-        )
+                data = path.read_bytes()
+                self._content.files[name] = FileInfo(len(data), checksum(data))
+        content = checksummed(asdict(self._content), CHECKSUMS_FORMAT)
+        write_synced(folder / CHECKSUMS, content.encode())
 
 
 class ExportedDirectory:
@@ -79,15 +78,14 @@ class ExportedDirectory:
         self._content = as_type(content, _ChecksumFile, location, CheckpointError)
         for name in self._content.files:
             for part in name.split("/"):
-                checked_name(part, _ANY_NAME, location, CheckpointError)
+                checked_name(part, ".*", location, CheckpointError)
         paths = dict(_files_in(folder))
         for name, info in self._content.files.items():
             if name not in paths:
                 raise CheckpointError(f"{folder / name}: not found; {CHECKSUMS} names it")
             if (size := paths[name].stat().st_size) != info.size:
-                raise CheckpointError(
-                    f"{folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
-                )
+                problem = f"corrupted: expected {info.size:,} bytes, got {size:,}"
+                raise CheckpointError(f"{folder / name}: {problem}")
         for name, path in paths.items():
             is_listed = name in self._content.files or name == CHECKSUMS
             if not is_listed and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
@@ -99,10 +97,7 @@ class ExportedDirectory:
         return {"files": len(files), "bytes": sum(each.size for each in files.values())}
 
     def verify(self) -> Iterator[int]:
-        """Verify every byte; yield the number of bytes verified since the last yield.
-
-        CheckpointError, which names the file, if a checksum does not match.
-        """
+        """Verify every byte; yield the numbers of bytes read. CheckpointError names the file."""
         for name, info in self._content.files.items():
             path, digest = self.folder / name, xxhash.xxh3_128()
             descriptor = open_regular(path, CheckpointError)

@@ -1,8 +1,7 @@
 """Conversion of a checkpoint to a Hugging Face directory and back, chunk by chunk."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def consolidate(
     overwrite: bool = False,
     merge: bool = False,
 ) -> publish.ExportResult:
-    """Write the new directory `destination`, which appears complete or not at all.
+    """Export to the Hugging Face directory `destination`, which appears complete or not at all.
 
     `dtype` is float32, bfloat16 or float16; None keeps the dtype of the master weights. Files have
     at most `max_file_bytes`, except for a larger tensor. Adapters are merged in float32.
@@ -53,85 +52,72 @@ def consolidate(
         if MODEL_KEY in reader.manifest.config:
             from fsdpctl.checkpoint.hub_weights import float32_names  # imports torch
 
-            in_float32 = float32_names(
-                config_of_checkpoint(reader.manifest.config, str(reader)).model
-            )
-        exports = _exported_tensors(weights, dtype, in_float32)
-        publish.check_space(destination, sum(each.entry.nbytes for each in exports))
-        files = _split_into_files(exports, max_file_bytes)
-        exports_by_name = {each.entry.name: each for each in exports}
-
-        def read(entry: TensorEntry) -> Iterator[memoryview]:
-            for _, data in weights.read(exports_by_name[entry.name].key):
-                yield cast(data, exports_by_name[entry.name].stored_dtype, entry.dtype, entry.name)
-                advance(len(data))
-
+            config = config_of_checkpoint(reader.manifest.config, str(reader))
+            in_float32 = float32_names(config.model)
+        entries = _exported_entries(weights, dtype, in_float32)
+        total = sum(entry.nbytes for entry in entries.values())
+        publish.check_space(destination, total)
+        files = _split_into_files(entries.values(), max_file_bytes)
+        keys = {entry.name: key for key, entry in entries.items()}
+        floats = (entry for key, entry in entries.items() if weights.info(key).dtype in FLOATS)
+        dtypes = {entry.dtype for entry in floats if entry.name not in in_float32}
         with doing("exporting", BYTES, weight_bytes(weights)) as advance:
-            floats = (
-                x for x in exports if x.stored_dtype in FLOATS and x.entry.name not in in_float32
-            )
-            notes = _write_folder(reader, folder, files, read, {x.entry.dtype for x in floats})
-    total = sum(each.entry.nbytes for each in exports)
+
+            def read(entry: TensorEntry) -> Iterator[memoryview]:
+                stored_dtype = weights.info(keys[entry.name]).dtype
+                for _, data in weights.read(keys[entry.name]):
+                    yield cast(data, stored_dtype, entry.dtype, entry.name)
+                    advance(len(data))
+
+            notes = _write_folder(reader, folder, files, read, dtypes)
     notes += notes_on_merge(reader, merge=merge)
-    return publish.ExportResult(destination, total, len(exports), notes, len(files))
+    return publish.ExportResult(destination, total, len(entries), notes, len(files))
 
 
-@dataclass(frozen=True, slots=True)
-class _ExportedTensor:
-    key: str
-    stored_dtype: str  # in the checkpoint
-    entry: TensorEntry  # in the exported file
+def _exported_entries(
+    weights: TensorSource, dtype: str | None, in_float32: Collection[str]
+) -> dict[str, TensorEntry]:
+    entries = {}
+    for key in tensor_keys(weights):
+        info, name = weights.info(key), key.partition("/")[2]
+        exported_dtype = info.dtype
+        if dtype is not None and info.dtype in FLOATS:
+            exported_dtype = EXPORT_DTYPES["float32" if name in in_float32 else dtype]
+        entries[key] = TensorEntry(name, exported_dtype, tuple(info.shape))
+    return entries
 
 
-def _exported_tensors(
-    reader: TensorSource, dtype: str | None, in_float32: Collection[str]
-) -> list[_ExportedTensor]:
-    exports = []
-    for key in tensor_keys(reader):
-        info, name = reader.info(key), key.partition("/")[2]
-        casts = dtype is not None and info.dtype in FLOATS
-        target = "float32" if name in in_float32 else str(dtype)
-        to_dtype = EXPORT_DTYPES[target] if casts else info.dtype
-        exports.append(
-            _ExportedTensor(key, info.dtype, TensorEntry(name, to_dtype, tuple(info.shape)))
-        )
-    return exports
-
-
-def _split_into_files(
-    exports: Sequence[_ExportedTensor], max_file_bytes: int
-) -> list[list[_ExportedTensor]]:
-    files: list[list[_ExportedTensor]] = [[]]
+def _split_into_files(entries: Iterable[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
+    files: list[list[TensorEntry]] = [[]]
     size = 0
-    for each in exports:
-        if files[-1] and size + each.entry.nbytes > max_file_bytes:
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > max_bytes:
             files.append([])
             size = 0
-        files[-1].append(each)
-        size += each.entry.nbytes
+        files[-1].append(entry)
+        size += entry.nbytes
     return files
 
 
 def _write_folder(
     reader: CheckpointReader,
     folder: Path,
-    files: Sequence[Sequence[_ExportedTensor]],
+    files: Sequence[Sequence[TensorEntry]],
     read: Callable[[TensorEntry], Iterator[memoryview]],
     dtypes: Collection[str],
 ) -> tuple[str, ...]:
-    """Write the files; return notes on missing files. `dtypes` are the model's dtypes."""
+    """Write the files; return notes on missing ones. config.json names the only one of `dtypes`."""
     weight_map: dict[str, str] = {}
     checksums = ChecksumWriter()
-    for number, tensors in enumerate(files, start=1):
+    for number, entries in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         metadata = {"format": "pt", **publish.EXPORT_METADATA}
-        checksums.write_tensors(folder / name, [each.entry for each in tensors], metadata, read)
-        weight_map.update({each.entry.name: name for each in tensors})
-    entries = [each.entry for tensors in files for each in tensors]
+        checksums.write_tensors(folder / name, entries, metadata, read)
+        weight_map.update({entry.name: name for entry in entries})
     if len(files) > 1:
-        total = sum(each.nbytes for each in entries)
+        total = sum(entry.nbytes for entries in files for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / manifest.INDEX_JSON, index)
     attached = read_attachments(reader)
@@ -171,26 +157,27 @@ def write_sharded_weights(
         doing("writing", BYTES, total) as advance,
     ):
         files = {}
-        for rank in range(num_files):
-            if spans := _file_spans(tensors, rank, num_files):
-                name = rank_file(rank)
+        for index in range(num_files):
+            if spans := _file_spans(tensors, index, num_files):
+                name = rank_file(index)
                 files[name] = _write_file(source, scratch / name, spans, advance)
         publish.write_manifest(scratch, metadata, files, tensors, num_files)
     return total
 
 
 def _file_spans(
-    tensors: Mapping[str, manifest.TensorInfo], rank: int, num_files: int
+    tensors: Mapping[str, manifest.TensorInfo], index: int, num_files: int
 ) -> dict[str, Span]:
-    spans = {key: aligned_chunk(Span(0, x.numel), rank, num_files) for key, x in tensors.items()}
-    empty = {key for key, info in tensors.items() if rank == 0 and not info.numel}
-    return {key: span for key, span in spans.items() if span.numel or key in empty}
+    """Return an equal part of each tensor; file 0 has the tensors without elements."""
+    spans = {key: aligned_chunk(Span(0, x.numel), index, num_files) for key, x in tensors.items()}
+    is_first = index == 0
+    return {k: x for k, x in spans.items() if x.numel or (is_first and not tensors[k].numel)}
 
 
 def _write_file(
     source: TensorSource, path: Path, spans: Mapping[str, Span], advance: Advance
 ) -> manifest.FileInfo:
-    """Write a file of spans. The header precedes the tensors, so they are read twice."""
+    """Write a file of spans. The header has the checksums, so each tensor is read twice."""
     stored = {}
     for key, span in spans.items():
         digests = manifest.chunk_digests(data for _, data in source.read(key, span))

@@ -17,13 +17,13 @@ from fsdpctl.io.activity import BYTES, doing
 from fsdpctl.models.adapter_names import is_adapter_name
 from fsdpctl.plan.layout import Span
 
-_ELEMENTS_AT_ONCE = 1 << 20  # elements that are compared at a time
-_KINDS = {  # the kind of a tensor is the first one whose pattern its name has
+_ELEMENTS_AT_ONCE = 1 << 20
+_KINDS = {  # patterns of names; the first match is the tensor's kind
     "experts": r"\bexperts\b", "norms": r"norm|\bln_", "routers": r"router|\bgate\b",
     "attention": r"attn|attention", "mlp": r"mlp|feed_forward|ffn|shared_expert|\bfc",
     "embeddings": r"embed|\bwte\b|\bwpe\b", "head": r"head",
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # and the index of an expert
+_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.|\w+$)")  # with an index, unless stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +44,35 @@ def lost_finding(subject: str, text: str) -> Finding:
 
 
 class WeightChange(NamedTuple):
-    """The change of a weight: the squared norms of the change and of the base (0 if unknown)."""
+    """The change of a weight."""
 
-    delta: float
-    norm: float
+    squared_change: float
+    squared_norm: float  # norm of the base; 0 if unknown
     name: str
 
     @property
     def ratio(self) -> float:
-        return (self.delta / self.norm) ** 0.5 if self.norm else 0.0
+        return (self.squared_change / self.squared_norm) ** 0.5 if self.squared_norm else 0.0
 
 
 def tensor_kind(name: str) -> str:
-    return next((kind for kind, part in _KINDS.items() if re.search(part, name, re.I)), "other")
+    kinds = (kind for kind, pattern in _KINDS.items() if re.search(pattern, name, re.I))
+    return next(kinds, "other")
 
 
 def summarize_changes(changes: Mapping[str, Collection[WeightChange]]) -> Iterator[Finding]:
     """Yield a finding for each kind: the number of changed tensors, and their relative change."""
     for kind, tensors in sorted(changes.items()):
-        delta, norm, detail = sum(x.delta for x in tensors), sum(x.norm for x in tensors), ""
-        changed, total = sum(x.delta > 0 for x in tensors), len(tensors)
-        ratio = (delta / norm) ** 0.5 if norm else None
-        if changed and ratio is not None:
+        change, norm = sum(x.squared_change for x in tensors), sum(x.squared_norm for x in tensors)
+        changed, total = sum(x.squared_change > 0 for x in tensors), len(tensors)
+        text, ratio = f"{changed} of {total} tensors changed", None
+        if norm:
+            ratio = (change / norm) ** 0.5
             largest = max(tensors, key=lambda x: x.ratio)
-            detail = f", by {100 * ratio:.3g}% of the base's norm, at most "
-            detail += f"{100 * largest.ratio:.3g}% ({largest.name})"
+            detail = f"at most {100 * largest.ratio:.3g}% ({largest.name})"
+            text += f", by {100 * ratio:.3g}% of the base's norm, {detail}" if changed else ""
         figures = {"tensors": total, "changed": changed, "relative_change": ratio}
-        yield Finding(kind, f"{changed} of {total} tensors changed{detail}", figures=figures)
+        yield Finding(kind, text, figures=figures)
 
 
 def compare_names(export: TensorSource, base: TensorSource) -> Iterator[Finding]:
@@ -84,13 +86,12 @@ def compare_names(export: TensorSource, base: TensorSource) -> Iterator[Finding]
         kind, text = tensor_kind(parameter_name(key)), f"{parameter_name(key)}: shape {shape}"
         may_grow = kind in ("embeddings", "head") and shape[1:] == base_shape[1:]
         if shape != base_shape:
-            is_lost = not may_grow or shape < base_shape
+            is_lost = not may_grow or shape[0] < base_shape[0]  # rows lost
             yield Finding(kind, f"{text}, base {base_shape}", is_lost=is_lost)
     counts, base_counts = _num_experts(export), _num_experts(base)
-    for layer, count in sorted(base_counts.items()):
-        if counts.get(layer) != count:
-            text = f"{layer}: {counts.get(layer, 0)} experts, base {count}"
-            yield lost_finding("experts", text)
+    for layer, base_count in sorted(base_counts.items()):
+        if (count := counts.get(layer, 0)) != base_count:
+            yield lost_finding("experts", f"{layer}: {count} experts, base {base_count}")
     if base_counts and counts == base_counts:
         text = " or ".join(map(str, sorted({*counts.values()})))
         yield Finding("experts", f"{text} in each of {len(counts)} layers, as in the base")
@@ -101,8 +102,7 @@ def _name_findings(keys: Collection[str], problem: str, *, is_lost: bool) -> Ite
     for name in sorted(map(parameter_name, keys)):
         names_by_kind[tensor_kind(name)].append(name)
     for kind, names in names_by_kind.items():
-        text = f"{len(names)} tensors {problem}: {shorten_list(names, 2)}"
-        yield Finding(kind, text, is_lost=is_lost)
+        yield Finding(kind, f"{len(names)} tensors {problem}: {shorten_list(names, 2)}", is_lost)
 
 
 def _num_experts(weights: TensorSource) -> dict[str, int]:
@@ -117,9 +117,9 @@ def _num_experts(weights: TensorSource) -> dict[str, int]:
 def compare_values(
     export: TensorSource, base: TensorSource | None, *, is_trained: bool = True
 ) -> Iterator[Finding]:
-    """Compare values with the base's values, rounded to the dtype of the export.
+    """Compare values with the base's, after rounding these to the export's dtype.
 
-    Without `base`, only check that values are finite.
+    Without `base`, only check that values are finite. If `is_trained`, report a lack of changes.
     """
     base_keys = {*tensor_keys(base)} if base is not None else set()
     changes: dict[str, list[WeightChange]] = defaultdict(list)
@@ -127,25 +127,26 @@ def compare_values(
     with doing("comparing", BYTES, sum(export.info(key).nbytes for key in keys)) as advance:
         for key in keys:
             name, kind = parameter_name(key), tensor_kind(parameter_name(key))
-            in_base = base if key in base_keys else None
-            change, num_bad, has_nonzero = _compare_tensor(export, in_base, key)
+            source = base if key in base_keys else None
+            change, num_bad, has_nonzero = _compare_tensor(export, source, key)
             if num_bad:
                 yield lost_finding(kind, f"{name}: {num_bad:,} values are NaN or infinite")
-            if change.norm and not has_nonzero:
-                yield lost_finding(kind, f"{name}: only zeros, and not in the base")
-            if in_base is not None:
+            if change.squared_norm and not has_nonzero:
+                yield lost_finding(kind, f"{name}: only zeros, unlike the base")
+            if source is not None:
                 changes[kind].append(change)
             advance(export.info(key).nbytes)
     yield from summarize_changes(changes)
-    if is_trained and changes and not any(x.delta for each in changes.values() for x in each):
-        yield lost_finding("weights", "all equal the base's; nothing that was trained is there")
+    has_changed = any(x.squared_change for tensors in changes.values() for x in tensors)
+    if is_trained and changes and not has_changed:
+        yield lost_finding("weights", "equal to the base's: trained values missing")
 
 
 @np.errstate(all="ignore")  # values may not be finite
 def _compare_tensor(
     export: TensorSource, base: TensorSource | None, key: str
 ) -> tuple[WeightChange, int, bool]:
-    """Return the change, the number of new NaNs, and whether any value is not zero.
+    """Return the change, the number of new non-finite values, and whether any value is not zero.
 
     If the tensor has more rows than the base's tensor, the first rows are compared.
     """
@@ -162,7 +163,7 @@ def _compare_tensor(
         base_values = _as_floats(base_data, base_info.dtype, info.dtype)
         is_same = data == base_data and base_info.dtype == info.dtype
         values = base_values if is_same else _as_floats(data, info.dtype, info.dtype)
-        if not is_same and not np.isfinite(values @ values):
+        if not is_same and not np.isfinite(values @ values):  # one pass; it may also overflow
             is_bad = ~np.isfinite(values)
             is_bad[: base_values.size] &= np.isfinite(base_values)
             num_bad += int(is_bad.sum())
@@ -175,7 +176,8 @@ def _compare_tensor(
 
 
 def _as_floats(data: bytearray, dtype: str, target: str) -> NDArray[np.float32]:
-    """Return values that are rounded to the dtype `target` if it is a float."""
-    if target in FLOATS and target != dtype:
-        return _as_floats(bytearray(cast(memoryview(data), dtype, target, "")), target, target)
-    return np.frombuffer(cast(memoryview(data), dtype, "F32", ""), np.float32)
+    """Return float32 values, first rounded to `target` if that is a float dtype."""
+    rounded = memoryview(data)
+    if target in FLOATS:
+        rounded, dtype = cast(rounded, dtype, target, ""), target
+    return np.frombuffer(cast(rounded, dtype, "F32", ""), np.float32)

@@ -1,8 +1,7 @@
-"""Export of a checkpoint to a GGUF file for llama.cpp, with a head or a MiB in memory at a time.
+"""Export of a checkpoint to a GGUF file for llama.cpp, one attention head or 1 MiB at a time.
 
 Note: why rows of queries and keys are reordered. In Llama's heads, llama.cpp rotates pairs of
-adjacent dimensions, as Meta's code does. Hugging Face's code pairs the first half of the dimensions
-with the second half.
+adjacent dimensions, as Meta's code does. Hugging Face pairs the first half with the second half.
 """
 
 import json
@@ -58,12 +57,12 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class _GgufTensor:
+class _ExportedTensor:
     name: str  # in GGUF
     key: str
     info: TensorInfo
     dtype: str
-    rows_per_head: int  # per head, if rows are reordered; 0: not reordered
+    head_rows: int  # rows that are reordered together; 1: none
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +81,10 @@ def write_gguf(
     if destination.is_dir() or (destination.exists() and not overwrite):
         raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    gguf = import_package("gguf", "--format gguf")
+    import_package("gguf", "--format gguf")  # UsageError if it is not installed
     _check_supported(model, reader)
     weights = exported_weights(reader, dtype, merge=merge)
-    tensors = _tensors(weights, model, dtype, gguf)
+    tensors = _tensors(weights, model, dtype)
     check_space(destination, sum(each.nbytes for each in tensors))
     with os_errors_as(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -126,22 +125,22 @@ def _check_supported(model: ModelConfig, reader: CheckpointReader) -> None:
         raise UsageError(f"--format gguf: {problem}")
 
 
-def _tensors(
-    reader: TensorSource, model: ModelConfig, dtype: str, library: Any
-) -> list[_GgufTensor]:
-    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
-    names = library.get_tensor_name_map(architecture, model.num_layers)
+def _tensors(weights: TensorSource, model: ModelConfig, dtype: str) -> list[_ExportedTensor]:
+    import gguf
+
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
+    names = gguf.get_tensor_name_map(architecture, model.num_layers)
     reorders = model_type_of(model) in ("llama", "mistral")
     tensors = []
-    for name in reader.names(PARAMETER):
+    for name in weights.names(PARAMETER):
         key = tensor_key(PARAMETER, name)
-        info = reader.info(key)
+        info = weights.info(key)
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None or info.dtype not in FLOATS:
             raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
-        rows = model.used_head_dim if reorders and name.endswith(_REORDERED) else 0
+        head_rows = model.used_head_dim if reorders and name.endswith(_REORDERED) else 1
         tensor_dtype = dtype if len(info.shape) > 1 else "F32"
-        tensors.append(_GgufTensor(gguf_name, key, info, tensor_dtype, rows))
+        tensors.append(_ExportedTensor(gguf_name, key, info, tensor_dtype, head_rows))
     return tensors
 
 
@@ -153,24 +152,25 @@ def _write(
     path: Path,
     reader: CheckpointReader,
     model: ModelConfig,
-    tensors: list[_GgufTensor],
-    chunks: Callable[[_GgufTensor], Iterator[memoryview]],
+    tensors: list[_ExportedTensor],
+    chunks: Callable[[_ExportedTensor], Iterator[memoryview]],
 ) -> str:
     """Write the file; return a note on its tokenizer, or an empty string."""
     import gguf
 
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model_type_of(model)])
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
-    _write_parameters(writer, model, tensors, reader)
+    (matrix_dtype,) = {each.dtype for each in tensors if len(each.info.shape) > 1}
+    _write_parameters(writer, model, reader.manifest.config["model"], matrix_dtype)
     note = write_tokenizer(writer, read_attachments(reader), int(model.vocab_size or 0))
     factors = _rope_factors(model)
     writer.add_string(GGUF_CONFIG_JSON, str(model.config_json))
     if factors is not None:
         writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    ignored = np.dtype(np.float16)  # `kind` decides
     for each in tensors:
         kind = gguf.GGMLQuantizationType[each.dtype]
-        shape = each.info.shape
-        writer.add_tensor_info(each.name, shape, np.dtype(np.float16), each.nbytes, kind)
+        writer.add_tensor_info(each.name, each.info.shape, ignored, each.nbytes, kind)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -189,18 +189,14 @@ def _write(
 
 
 def _write_parameters(
-    writer: "gguf.GGUFWriter",
-    model: ModelConfig,
-    tensors: list[_GgufTensor],
-    reader: CheckpointReader,
+    writer: "gguf.GGUFWriter", model: ModelConfig, name: str, matrix_dtype: str
 ) -> None:
     import gguf
 
     head_dim, config = model.used_head_dim, _transformers_config(model)
     rope, window = config.rope_parameters, _sliding_window(config)
-    matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(reader.manifest.config["model"])
+    writer.add_name(name)
     writer.add_block_count(model.num_layers)
     writer.add_context_length(min(model.max_seq_len, window or model.max_seq_len))
     writer.add_embedding_length(model.hidden_size)
@@ -213,7 +209,7 @@ def _write_parameters(
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(int(model.vocab_size or 0))
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrix_dtype]])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -222,9 +218,9 @@ def _write_parameters(
 
 
 def _sliding_window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    layer_types = getattr(config, "layer_types", None)  # None: all layers have the window
     window: int | None = getattr(config, "sliding_window", None)
-    return window if "sliding_attention" in kinds else None
+    return window if not layer_types or "sliding_attention" in layer_types else None
 
 
 def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
@@ -241,25 +237,28 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     return factors
 
 
-def _chunks(weights: TensorSource, advance: Advance, tensor: _GgufTensor) -> Iterator[memoryview]:
-    if not tensor.rows_per_head:
+def _chunks(
+    weights: TensorSource, advance: Advance, tensor: _ExportedTensor
+) -> Iterator[memoryview]:
+    info = tensor.info
+    if tensor.head_rows == 1:
         for _, data in weights.read(tensor.key):
-            yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
+            yield cast(data, info.dtype, tensor.dtype, tensor.name)
             advance(len(data))
         return
-    size = ITEMSIZES[tensor.info.dtype]
-    width = tensor.info.numel // tensor.info.shape[0]
-    head = tensor.rows_per_head * width
-    for start in range(0, tensor.info.numel, head):
-        read = read_bytes(weights, tensor.key, Span(start, start + head))
-        rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows_per_head // 2, width * size)
+    width = info.numel // info.shape[0]
+    head_numel = tensor.head_rows * width
+    for start in range(0, info.numel, head_numel):
+        head = read_bytes(weights, tensor.key, Span(start, start + head_numel))
+        rows = np.frombuffer(head, np.uint8).reshape(2, -1, width * ITEMSIZES[info.dtype])
+        # From (halves, pairs) to (pairs, halves).
         reordered = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
-        yield cast(reordered.data, tensor.info.dtype, tensor.dtype, tensor.name)
-        advance(len(read))
+        yield cast(reordered.data, info.dtype, tensor.dtype, tensor.name)
+        advance(len(head))
 
 
 # llama.cpp's names of pre-tokenizers, in order of preference, and the regular expressions that
-# split a text, one after the other. If a list is empty, transformers has the expressions.
+# split a text, one after the other. An empty list: the expressions are in transformers.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLITS: Mapping[str, Sequence[str]] = {
     "gpt-2": [_GPT2],
@@ -289,22 +288,23 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     if files.keys() & set(VOCABULARIES):
         saved = FileTokenizer("of the checkpoint", files).files_as_saved()  # with all tokens
         tokenizer_json = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
-        is_bytes = '"ByteLevel"' in json.dumps(tokenizer_json.get("pre_tokenizer"))
+        is_byte_level = '"ByteLevel"' in json.dumps(tokenizer_json.get("pre_tokenizer"))
         problem = "the run's tokenizer is not a byte-level BPE"
-        if tokenizer_json.get("model", {}).get("type") == "BPE" and is_bytes:
+        if tokenizer_json.get("model", {}).get("type") == "BPE" and is_byte_level:
             problem = "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
             name = _find_pre_tokenizer(tokenizer_json)
     if not name:
         writer.add_tokenizer_model("none")
         return f"no tokenizer: {problem}"
-    saved |= {each: files[each] for each in (CONFIG_JSON,) if each in files}
+    if CONFIG_JSON in files:
+        saved[CONFIG_JSON] = files[CONFIG_JSON]
     try:
         writer.add_tokenizer_pre(name)
         _add_tokenizer(writer, tokenizer_json, saved, vocab_size)
         writer.add_string(GGUF_TOKENIZER, saved[TOKENIZER_JSON].decode())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
-    note = f"tokens of words beyond A to Z may differ: llama.cpp approximates {name}"
+    note = f"tokens of non-ASCII words may differ: llama.cpp approximates the pre-tokenizer {name}"
     return note if name in ("tekken", "gpt-4o") else ""
 
 
@@ -328,18 +328,16 @@ def _add_tokenizer(
 
 
 def _find_pre_tokenizer(tokenizer_json: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a pre-tokenizer that yields the same tokens for texts, or ""."""
+    """Return llama.cpp's name of a pre-tokenizer with the same tokens for sample texts, or ""."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     plain = {**tokenizer_json, "post_processor": None, "truncation": None, "padding": None}
     original = Tokenizer.from_str(json.dumps(plain))
     candidate = Tokenizer.from_str(json.dumps({**plain, "normalizer": None}))
     decoded = (decoders.ByteLevel().decode([each]) for each in tokenizer_json["model"]["vocab"])
-    complete = [
-        each for each in decoded if "\ufffd" not in each
-    ]  # without tokens that are a part of a character
-    # llama.cpp does not compose characters. The texts are composed, so that this has no effect.
-    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in complete]
+    whole = [each for each in decoded if "\ufffd" not in each]  # tokens of whole characters
+    # llama.cpp does not apply NFC, so the texts are in NFC already.
+    texts = [normalizers.NFC().normalize_str(f"{x} {x}{x}\n{x}9{x}'{x}") for x in whole]
     candidates: dict[str, Any] = {}
     for name, splits in _SPLITS.items():
         steps = splits or [GGUF_PRE_TOKENIZER_SPLITS[name]]
@@ -348,6 +346,7 @@ def _find_pre_tokenizer(tokenizer_json: Mapping[str, Any]) -> str:
             [*(pre_tokenizers.Split(Regex(each), "isolated") for each in steps), last]
         )
     pieces = _pieces(original.pre_tokenizer)
+    # First try those that split the sample texts as the original does.
     for name in sorted(candidates, key=lambda each: _pieces(candidates[each]) != pieces):
         candidate.pre_tokenizer = candidates[name]
         candidate.model.ignore_merges = name in _IGNORE_MERGES
@@ -367,14 +366,14 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 def _tokens(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     import gguf
 
-    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    tokens = [f"[PAD{token_id}]" for token_id in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     vocabulary: Mapping[str, int] = tokenizer_json["model"]["vocab"]
-    token_of_id = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
+    by_id = {token_id: (text, gguf.TokenType.NORMAL) for text, token_id in vocabulary.items()}
     for each in tokenizer_json.get("added_tokens", ()):
         kind = gguf.TokenType.CONTROL if each.get("special") else gguf.TokenType.USER_DEFINED
-        token_of_id[each["id"]] = (each["content"], kind)
-    for number in token_of_id.keys() & range(vocab_size):
-        text, kind = token_of_id[number]
-        tokens[number], types[number] = text, int(kind)
+        by_id[each["id"]] = (each["content"], kind)
+    for token_id in by_id.keys() & range(vocab_size):
+        text, kind = by_id[token_id]
+        tokens[token_id], types[token_id] = text, int(kind)
     return tokens, types

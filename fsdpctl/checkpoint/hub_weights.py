@@ -32,9 +32,7 @@ class ComposedTensors:
 
     def __init__(self, source: TensorSource, compositions: Mapping[str, _Composition]) -> None:
         self._source = source
-        self._compositions = {
-            tensor_key(each.kind, name): each for name, each in compositions.items()
-        }
+        self._compositions = {tensor_key(x.kind, name): x for name, x in compositions.items()}
         self._kinds = {name: each.kind for name, each in compositions.items()}
 
     def __str__(self) -> str:
@@ -45,7 +43,7 @@ class ComposedTensors:
 
     def info(self, key: str) -> TensorInfo:
         if key not in self._compositions:
-            return self._source.info(key)  # raises, and names the tensor
+            return self._source.info(key)  # raises: a missing tensor
         composition = self._compositions[key]
         dtypes = {self._source.info(part).dtype for part, _ in composition.parts}
         if len(dtypes) > 1:
@@ -76,16 +74,15 @@ def under_model_names(stored: TensorSource, model: ModelConfig) -> TensorSource:
     """Return the weights of a Hugging Face directory under their names in memory."""
     module = build_base_model(model)
     compositions = {}
-    for name, stored_as in map_stored_tensors(module, stored.names(PARAMETER)).items():
-        keys = [tensor_key(PARAMETER, each) for each in stored_as.parts]
+    for name, storage in map_stored_tensors(module, stored.names(PARAMETER)).items():
+        keys = [tensor_key(PARAMETER, each) for each in storage.parts]
         parts = tuple((key, Span(0, stored.info(key).numel)) for key in keys)
-        for copy in stored_as.copies:
-            _check_equal(stored, stored_as.parts[0], copy)
-        shape = stored_as.shape or (sum(span.numel for _, span in parts),)
-        kind = BUFFER if stored_as.is_buffer else PARAMETER
-        shapes = {tuple(stored.info(key).shape) for key in keys}
+        for copy in storage.copies:
+            _check_equal(stored, storage.parts[0], copy)
+        shape = storage.shape or (sum(span.numel for _, span in parts),)
+        kind = BUFFER if storage.is_buffer else PARAMETER
         if len(parts) == 1:
-            shape = shapes.pop()  # loading compares this shape with the model's
+            shape = tuple(stored.info(keys[0]).shape)  # loading checks it
         compositions[name] = _Composition(shape, parts, kind)
     return ComposedTensors(stored, compositions)
 
@@ -95,10 +92,10 @@ def under_hub_names(weights: TensorSource, model: ModelConfig) -> TensorSource:
     module = build_base_model(model)
     shapes = stored_names(module)
     compositions = {}
-    for name, stored_as in map_stored_tensors(module, list(shapes)).items():
-        key = tensor_key(BUFFER if stored_as.is_buffer else PARAMETER, name)
-        sizes = [prod(shapes[part]) for part in stored_as.parts]
-        for part, size, stop in zip(stored_as.parts, sizes, accumulate(sizes), strict=True):
+    for name, storage in map_stored_tensors(module, list(shapes)).items():
+        key = tensor_key(BUFFER if storage.is_buffer else PARAMETER, name)
+        sizes = [prod(shapes[part]) for part in storage.parts]
+        for part, size, stop in zip(storage.parts, sizes, accumulate(sizes), strict=True):
             compositions[part] = _Composition(shapes[part], ((key, Span(stop - size, stop)),))
     return ComposedTensors(weights, compositions)
 
@@ -107,18 +104,19 @@ def float32_names(model: ModelConfig) -> frozenset[str]:
     """Return the names in files of tensors that transformers keeps in float32 in 16-bit models."""
     with torch.device("meta"):
         half = build_causal_lm(model, torch.bfloat16)
+    # float16 has the plan of all 16-bit dtypes; $^ matches nothing, if the plan is empty.
     listed = build_glob_alternation([*half._get_dtype_plan(torch.float16), "$^"])[0]
     float32 = {name for name, each in half.state_dict().items() if each.dtype == torch.float32}
     module = build_base_model(model)
-    parts = map_stored_tensors(module, list(stored_names(module)))
-    in_float32 = (each for name, each in parts.items() if name in float32 or listed.search(name))
+    storage = map_stored_tensors(module, list(stored_names(module)))
+    in_float32 = (x for name, x in storage.items() if name in float32 or listed.search(name))
     return frozenset(part for each in in_float32 for part in each.parts)
 
 
 def _check_equal(weights: TensorSource, name: str, copy: str) -> None:
-    """Refuse two stored tensors that the model ties and that differ."""
+    """Check that two stored tensors, which the model ties, are equal."""
     keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
     shapes = [weights.info(key).shape for key in keys]
     chunks = zip(*(weights.read(key) for key in keys), strict=True)
     if shapes[0] != shapes[1] or any(a != b for (_, a), (_, b) in chunks):
-        raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties both")
+        raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties them")

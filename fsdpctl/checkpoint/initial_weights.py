@@ -1,9 +1,8 @@
 """The weights that a run starts from, and base weights, which its checkpoints do not contain.
 
 Base weights are not trained. A checkpoint names their path and two checksums, which detect another
-model of the same shapes. A run verifies the checksum of samples of each tensor when it starts. It
-computes the checksum of all bytes while it trains, before it saves: reading all bytes takes as long
-as loading the base.
+model of the same shapes. A run verifies the checksum of samples of each tensor when it starts. The
+checksum of all bytes takes as long as loading the base, so a run computes it while it trains.
 """
 
 import json
@@ -41,7 +40,7 @@ from fsdpctl.plan.layout import Span
 
 T = TypeVar("T")
 OnBytes = Callable[[int], None]
-_CHUNK_BYTES = 1 << 26  # per checksum
+_CHECKSUMMED_BYTES = 1 << 26  # per checksum
 _SAMPLES, _SAMPLE_BYTES = 4, 1 << 18  # per tensor
 
 
@@ -102,7 +101,7 @@ def open_initial_weights(model: ModelConfig, module: nn.Module, seed: int) -> Te
     return initial_weights(model, module, seed, open_weights(model))
 
 
-class ObjectCollectives(Protocol):
+class HasAllGather(Protocol):
     """The collective that saving and checksums need."""
 
     rank: int
@@ -116,92 +115,93 @@ class ObjectCollectives(Protocol):
 class BaseWeights:
     """Untrained weights that a run reads, which are verified before it saves."""
 
-    info: BaseInfo  # expected checksums; `xxh3` is empty if no checkpoint names the weights yet
+    record: BaseInfo  # expected checksums; `xxh3` is empty if no checkpoint records it yet
     weights: TensorSource
-    named_by: str = ""  # the checkpoint that names the weights; empty if this run is the first
-    is_named: bool = True  # whether checkpoints of this run name the weights
+    checkpoint: str = ""  # the checkpoint that was trained on them; empty if this run is the first
+    is_recorded: bool = True  # whether checkpoints of this run record them
 
     @classmethod
-    def new(cls, folder: Path, weights: TensorSource, ranks: ObjectCollectives) -> Self:
+    def new(cls, folder: Path, weights: TensorSource, collectives: HasAllGather) -> Self:
         """Describe weights that no checkpoint names, before they are loaded. Collective."""
-        return cls(BaseInfo(str(folder), "", weights_checksum(weights, _samples, ranks)), weights)
+        sampled = weights_checksum(weights, _samples, collectives)
+        return cls(BaseInfo(str(folder), "", sampled), weights)
 
-    def check_samples(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> None:
+    def check_samples(self, collectives: HasAllGather, on_bytes: OnBytes = report_reading) -> None:
         """Verify samples of each tensor; CheckpointError if they differ. Collective."""
-        if weights_checksum(self.weights, _samples, ranks, on_bytes) != self.info.sampled:
+        if weights_checksum(self.weights, _samples, collectives, on_bytes) != self.record.sampled:
             raise self._changed()
 
-    def verify(self, ranks: ObjectCollectives, on_bytes: OnBytes = report_reading) -> BaseInfo:
+    def verify(self, collectives: HasAllGather, on_bytes: OnBytes = report_reading) -> BaseInfo:
         """Verify all bytes and return the checksums; CheckpointError if they differ. Collective.
 
         Samples are read last, since they detect weights that were replaced after they were loaded.
         """
-        xxh3 = weights_checksum(self.weights, _chunk_spans, ranks, on_bytes)
-        self.check_samples(ranks, on_bytes)
-        if self.info.xxh3 not in ("", xxh3):
+        xxh3 = weights_checksum(self.weights, _chunk_spans, collectives, on_bytes)
+        self.check_samples(collectives, on_bytes)
+        if self.record.xxh3 not in ("", xxh3):
             raise self._changed()
-        return BaseInfo(self.info.path, xxh3, self.info.sampled)
+        return BaseInfo(self.record.path, xxh3, self.record.sampled)
 
     def _changed(self) -> CheckpointError:
-        subject = "the checkpoint was trained on" if self.named_by else "the run has loaded"
-        return CheckpointError(
-            f"{self.named_by and f'{self.named_by}: '}base model {self.info.path} has changed: "
-            f"expected the weights that {subject}"
-        )
+        prefix, users = "", "the run has loaded"
+        if self.checkpoint:
+            prefix, users = f"{self.checkpoint}: ", "the checkpoint was trained on"
+        text = f"base model {self.record.path} has changed: expected the weights that {users}"
+        return CheckpointError(f"{prefix}{text}")
 
 
 def open_pretrained(
-    model: ModelConfig, folder: Path, ranks: ObjectCollectives
+    model: ModelConfig, folder: Path, collectives: HasAllGather
 ) -> tuple[TensorSource, BaseWeights | None]:
-    """Return the weights of a Hugging Face directory or checkpoint, and its base. Collective."""
+    """Return the weights of a directory or checkpoint, and a checkpoint's base. Collective."""
     if is_foreign_model(folder):
         return open_weights(model, folder), None
-    weights, base = open_checked(CheckpointReader(folder), ranks)
+    weights, base = open_with_base(CheckpointReader(folder), collectives)
     return with_resized_embeddings(weights, model), base
 
 
-def open_checked(
-    reader: CheckpointReader, ranks: ObjectCollectives
+def open_with_base(
+    reader: CheckpointReader, collectives: HasAllGather
 ) -> tuple[TensorSource, BaseWeights | None]:
-    """Return all weights of a checkpoint, and its base after checking samples. Collective."""
+    """Return all weights of a checkpoint, and its base, whose samples are checked. Collective."""
     info = reader.manifest.base
     if info is None:
         return reader, None
     base = BaseWeights(info, open_base(info, reader), str(reader))
-    base.check_samples(ranks)
+    base.check_samples(collectives)
     return Overlay(reader, base.weights), base
 
 
 def weights_checksum(
     weights: TensorSource,
     spans: Callable[[TensorInfo], Iterable[Span]],
-    ranks: ObjectCollectives,
+    collectives: HasAllGather,
     on_bytes: OnBytes = report_reading,
 ) -> str:
-    """Return a checksum over `spans` of each tensor; each rank reads a part of them. Collective."""
+    """Return a checksum over `spans` of each tensor; each rank reads some spans. Collective."""
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
     pairs = [(name, span) for name, info in infos.items() for span in spans(info)]
-    start, stop = (index * len(pairs) // ranks.size for index in (ranks.rank, ranks.rank + 1))
+    rank, size = collectives.rank, collectives.size
+    local_pairs = pairs[rank * len(pairs) // size : (rank + 1) * len(pairs) // size]
     error, local_digests = "", list[str]()
     try:
-        local_digests = [_digest(weights, name, span, on_bytes) for name, span in pairs[start:stop]]
+        local_digests = [_digest(weights, name, span, on_bytes) for name, span in local_pairs]
     except FsdpctlError as caught:  # the other ranks wait for the result
         error = str(caught)
-    results = ranks.all_gather_values((local_digests, error))
-    for _, error in results:
-        if error:
-            raise CheckpointError(error)
-    digests = [each for of_rank, _ in results for each in of_rank]
+    results = collectives.all_gather_values((local_digests, error))
+    if errors := [error for _, error in results if error]:
+        raise CheckpointError(errors[0])
+    digests = [each for rank_digests, _ in results for each in rank_digests]
     shapes = [[name, info.dtype, info.shape] for name, info in infos.items()]
     return checksum(json.dumps([shapes, digests]).encode())
 
 
 def _chunk_spans(info: TensorInfo) -> Iterable[Span]:
-    return Span(0, info.numel).split(_CHUNK_BYTES // ITEMSIZES[info.dtype])
+    return Span(0, info.numel).split(_CHECKSUMMED_BYTES // ITEMSIZES[info.dtype])
 
 
 def _samples(info: TensorInfo) -> Iterable[Span]:
-    """Return 4 spans of 256 KiB, from begin to end of the tensor, or all of a small tensor."""
+    """Return 4 spans of 256 KiB, from start to end of the tensor, or all of a small tensor."""
     size = _SAMPLE_BYTES // ITEMSIZES[info.dtype]
     last = info.numel - size
     if info.numel <= _SAMPLES * size:

@@ -26,16 +26,14 @@ from fsdpctl.plan.layout import ParamSlice, ParamSpec, Span, round_up
 from fsdpctl.plan.optimizers import SCALE_BLOCK, TILE, scale_blocks
 
 
-class OptimizerRun(Protocol):
+class SteppedPart(Protocol):
     """A part of a shard that the optimizer steps as one tensor."""
 
     @property
-    def shard(self) -> FlatShard:
-        """The shard that contains the run."""
-
+    def shard(self) -> FlatShard: ...
     @property
     def span(self) -> Span:
-        """The run's elements in the flat buffer."""
+        """The part's elements in the flat buffer."""
 
 
 class ShardedOptimizer(Protocol):
@@ -47,8 +45,8 @@ class ShardedOptimizer(Protocol):
     def create_states(self) -> None:
         """Create the states that the first optimizer step creates."""
 
-    def span_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
-        """Yield each run with its states: the scalar `step`, and moments (quantized_states)."""
+    def span_states(self) -> Iterator[tuple[SteppedPart, dict[str, Tensor]]]:
+        """Yield each part with its states: the scalar `step`, and moments (quantized_states)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,50 +54,48 @@ class TensorPiece:
     """A part of one parameter or of one of its optimizer states, in this rank's memory."""
 
     key: str
-    piece: ParamSlice
-    values: Tensor  # 1-D, the elements `piece.in_param`
+    param_slice: ParamSlice
+    values: Tensor  # 1-D, the elements `param_slice.in_param`
 
 
-def model_pieces(
-    model: ShardedModelProtocol, *, trained_only: bool = False
-) -> Iterator[TensorPiece]:
+def model_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
     """Yield the pieces of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
-        for piece in shard.layout.param_slices(shard.saved_span):
+        for param_slice in shard.layout.param_slices(shard.saved_span):
             for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
                 if values is not None:
-                    key = tensor_key(kind, piece.param.name)
-                    yield TensorPiece(key, piece, shard.view(values, piece.in_flat))
+                    key = tensor_key(kind, param_slice.param.name)
+                    yield TensorPiece(key, param_slice, shard.view(values, param_slice.in_flat))
 
 
 def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[TensorPiece]:
     """Yield the pieces of optimizer states that this rank writes; none before the first step."""
-    for run, states in optimizer.span_states():
-        saved_span = run.span.intersect(run.shard.saved_span)
-        for piece in run.shard.layout.param_slices(saved_span) if saved_span else ():
-            local_span = piece.in_flat.shift(-run.span.start)
+    for stepped, states in optimizer.span_states():
+        saved_span = stepped.span.intersect(stepped.shard.saved_span)
+        for param_slice in stepped.shard.layout.param_slices(saved_span) if saved_span else ():
+            local_span = param_slice.in_flat.shift(-stepped.span.start)
+            param = param_slice.param.name
             for name in moment_names(states):
                 moment = get_moment(states, name).window(local_span)
                 kind = name if moment.scales is None else name + CODES
-                yield TensorPiece(tensor_key(kind, piece.param.name), piece, moment.values)
+                yield TensorPiece(tensor_key(kind, param), param_slice, moment.values)
                 if moment.scales is not None:
-                    key = tensor_key(name + SCALES, piece.param.name)
-                    yield TensorPiece(key, _scales_piece(piece), moment.scales)
+                    key = tensor_key(name + SCALES, param)
+                    yield TensorPiece(key, _scales_slice(param_slice), moment.scales)
 
 
-def _scales_piece(piece: ParamSlice) -> ParamSlice:
+def _scales_slice(piece: ParamSlice) -> ParamSlice:
     spec = ParamSpec(piece.param.name, (scale_blocks(Span(0, piece.param.numel)).stop,))
     return ParamSlice(spec, scale_blocks(piece.in_param), scale_blocks(piece.in_flat))
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
-    steps = {}
-    for run, states in optimizer.span_states():
-        if "step" in states:
-            count = int(states["step"])
-            for piece in run.shard.layout.param_slices(run.span):
-                steps[piece.param.name] = count
-    return steps
+    return {
+        param_slice.param.name: int(states["step"])
+        for stepped, states in optimizer.span_states()
+        if "step" in states
+        for param_slice in stepped.shard.layout.param_slices(stepped.span)
+    }
 
 
 @torch.no_grad()
@@ -109,10 +105,10 @@ def load_into(
     optimizer: ShardedOptimizer | None,
     weights: TensorSource | None = None,
 ) -> Progress:
-    """Load this rank's shards and states, reading only the elements of these shards. Collective.
+    """Load this rank's shards and states; read only their elements. Collective.
 
-    `weights` has the tensors of the checkpoint, and of the base model whose adapters it stores.
-    Without an optimizer, optimizer states are not read. Return the progress of the run.
+    `weights`: the checkpoint's tensors with those of its base. Without an optimizer, optimizer
+    states are not read. Return the progress of the run.
     """
     _load_model(weights or reader, model)
     progress = reader.manifest.progress
@@ -133,7 +129,7 @@ def state_kinds(reader: CheckpointReader) -> set[str]:
 
 @torch.no_grad()
 def load_weights(source: TensorSource, model: ShardedModelProtocol) -> None:
-    """Load this rank's shards, reading only the elements of these shards. Collective."""
+    """Load this rank's shards; read only their elements. Collective."""
     _load_model(source, model)
     model.broadcast_updated_params()
 
@@ -144,12 +140,12 @@ def _load_model(source: TensorSource, model: ShardedModelProtocol) -> None:
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
     _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
-    model.mesh.shard.wait_for_readers()
+    model.mesh.shard.wait_for_readers()  # with shared memory, ranks may still gather these shards
     for shard in model.flat_shards():
-        for piece in shard.param_slices():
-            offset = piece.in_flat.start - piece.in_param.start
-            key = tensor_key(PARAMETER, piece.param.name)
-            for part, values in _read(source, key, piece.in_param):
+        for param_slice in shard.param_slices():
+            offset = param_slice.in_flat.start - param_slice.in_param.start
+            key = tensor_key(PARAMETER, param_slice.param.name)
+            for part, values in _read(source, key, param_slice.in_param):
                 shard.write_span(part.shift(offset), values)
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
@@ -176,25 +172,25 @@ def _read_into(source: TensorSource, key: str, span: Span, target: Tensor) -> No
 
 def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
     """Read the optimizer's moments, and quantize or dequantize them if its dtype differs."""
-    for run, states in optimizer.span_states():
-        for piece in run.shard.layout.param_slices(run.span):
-            local_span = piece.in_flat.shift(-run.span.start)
+    for stepped, states in optimizer.span_states():
+        for param_slice in stepped.shard.layout.param_slices(stepped.span):
+            local_span = param_slice.in_flat.shift(-stepped.span.start)
             for name in moment_names(states):
                 # Whole blocks: the zeros after a parameter belong to its last block.
-                part = Span(local_span.start, round_up(local_span.stop, SCALE_BLOCK))
-                moment = get_moment(states, name).window(part)
-                _load_moment(reader, name, piece, moment)
+                blocks = Span(local_span.start, round_up(local_span.stop, SCALE_BLOCK))
+                _load(reader, name, param_slice, get_moment(states, name).window(blocks))
 
 
-def _load_moment(reader: CheckpointReader, name: str, piece: ParamSlice, moment: Moment) -> None:
-    for part in Span(0, piece.in_flat.numel).split(TILE["cuda"]):
+def _load(reader: CheckpointReader, name: str, param_slice: ParamSlice, moment: Moment) -> None:
+    # Tiles of any multiple of SCALE_BLOCK bound the float32 workspace.
+    for part in Span(0, param_slice.in_flat.numel).split(TILE["cuda"]):
         padded_span = Span(part.start, round_up(part.stop, SCALE_BLOCK))
-        span, target = part.shift(piece.in_param.start), moment.window(padded_span)
-        stored = _read_moment(reader, name, piece.param.name, span, target.values.device)
-        if (stored.scales is None) != (target.scales is None):
-            stored = (
-                stored.quantized_like(target) if target.scales is not None else stored.dequantized()
-            )
+        span, target = part.shift(param_slice.in_param.start), moment.window(padded_span)
+        stored = _read_moment(reader, name, param_slice.param.name, span, target.values.device)
+        if stored.scales is None and target.scales is not None:
+            stored = stored.quantized_like(target)
+        elif stored.scales is not None and target.scales is None:
+            stored = stored.dequantized()
         target.values[: part.numel].copy_(stored.values[: part.numel])
         if target.scales is not None and stored.scales is not None:
             target.scales.copy_(stored.scales)
@@ -227,24 +223,21 @@ def check_weights(source: TensorSource, module: nn.Module) -> None:
 
 def _check_shapes(source: TensorSource, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
-        stored = tuple(source.info(tensor_key(kind, name)).shape)
-        if stored != shape:
-            raise CheckpointError(
-                f"{source}: {name}: expected shape {list(shape)}, got {list(stored)}"
-            )
+        stored = source.info(tensor_key(kind, name)).shape
+        if stored != list(shape):
+            raise CheckpointError(f"{source}: {name}: expected shape {list(shape)}, got {stored}")
     for name in source.names(kind):
         if name not in shapes:
             raise CheckpointError(f"{source}: the model has no {name}")
 
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
-    for run, states in optimizer.span_states():
+    for stepped, states in optimizer.span_states():
         if "step" not in states:  # SGD, for example, has no counter
             continue
-        names = [piece.param.name for piece in run.shard.layout.param_slices(run.span)]
+        names = [x.param.name for x in stepped.shard.layout.param_slices(stepped.span)]
         counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:
-            raise CheckpointError(
-                f"{names[0]}: optimizer step differs from the step of adjacent parameters"
-            )
+            problem = "adjacent parameters have other steps; this optimizer has one per shard"
+            raise CheckpointError(f"{names[0]}: {problem}")
         states["step"].fill_(counts.pop())

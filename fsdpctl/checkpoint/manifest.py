@@ -34,10 +34,10 @@ _DIGEST_BYTES = 16
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)  # next to weights
-ASSETS = (*MODEL_CONFIG_FILES, *TOKENIZER_FILES, TEMPLATES)  # files next to weights
-# Kinds of tensors; other kinds are optimizer states. A remainder is the lower 8 bits of 24-bit
-# weights.
+# Files next to weights.
+MODEL_CONFIG_FILES = (CONFIG_JSON, GENERATION_CONFIG)
+ASSETS = (*MODEL_CONFIG_FILES, *TOKENIZER_FILES, TEMPLATES)
+# Kinds of tensors; others are optimizer states. A remainder: the lower 8 bits of 24-bit weights.
 PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
 
 
@@ -78,10 +78,7 @@ def chunk_digests(stream: Iterable[memoryview]) -> bytes:
 def write_span_file(
     path: Path, stored: Mapping[str, tuple[str, StoredSpan]], chunks: Iterable[memoryview]
 ) -> "FileInfo":
-    """Write a new file of spans of tensors; return its size and checksum.
-
-    `stored` has the dtype and the span of each key.
-    """
+    """Write a new file of spans; return its size and checksum. `stored`: dtype and span by key."""
     entries = [TensorEntry(key, dtype, (x.span.numel,)) for key, (dtype, x) in stored.items()]
     spans = {key: [x.span.start, x.span.stop, x.digests.hex()] for key, (_, x) in stored.items()}
     header = make_header(entries, {SPANS_KEY: json.dumps(spans, separators=(",", ":"))})
@@ -103,6 +100,7 @@ def tensor_key(kind: str, name: str) -> str:
 
 
 def parameter_name(key: str) -> str:
+    """Return the name of a parameter's key; other keys are unchanged."""
     return key.removeprefix(f"{PARAMETER}/")
 
 

@@ -9,7 +9,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, t
 from fsdpctl.checkpoint.pretrained import with_base
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import FLOATS, cast
-from fsdpctl.checkpoint.tensor_source import TensorSource, read_floats
+from fsdpctl.checkpoint.tensor_source import TensorSource, expert_factors
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
@@ -45,7 +45,7 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool
         return weights
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     if merge and model.base_dtype is not None:
-        weights = _merge_into_quantized(weights, model, dtype)
+        weights = _merge_quantized(weights, model, dtype)
     elif merge:
         weights = MergedTensors(weights, model, dtype, transposed=_transposed(model))
     from fsdpctl.checkpoint.hub_weights import under_hub_names  # imports torch
@@ -53,9 +53,7 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merge: bool
     return under_hub_names(weights, model)
 
 
-def _merge_into_quantized(
-    weights: TensorSource, model: ModelConfig, dtype: str | None
-) -> TensorSource:
+def _merge_quantized(weights: TensorSource, model: ModelConfig, dtype: str | None) -> TensorSource:
     """Merge adapters into the dequantized weights that they were trained with.
 
     A `dtype` of None selects the dtype of the base's files, or float32 if they have several.
@@ -85,10 +83,9 @@ def notes_on_merge(reader: CheckpointReader, *, merge: bool) -> tuple[str, ...]:
     dtype = reader.manifest.config.get("model.base_dtype", "auto")
     if not merge or dtype == "auto":
         return ()
-    base = reader.manifest.base
-    detail = "" if base is None else f"; the weights in {base.path} differ"
     text = f"adapters merged into the {dtype.upper()} weights that they were trained with"
-    return (text + detail,)
+    base = reader.manifest.base
+    return (text if base is None else f"{text}; the weights in {base.path} differ",)
 
 
 class MergedTensors:
@@ -113,8 +110,8 @@ class MergedTensors:
         # The name of a weight, and its factors by expert.
         self._cached_factors: tuple[str, tuple[FloatArray, FloatArray]] | None = None
         layers = adapted_layers(weights.names(PARAMETER))
-        self._merged = {adapted_weight(layer): layer for layer in layers}
-        self._rounded = {*self._merged, *rounded}
+        self._layer_of = {adapted_weight(layer): layer for layer in layers}
+        self._rounded = {*self._layer_of, *rounded}
 
     def __str__(self) -> str:
         return str(self._weights)
@@ -132,7 +129,7 @@ class MergedTensors:
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         name, info = parameter_name(key), self.info(key)
         stored = self._weights.info(key).dtype
-        if name not in self._merged:
+        if name not in self._layer_of:
             for part, data in self._weights.read(key, span):
                 yield part, cast(data, stored, info.dtype, name)
             return
@@ -140,35 +137,29 @@ class MergedTensors:
         for part, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)
             first, stop = part.start // columns, -(-part.stop // columns)
-            delta = self._delta_rows(name, info.shape, first, stop).reshape(-1)
+            product = self._product_rows(name, info.shape, first, stop).reshape(-1)
             offset = part.start - first * columns
-            values = values + self._scale * delta[offset : offset + part.numel]
+            values = values + self._scale * product[offset : offset + part.numel]
             yield part, cast(values.view(np.uint8).data, "F32", info.dtype, name)
 
-    def _delta_rows(self, name: str, shape: Sequence[int], first: int, stop: int) -> FloatArray:
+    def _product_rows(self, name: str, shape: Sequence[int], first: int, stop: int) -> FloatArray:
         """Return rows of the product B A for a weight; rows of experts are concatenated."""
         left, right = self._factors(name, shape[0] if len(shape) == 3 else 1)
-        num_rows, deltas = shape[-2], []
+        num_rows, products = shape[-2], []
         for expert in range(first // num_rows, -(-stop // num_rows)):
             start = expert * num_rows
             rows = left[expert][max(first - start, 0) : min(stop - start, num_rows)]
-            deltas.append(rows @ right[expert])
-        return np.concatenate(deltas)
+            products.append(rows @ right[expert])
+        return np.concatenate(products)
 
     def _factors(self, name: str, num_experts: int) -> tuple[FloatArray, FloatArray]:
         """Return the factors of a product, (experts, …); the last weight's factors are cached."""
         if self._cached_factors is None or self._cached_factors[0] != name:
-            layer = self._merged[name]
-            matrix_a = self._read_matrix(f"{layer}.{LORA_A}.weight")
-            matrix_b = self._read_matrix(f"{layer}.{LORA_B}.weight")
-            lora_a = matrix_a.reshape(num_experts, -1, matrix_a.shape[1])
-            lora_b = matrix_b.reshape(len(matrix_b), -1, num_experts).transpose(2, 0, 1)
+            layer = self._layer_of[name]
+            names = f"{layer}.{LORA_A}.weight", f"{layer}.{LORA_B}.weight"
+            lora_a, lora_b = expert_factors(self._weights, *names, num_experts)
             factors = lora_b, lora_a
             if layer in self._transposed:
                 factors = lora_a.transpose(0, 2, 1), lora_b.transpose(0, 2, 1)
             self._cached_factors = name, factors
         return self._cached_factors[1]
-
-    def _read_matrix(self, name: str) -> FloatArray:
-        key = tensor_key(PARAMETER, name)
-        return read_floats(self._weights, key).reshape(self._weights.info(key).shape)

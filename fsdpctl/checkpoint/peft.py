@@ -37,8 +37,8 @@ from fsdpctl.models.stacked_experts import named_experts
 # copy of the trained tensor, and the tensor that it replaces. Neither is read.
 _RESIZED_COPIES = (".modules_to_save.weight", ".original_module.weight")
 # Ends of names of layers that PEFT renames to matrices of stacked experts when it loads adapters,
-# by transformers' conversion tables for mixture-of-experts models. So the layers (a dense MLP, a
-# router) are exported as parameters of `target_parameters`, which PEFT does not rename.
+# by transformers' conversion tables for mixture-of-experts models. So other layers
+# with these ends (a dense MLP, a router) are `target_parameters`, which PEFT does not rename.
 _RENAMED = (".down_proj", ".gate_proj", ".up_proj", ".gate")
 
 
@@ -52,66 +52,57 @@ class PeftAdapters(FileTensors):
             raise UsageError(f"model.lora.path={folder}: {ADAPTER_WEIGHTS} not found")
         file = open_tensor_file(path)
         self._shapes = trained_shapes(module)
-        name_of = {peft_name: name for name, peft_name in peft_names(self._shapes).items()}
+        by_peft_name = {peft_name: name for name, peft_name in peft_names(self._shapes).items()}
         param_names, tied_to = {name for name, _ in module.named_parameters()}, tied_names(module)
         entries: dict[str, tuple[TensorFile, TensorEntry]] = {}
         for peft_name, entry in file.entries.items():
             if not peft_name.endswith(_RESIZED_COPIES):
-                name = name_of.get(peft_name) or peft_name.removeprefix(PEFT_PREFIX)
+                name = by_peft_name.get(peft_name) or peft_name.removeprefix(PEFT_PREFIX)
                 name = name if name in param_names else tied_to.get(name, name)
                 if name not in param_names or not peft_name.startswith(PEFT_PREFIX):
                     _check_name(peft_name, folder)
-                entries.setdefault(name, (file, entry))
+                entries.setdefault(name, (file, entry))  # the first of tied tensors counts
         super().__init__(folder, entries)
 
     def check(self) -> None:
         """Check names and shapes; UsageError if they do not match the model's adapters."""
         location, shapes = f"model.lora.path={self.folder}", self._shapes
         for name, shape in shapes.items():
-            if name not in self._entries and not is_adapter_name(name):
-                raise UsageError(f"{location}: {name} not found; model.lora.also requires it")
             if name not in self._entries:
-                stored_layers = [
-                    each.replace(EXPERT_ADAPTERS, ".") for each in adapted_layers(self._entries)
-                ]
-                layers = {each.rpartition(".")[2] for each in stored_layers}
+                if not is_adapter_name(name):
+                    raise UsageError(f"{location}: {name} not found; model.lora.also requires it")
+                adapted = [x.replace(EXPERT_ADAPTERS, ".") for x in adapted_layers(self._entries)]
+                layers = {each.rpartition(".")[2] for each in adapted}
                 is_stacked = any(EXPERT_ADAPTERS in each for each in (*self._entries, *shapes))
                 if is_stacked or any(f".{layer}.lora_" in name for layer in layers):
                     # Only some of the layers with this ending are adapted: list full names.
-                    layers = set(stored_layers)
+                    layers = set(adapted)
                 raise UsageError(
                     f"{location}: {name} not found; model.lora.targets requires it; set "
                     f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
                 )
-            stored_shape = self._entries[name][1].shape
-            if stored_shape != shape:
-                raise UsageError(
-                    f"{location}: {name}: expected shape {list(shape)}, got {list(stored_shape)}"
-                )
-        for name in self._entries:
-            if name not in shapes and not is_adapter_name(name):
-                fully_trained = {
-                    x.rpartition(".")[0] for x in self._entries if not is_adapter_name(x)
-                }
-                raise UsageError(
-                    f"{location}: {name}: not one of modules_to_save; to train it too, set "
-                    f"model.lora.also={','.join(sorted(fully_trained))}"
-                )
-            if name not in shapes:
+            if (stored := self._entries[name][1].shape) != shape:
+                shapes_text = f"expected shape {list(shape)}, got {list(stored)}"
+                raise UsageError(f"{location}: {name}: {shapes_text}")
+        for name in (each for each in self._entries if each not in shapes):
+            if is_adapter_name(name):
                 raise UsageError(
                     f"{location}: unexpected {name}; check that the adapters are of this model and "
                     "that model.lora.targets includes their layers"
                 )
+            fully_trained = {x.rpartition(".")[0] for x in self._entries if not is_adapter_name(x)}
+            raise UsageError(
+                f"{location}: {name}: not trained by this run; to train it too, set "
+                f"model.lora.also={','.join(sorted(fully_trained))}"
+            )
 
 
 def stored_rows(folder: Path, names: Collection[str]) -> dict[str, int]:
-    """Return the number of rows of each parameter in `names` that a PEFT directory has."""
+    """Return the number of rows of each of the parameters `names` that a PEFT directory has."""
     path = folder / ADAPTER_WEIGHTS
     entries = open_tensor_file(path).entries if path.is_file() else {}
-    shapes = {
-        name: entries[PEFT_PREFIX + name].shape for name in names if PEFT_PREFIX + name in entries
-    }
-    return {name: shape[0] for name, shape in shapes.items() if shape}
+    pairs = ((name, entries.get(PEFT_PREFIX + name)) for name in names)
+    return {name: entry.shape[0] for name, entry in pairs if entry is not None and entry.shape}
 
 
 def trained_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -144,33 +135,34 @@ def write_peft(
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     module = build_model(model)
     trained = trained_shapes(module)
-    name_of = {peft_name: name for name, peft_name in peft_names(trained).items()}
+    by_peft_name = {peft_name: name for name, peft_name in peft_names(trained).items()}
     fully_trained = [name for name in trained if not is_adapter_name(name)]
     ties = {other: name for other, name in tied_names(module).items() if name in fully_trained}
-    name_of |= {PEFT_PREFIX + other: name for other, name in ties.items()}
-    infos = {name: weights.info(tensor_key(PARAMETER, name_of[name])) for name in sorted(name_of)}
+    by_peft_name |= {PEFT_PREFIX + other: name for other, name in ties.items()}
+    infos = {
+        name: weights.info(tensor_key(PARAMETER, by_peft_name[name]))
+        for name in sorted(by_peft_name)
+    }
     entries = [TensorEntry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
 
     def read(entry: TensorEntry) -> Iterator[memoryview]:
-        return (data for _, data in weights.read(tensor_key(PARAMETER, name_of[entry.name])))
+        return (data for _, data in weights.read(tensor_key(PARAMETER, by_peft_name[entry.name])))
 
     path = "" if reader.manifest.base is None else reader.manifest.base.path
     on_hub = hub_name(path)
-    base = on_hub[0] if on_hub else path if names_base and path else None
+    base = on_hub[0] if on_hub else (names_base and path) or None
     with export_directory(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = ChecksumWriter(), {"format": "pt", **EXPORT_METADATA}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
         content = _adapter_config(model, names, base)
-        content["modules_to_save"] = (
-            sorted({x.rpartition(".")[0] for x in (*fully_trained, *ties)}) or None
-        )
+        saved = {x.rpartition(".")[0] for x in (*fully_trained, *ties)}
+        content["modules_to_save"] = sorted(saved) or None
         content["ensure_weight_tying"] = bool(ties)
         content["revision"] = on_hub[1] if on_hub else None
-        if model.first_new_token is not None:  # PEFT's user resizes the model to this tokenizer
-            tokenizer_files = {
-                k: v for k, v in read_attachments(reader).items() if k not in MODEL_CONFIG_FILES
-            }
-            write_assets(folder, tokenizer_files)
+        if model.first_new_token is not None:
+            # Users of PEFT resize the embeddings to this tokenizer.
+            files = read_attachments(reader)
+            write_assets(folder, {k: x for k, x in files.items() if k not in MODEL_CONFIG_FILES})
         write_synced(folder / ADAPTER_CONFIG, (json.dumps(content, indent=2) + "\n").encode())
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
@@ -190,13 +182,14 @@ def _adapter_config(model: ModelConfig, names: list[str], base: str | None) -> d
     linear = [each for each in adapted if EXPERT_ADAPTERS not in each]
     # In a model with stacked experts, PEFT would take layers in _RENAMED for matrices of experts,
     # so they are listed in target_parameters. PEFT does not support dropout for these.
-    has_stacks = any(True for _ in named_experts(plain))
-    renamed = [f"{each}." for each in linear if has_stacks and each.endswith(_RENAMED)]
-    stacked = [adapted_weight(x) for x in adapted if EXPERT_ADAPTERS in x or f"{x}." in renamed]
+    has_stacks = bool([*named_experts(plain)])
+    renamed = [each for each in linear if has_stacks and each.endswith(_RENAMED)]
+    stacked = [adapted_weight(x) for x in adapted if EXPERT_ADAPTERS in x or x in renamed]
     lora, alpha = model.lora, model.lora.used_alpha
     assert lora.rank is not None
-    layers = [each for each in linear if f"{each}." not in renamed]
-    other_names = [each for each in names if not each.startswith(tuple(renamed))]
+    layers = [each for each in linear if each not in renamed]
+    prefixes = tuple(f"{each}." for each in renamed)
+    other_names = [each for each in names if not each.startswith(prefixes)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

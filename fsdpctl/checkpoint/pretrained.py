@@ -13,7 +13,7 @@ from fsdpctl.config.model_path import is_foreign_model
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTE_TOKENIZER
 from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io.files import checked_name
 from fsdpctl.io.gguf_header import is_gguf
 from fsdpctl.io.run_files import CHECKPOINTS, RUN_ASSETS, RUN_CONFIG
@@ -31,35 +31,30 @@ class _Index:
 
 
 def open_weights(model: ModelConfig, folder: Path | None = None, depth: int = 0) -> TensorSource:
-    """Open the weights in `model.path`, or in `folder` if they were found before.
-
-    `depth` is the number of checkpoints that name one another as base and led here.
-    """
+    """Open the weights in `folder` or `model.path`; `depth` counts the bases that were followed."""
     from fsdpctl.checkpoint.resized_embeddings import (  # imports torch
         stored_config,
         with_resized_embeddings,
     )
 
     folder = folder or weights_folder(model)
-    if is_foreign_model(folder):
-        from fsdpctl.checkpoint.hub_weights import under_model_names  # imports torch
+    if not is_foreign_model(folder):
+        return with_resized_embeddings(with_base(CheckpointReader(folder), depth), model)
+    from fsdpctl.checkpoint.hub_weights import under_model_names  # imports torch
 
-        stored_as = stored_config(model, folder)
-        if is_gguf(folder):
-            from fsdpctl.checkpoint.gguf_weights import GgufTensors
+    stored_model = stored_config(model, folder)
+    if is_gguf(folder):
+        from fsdpctl.checkpoint.gguf_weights import GgufTensors
 
-            return with_resized_embeddings(
-                under_model_names(GgufTensors(folder, stored_as), stored_as), model
-            )
-        files = weight_files(folder)
-        stored = {name: (file, file.entries[name]) for name, file in files.items()}
-        return with_resized_embeddings(
-            under_model_names(FileTensors(folder, stored), stored_as), model
-        )
-    return with_resized_embeddings(with_base(CheckpointReader(folder), depth), model)
+        stored: TensorSource = GgufTensors(folder, stored_model)
+    else:
+        next_step = ". Set model.init=random to train from scratch"
+        stored = file_tensors(folder, f"model.path={folder}", next_step)
+    return with_resized_embeddings(under_model_names(stored, stored_model), model)
 
 
 def with_base(reader: CheckpointReader, depth: int = 0) -> TensorSource:
+    """Return the tensors of a checkpoint, and those of its base, if any."""
     base = reader.manifest.base
     return reader if base is None else Overlay(reader, open_base(base, reader, depth + 1))
 
@@ -110,7 +105,7 @@ def find_tokenizer(folder: Path) -> str | None:
         folders = [checkpoint]
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
-            folders = [run_dir / RUN_ASSETS, checkpoint]  # old checkpoints are deleted
+            folders = [run_dir / RUN_ASSETS, checkpoint]  # the run may delete the checkpoint
     return next((str(folder) for folder in folders if has_tokenizer(folder)), None)
 
 
@@ -118,42 +113,37 @@ def read_attachments(reader: CheckpointReader) -> dict[str, bytes]:
     return {name: reader.attachment(name) for name in reader.manifest.attachments}
 
 
-def weight_files(folder: Path) -> dict[str, TensorFile]:
-    """Return the file of each weight, by the rules by which transformers selects files."""
+def file_tensors(
+    folder: Path, location: str, next_step: str = "", error_type: type[FsdpctlError] = UsageError
+) -> FileTensors:
+    """Open the weights of a directory; transformers selects files by the same rules.
+
+    If they are not found, the message begins with `location` and ends with `next_step`.
+    """
     single, index = folder / _SINGLE_FILE, folder / INDEX_JSON
     if not single.is_file() and index.is_file():
-        return _indexed_files(index)
+        files = _indexed_files(index)
+        return FileTensors(folder, {name: (x, x.entries[name]) for name, x in files.items()})
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise UsageError(f"model.path={folder}: {_missing_weights(folder)}")
+        others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        expected = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
+        raise error_type(f"{location}: {expected or '*.safetensors not found'}{next_step}")
     if len(paths) > 1:
-        names = ", ".join(path.name for path in paths[:3])
-        raise UsageError(
-            f"model.path={folder}: ambiguous weights in {names}; "
-            f"expected {_SINGLE_FILE} or {INDEX_JSON}"
-        )
+        names = f"{', '.join(x.name for x in paths[:3])}; expected {_SINGLE_FILE} or {INDEX_JSON}"
+        raise error_type(f"{location}: ambiguous weights in {names}")
     file = open_tensor_file(paths[0])
-    return dict.fromkeys(file.entries, file)
+    return FileTensors(folder, {name: (file, entry) for name, entry in file.entries.items()})
 
 
 def _indexed_files(index: Path) -> dict[str, TensorFile]:
-    content = read_json(index, _Index, error_type=CheckpointError)
-    weight_map = content.weight_map
+    weight_map = read_json(index, _Index, error_type=CheckpointError).weight_map
     names = dict.fromkeys(weight_map.values())
     for name in names:
         checked_name(name, r".*\.safetensors", str(index), CheckpointError)
     files = {name: open_tensor_file(index.parent / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].entries:
-            raise CheckpointError(
-                f"{index.parent / name}: {tensor} not found; {index.name} names this file"
-            )
+            problem = f"{tensor} not found; {index.name} names this file"
+            raise CheckpointError(f"{index.parent / name}: {problem}")
     return {tensor: files[name] for tensor, name in weight_map.items()}
-
-
-def _missing_weights(folder: Path) -> str:
-    others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    unsupported = f"{others[0].name} is not supported; expected *.safetensors" if others else ""
-    return (
-        f"{unsupported or '*.safetensors not found'}. Set model.init=random to train from scratch"
-    )

@@ -27,7 +27,7 @@ from fsdpctl.io.run_files import CHECKPOINTS, CHECKSUMS, MANIFEST
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
 EXPORT_METADATA = {"fsdpctl": "consolidated"}  # metadata of exported tensor files
 CARD = "README.md"
-_SEAL = b"\n<!-- fsdpctl "  # precedes a model card's checksum, which detects edits
+_CHECKSUM_MARK = b"\n<!-- fsdpctl "  # precedes a model card's checksum, which detects edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CheckpointMetadata:
     base: BaseInfo | None = None  # where untrained weights are stored; None: in the checkpoint
 
 
-def missing_space(folder: Path, nbytes: int) -> str:
+def space_problem(folder: Path, nbytes: int) -> str:
     """Return a message if there is no space for `nbytes` below `folder`, or ""."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
@@ -53,16 +53,13 @@ def missing_space(folder: Path, nbytes: int) -> str:
 
 def check_space(destination: Path, nbytes: int) -> None:
     """Check that `nbytes` fit next to `destination`; UsageError if they do not."""
-    if problem := missing_space(destination.parent, nbytes):
+    if problem := space_problem(destination.parent, nbytes):
         raise UsageError(f"{destination}: {problem}")
 
 
 @contextmanager
 def atomic_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a new directory that is renamed to `folder` if the block succeeds.
-
-    With `replaces`, an existing `folder` is replaced.
-    """
+    """Yield a new directory that becomes `folder`, or `replaces` it, if the block succeeds."""
     scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # containers repeat process IDs
     try:
         scratch.mkdir(parents=True)
@@ -98,9 +95,11 @@ def write_manifest(
 ) -> None:
     """Write the attachments and the manifest of the tensor files in `folder`."""
     attached = {name: FileInfo(len(x), checksum(x)) for name, x in metadata.attachments.items()}
-    stored = dict(files), attached, dict(sorted(tensors.items())), metadata.progress
-    config, base = dict(metadata.config), metadata.base
-    manifest = Manifest(*stored, config, versions(), world_size, base)
+    manifest = Manifest(
+        files=dict(files), attachments=attached, tensors=dict(sorted(tensors.items())),
+        progress=metadata.progress, config=dict(metadata.config), versions=versions(),
+        world_size=world_size, base=metadata.base,
+    )  # fmt: skip
     write_assets(folder, metadata.attachments)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
 
@@ -122,7 +121,7 @@ class ExportResult:
     num_bytes: int
     num_tensors: int
     notes: tuple[str, ...]  # lines about missing and differing files or values
-    files: int = 1
+    num_files: int = 1
 
 
 @contextmanager
@@ -130,15 +129,14 @@ def export_directory(destination: Path, source: Path, *, overwrite: bool) -> Ite
     """Yield a new directory for an export of `source`.
 
     It is renamed to `destination` if the block succeeds. UsageError if `destination` exists and is
-    not an export that `overwrite` replaces, or contains `source`.
+    not an export that `overwrite` replaces, or if it is, contains or is in the run of `source`.
     """
     check_destination(destination, overwrite=overwrite)
     folder = source.resolve()
     checkpoints = folder.parent if folder.parent.name == CHECKPOINTS else folder
     if destination in (folder, *folder.parents) or checkpoints in destination.parents:
-        raise UsageError(
-            f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
-        )
+        problem = f"conflicts with the checkpoint {folder}; pass another directory"
+        raise UsageError(f"{destination}: {problem}")
     with os_errors_as(destination), atomic_directory(destination, replaces=overwrite) as scratch:
         yield scratch
 
@@ -155,15 +153,18 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{destination}: not an earlier export; --overwrite replaces only exports")
 
 
-def sealed_card(text: str) -> bytes:
+def card_with_checksum(text: str) -> bytes:
     """Return a model card whose last line is a checksum of the text before it."""
-    return b"%s%s%s -->\n" % (text.encode(), _SEAL, checksum(text.encode()).encode())
+    return b"%s%s%s -->\n" % (text.encode(), _CHECKSUM_MARK, checksum(text.encode()).encode())
 
 
 def _is_export_file(file: Path) -> bool:
     if file.name == CARD:
         content = read_regular(file)
-        return sealed_card(content.rpartition(_SEAL)[0].decode(errors="replace")) == content
+        return (
+            card_with_checksum(content.rpartition(_CHECKSUM_MARK)[0].decode(errors="replace"))
+            == content
+        )
     if file.suffix != ".safetensors":
         return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:

@@ -45,21 +45,18 @@ class QuantizedTensors:
         if shape is None or stored.dtype == _UINT8:
             return stored
         if tuple(stored.shape) != shape:
-            raise CheckpointError(
-                f"{self}: {name}: expected shape {list(shape)}, got {stored.shape}"
-            )
+            shapes = f"expected shape {list(shape)}, got {stored.shape}"
+            raise CheckpointError(f"{self}: {name}: {shapes}")
         return TensorInfo([self._quant_format.num_bytes(stored.numel)], _UINT8)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span`, which are bytes of quantized weights.
-
-        Only the groups of weights that overlap `span` are read and quantized.
-        """
+        """Yield the elements `span`: of a quantized weight, its bytes."""
         stored = self._source.info(key)
         if parameter_name(key) not in self._shapes or stored.dtype == _UINT8:
             yield from self._source.read(key, span)
             return
         span = span or Span(0, self._quant_format.num_bytes(stored.numel))
+        # Read and quantize only groups that overlap `span`.
         for byte_span, weight_span in _group_spans(span, stored.numel, self._quant_format):
             values = torch.from_numpy(read_floats(self._source, key, weight_span))
             quantized = self._quant_format.quantize(values)
@@ -86,8 +83,10 @@ class DequantizedTensors(QuantizedTensors):
         size = self._quant_format.group_bytes
         stored_span = Span(first * size, min(stop * size, self._quant_format.num_bytes(numel)))
         for byte_span, weight_span in _group_spans(stored_span, numel, self._quant_format):
-            data = b"".join(bytes(local_span) for _, local_span in super().read(key, byte_span))
-            quantized = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            data = bytearray()
+            for _, chunk in super().read(key, byte_span):
+                data += chunk  # a copy: the next chunk may reuse its memory
+            quantized = torch.frombuffer(data, dtype=torch.uint8)
             values = self._quant_format.dequantize(quantized, (weight_span.numel,), torch.float32)
             requested = weight_span.intersect(span)
             assert requested is not None
@@ -95,14 +94,13 @@ class DequantizedTensors(QuantizedTensors):
             yield requested, tensor_bytes(values[local_span.start : local_span.stop])
 
 
-def _group_spans(span: Span, numel: int, quant_format: QuantFormat) -> Iterator[tuple[Span, Span]]:
-    """Yield the spans of bytes and of weights of the groups that overlap `span`, several at a time.
-
-    `span` is in bytes.
-    """
+def _group_spans(
+    byte_span: Span, numel: int, quant_format: QuantFormat
+) -> Iterator[tuple[Span, Span]]:
+    """Yield spans of bytes and of weights: several groups at a time that overlap `byte_span`."""
     size, num_bytes = quant_format.group_bytes, quant_format.num_bytes(numel)
-    end_group = -(-span.stop // size)
-    for first in range(span.start // size, end_group, _GROUPS_AT_ONCE):
+    end_group = -(-byte_span.stop // size)
+    for first in range(byte_span.start // size, end_group, _GROUPS_AT_ONCE):
         stop = min(first + _GROUPS_AT_ONCE, end_group)
         weights = Span(first * GROUP, min(stop * GROUP, numel))
         yield Span(first * size, min(stop * size, num_bytes)), weights

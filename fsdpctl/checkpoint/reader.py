@@ -18,7 +18,7 @@ from fsdpctl.plan.layout import Span, round_up
 class LocatedSpan:
     """A stored span of a tensor, and its location in a file."""
 
-    span: manifest.StoredSpan
+    stored: manifest.StoredSpan
     file: tensor_file.TensorFile
     entry: tensor_file.TensorEntry
 
@@ -50,10 +50,8 @@ class CheckpointReader:
 
     def info(self, key: str) -> manifest.TensorInfo:
         """Return the shape and dtype of a full tensor, as `read` yields it."""
-        stored = self._stored_info(key)
-        return (
-            stored if self._remainder_of(key) is None else manifest.TensorInfo(stored.shape, "F32")
-        )
+        stored, remainder = self._stored_info(key), self._remainder_of(key)
+        return stored if remainder is None else manifest.TensorInfo(stored.shape, "F32")
 
     def _stored_info(self, key: str) -> manifest.TensorInfo:
         if key not in self.manifest.tensors:
@@ -61,37 +59,34 @@ class CheckpointReader:
         return self.manifest.tensors[key]
 
     def parts(self, key: str) -> list[LocatedSpan]:
-        self._stored_info(key)
+        self._stored_info(key)  # raises if the key is unknown
         return list(self._parts[key])
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor, in order, as bytes; None reads all.
 
         Weights that are stored as upper and lower bits are joined to float32, which is exact. Only
-        chunks with requested elements are read, and each is verified before it is yielded. A chunk
-        reuses the memory of the previous chunk.
+        chunks with requested elements are read, and each is verified before it is yielded. Copy a
+        chunk before you advance: the next chunk may reuse its memory.
         """
         numel = self._stored_info(key).numel
         span = span or Span(0, numel)
         if span.stop > numel:
-            raise CheckpointError(
-                f"{self.folder}: {key}: expected {span.stop} elements, got {numel}"
-            )
+            problem = f"expected {span.stop} elements, got {numel}"
+            raise CheckpointError(f"{self.folder}: {key}: {problem}")
         remainder = self._remainder_of(key)
-        for part, data in self._read_stored(key, span):
+        for chunk_span, data in self._read_stored(key, span):
             if remainder is None:
-                yield part, data
+                yield chunk_span, data
                 continue
-            for low, lower in self._read_stored(remainder, part):
-                within = low.shift(-part.start)
-                yield (
-                    low,
-                    tensor_file.join_remainder(data[2 * within.start : 2 * within.stop], lower),
-                )
+            for lower_span, lower in self._read_stored(remainder, chunk_span):
+                local_span = lower_span.shift(-chunk_span.start)
+                upper = data[2 * local_span.start : 2 * local_span.stop]
+                yield lower_span, tensor_file.join_remainder(upper, lower)
 
     def _read_stored(self, key: str, span: Span) -> Iterator[tuple[Span, memoryview]]:
         for part in self._parts[key]:
-            overlap = part.span.span.intersect(span)
+            overlap = part.stored.span.intersect(span)
             if overlap is not None:
                 yield from _read_part(key, part, overlap)
 
@@ -151,25 +146,22 @@ class CheckpointReader:
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: corrupted: the spans do not match the tensors")
         for key, each in stored.items():
-            self._add(key, LocatedSpan(each, file, file.entries[key]))
+            dtype, entry = self._stored_info(key).dtype, file.entries[key]
+            num_chunks = -(-entry.nbytes // tensor_file.CHUNK_BYTES)
+            expected = dtype, (each.span.numel,), each.num_chunks
+            if (entry.dtype, entry.shape, num_chunks) != expected:
+                raise CheckpointError(f"{file}: corrupted: {key} does not match {MANIFEST}")
+            self._parts[key].append(LocatedSpan(each, file, entry))
 
-    def _file(self, path: Path) -> tensor_file.TensorFile:
+    def _file(self, path: Path) -> tensor_file.TensorFile:  # RemoteReader overrides it
         return tensor_file.open_tensor_file(path)
-
-    def _add(self, key: str, part: LocatedSpan) -> None:
-        info, entry = self._stored_info(key), part.entry
-        stored, chunks = part.span, -(-entry.nbytes // tensor_file.CHUNK_BYTES)
-        expected = info.dtype, (stored.span.numel,), stored.num_chunks
-        if (entry.dtype, entry.shape, chunks) != expected:
-            raise CheckpointError(f"{part.file}: corrupted: {key} does not match {MANIFEST}")
-        self._parts[key].append(part)
 
     def _check_cover(self, key: str, info: manifest.TensorInfo) -> None:
         parts = self._parts[key]
-        parts.sort(key=lambda part: part.span.span)
-        starts = [part.span.span.start for part in parts]
-        stops = [part.span.span.stop for part in parts]
-        if [*starts, info.numel] != [0, *stops]:
+        parts.sort(key=lambda part: part.stored.span)
+        starts = [part.stored.span.start for part in parts]
+        stops = [part.stored.span.stop for part in parts]
+        if [*starts, info.numel] != [0, *stops]:  # each span starts where the previous one stops
             raise CheckpointError(
                 f"{self.folder}: corrupted: the files do not store each of the {info.numel} "
                 f"elements of {key} exactly once"
@@ -178,13 +170,13 @@ class CheckpointReader:
 
 def _read_part(key: str, part: LocatedSpan, span: Span) -> Iterator[tuple[Span, memoryview]]:
     size = tensor_file.ITEMSIZES[part.entry.dtype]
-    per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.span.span.start
+    per_chunk, offset = tensor_file.CHUNK_BYTES // size, part.stored.span.start
     local_span = span.shift(-offset)
     first = local_span.start // per_chunk
-    stop = min(round_up(local_span.stop, per_chunk), part.span.span.numel)
+    stop = min(round_up(local_span.stop, per_chunk), part.stored.span.numel)
     chunks = part.file.chunks(part.entry, first * tensor_file.CHUNK_BYTES, stop * size)
     for index, data in enumerate(chunks, start=first):
-        if not part.span.matches_chunk(index, data):
+        if not part.stored.matches_chunk(index, data):
             raise CheckpointError(f"{part.file}: corrupted: the checksum of {key} does not match")
         chunk_span = Span(index * per_chunk, index * per_chunk + len(data) // size)
         overlap = chunk_span.intersect(local_span)

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores (s3://, gs:// and others of fsspec): read by range, and uploaded.
+"""Checkpoints in object stores (s3://, gs://): read by range, and uploaded.
 
 A reader fetches only the bytes that are used, and verifies them. A run uploads one file after
 another, reads each file back and compares it. The manifest is uploaded last: a checkpoint without a
@@ -21,6 +21,7 @@ from fsdpctl.checkpoint.manifest import FileInfo, Manifest, read_manifest
 from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.run_checkpoints import (
+    OLDER_HINT,
     best_checkpoint_name,
     expired,
     find_checkpoint,
@@ -35,10 +36,13 @@ from fsdpctl.io.files import MAX_READ_BYTES
 from fsdpctl.io.run_files import MANIFEST, STEP
 from fsdpctl.io.stores import StoredFile, is_remote, open_store, with_retries
 
+REMOTE_KEY = "checkpoint.remote"
 _BLOCK_BYTES, _MIN_BLOCK_BYTES = 8 << 20, 256 << 10  # bytes of a request
 _CACHE_BYTES = 512 << 20  # memory for the blocks of a reader
 _PREFETCHED_BLOCKS = 2  # blocks that are fetched before they are needed
-TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
+_UPLOADS = 3  # uploads of a file, if it differs when it is read back
+# Tasks must not wait for other tasks: all 8 threads would wait.
+_TRANSFERS = ThreadPoolExecutor(8, thread_name_prefix="transfer")
 
 
 class _BlockCache:
@@ -46,21 +50,22 @@ class _BlockCache:
 
     def __init__(self, num_files: int) -> None:
         """Choose a block size for reads that alternate between `num_files` files."""
-        self.size = max(
+        self.block_bytes = max(
             _MIN_BLOCK_BYTES,
             min(_BLOCK_BYTES, _CACHE_BYTES // (2 * (1 + _PREFETCHED_BLOCKS) * max(1, num_files))),
         )
         self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
 
     def read(self, file: StoredFile, index: int, file_size: int) -> bytes:
-        last = (file_size - 1) // self.size
+        last = (file_size - 1) // self.block_bytes
         for each in range(index, min(index + _PREFETCHED_BLOCKS, last) + 1):
             block = (file.path, each)
             if block not in self._blocks:
-                stop = min((each + 1) * self.size, file_size)
-                self._blocks[block] = TRANSFERS.submit(file.read, each * self.size, stop)
+                start = each * self.block_bytes
+                stop = min(start + self.block_bytes, file_size)
+                self._blocks[block] = _TRANSFERS.submit(file.read, start, stop)
             self._blocks.move_to_end(block)
-        while len(self._blocks) > max(_CACHE_BYTES // self.size, 1 + _PREFETCHED_BLOCKS):
+        while len(self._blocks) > max(_CACHE_BYTES // self.block_bytes, 1 + _PREFETCHED_BLOCKS):
             self._blocks.popitem(last=False)
         return self._blocks[file.path, index].result()
 
@@ -69,11 +74,11 @@ class _BlockCache:
 class _RemoteFile(tensor_file.TensorFile):
     """The header of a file in a store; `path` is a local file that has only the header."""
 
-    location: StoredFile
+    remote: StoredFile
     blocks: _BlockCache
 
     def __str__(self) -> str:
-        return self.location.url
+        return self.remote.url
 
     def chunks(self, entry: tensor_file.TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
         first = self.data_start + entry.start
@@ -82,31 +87,31 @@ class _RemoteFile(tensor_file.TensorFile):
             yield memoryview(bytearray().join(self._pieces(first + begin, first + end)))
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        size = self.blocks.size
+        size = self.blocks.block_bytes
         for index in range(start // size, (stop - 1) // size + 1):
-            data = memoryview(self.blocks.read(self.location, index, self.size))
+            data = memoryview(self.blocks.read(self.remote, index, self.size))
             yield data[max(0, start - index * size) : stop - index * size]
 
 
 class RemoteReader(CheckpointReader):
     """A complete checkpoint in a store, with local sparse files that have headers and sizes."""
 
-    def __init__(self, location: StoredFile) -> None:
+    def __init__(self, remote: StoredFile) -> None:
         """Fetch and check everything except the bytes of tensors."""
-        self._location = location
+        self._remote = remote
         folder = Path(mkdtemp(prefix="fsdpctl-checkpoint-"))
         finalize(self, rmtree, folder, ignore_errors=True)
-        with renamed_in_errors(folder, location.url):
-            manifest = fetch_manifest(location, folder)
+        with renamed_in_errors(folder, remote.url):
+            manifest = fetch_manifest(remote, folder)
             self._blocks = _BlockCache(len(manifest.files))
             files = [*manifest.files.items(), *manifest.attachments.items()]
-            with doing(f"looking at {location.url}", "files", len(files)) as advance:
-                for _ in TRANSFERS.map(partial(self._fetch_header, folder), files):
+            with doing(f"fetching headers of {remote.url}", "files", len(files)) as advance:
+                for _ in _TRANSFERS.map(partial(self._fetch_header, folder), files):
                     advance(1)
             super().__init__(folder)
 
     def __str__(self) -> str:
-        return self._location.url
+        return self._remote.url
 
     def attachment(self, name: str) -> bytes:
         with renamed_in_errors(self.folder, str(self)):
@@ -114,12 +119,12 @@ class RemoteReader(CheckpointReader):
 
     def _fetch_header(self, folder: Path, file_and_info: tuple[str, FileInfo]) -> None:
         name, info = file_and_info
-        file, path = self._location.child(name), folder / name
+        file, path = self._remote.child(name), folder / name
         if file.size() != info.size:
             raise CheckpointError(f"{path}: truncated or corrupted: does not match {MANIFEST}")
         end = info.size
         if path.suffix == ".safetensors":
-            end = tensor_file.header_size(file.read(0, min(tensor_file.HEADER_PREFIX, info.size)))
+            end = tensor_file.header_size(file.read(0, min(tensor_file.PREFIX_BYTES, info.size)))
             if end > info.size:
                 raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
         file.copy_prefix(path, end, info.size)
@@ -127,18 +132,19 @@ class RemoteReader(CheckpointReader):
     def _file(self, path: Path) -> tensor_file.TensorFile:
         file = tensor_file.open_tensor_file(path)
         values = {each.name: getattr(file, each.name) for each in fields(file)}
-        return _RemoteFile(**values, location=self._location.child(path.name), blocks=self._blocks)
+        return _RemoteFile(**values, remote=self._remote.child(path.name), blocks=self._blocks)
 
     def copy_files(self, folder: Path) -> None:
         files = {**self.manifest.files, **self.manifest.attachments}
-        check_space(folder, sum(each.size for each in files.values()))
+        total = sum(each.size for each in files.values())
+        check_space(folder, total)
         for name, info in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("xb") as file:
                 file.truncate(info.size)
-        sizes = {name: each.size for name, each in files.items()}
-        with doing(f"downloading {self}", BYTES, sum(sizes.values())) as advance:
-            for count in TRANSFERS.map(partial(self._copy, folder), byte_ranges(sizes)):
+        parts = ((name, *x) for name, info in files.items() for x in _byte_ranges(info.size))
+        with doing(f"downloading {self}", BYTES, total) as advance:
+            for count in _TRANSFERS.map(partial(self._copy, folder), parts):
                 advance(count)
         (folder / MANIFEST).write_bytes((self.folder / MANIFEST).read_bytes())
         for name in (*files, MANIFEST):
@@ -146,47 +152,41 @@ class RemoteReader(CheckpointReader):
 
     def _copy(self, folder: Path, part: tuple[str, int, int]) -> int:
         name, start, stop = part
-        content = self._location.child(name).read(start, stop)
+        content = self._remote.child(name).read(start, stop)
         with (folder / name).open("r+b", buffering=0) as file:
             os.pwrite(file.fileno(), content, start)
         return len(content)
 
 
-def fetch_manifest(location: StoredFile, folder: Path) -> Manifest:
+def fetch_manifest(remote: StoredFile, folder: Path) -> Manifest:
     """Fetch the manifest of a checkpoint into a directory, and read it."""
-    file = location.child(MANIFEST)
+    file = remote.child(MANIFEST)
     size = file.size()
     if size > MAX_READ_BYTES:
         raise CheckpointError(f"{file.url}: larger than the limit of {MAX_READ_BYTES >> 20:,} MiB")
     (folder / MANIFEST).write_bytes(file.read(0, size))
-    with renamed_in_errors(folder, location.url):
+    with renamed_in_errors(folder, remote.url):
         return read_manifest(folder)
 
 
-def byte_ranges(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
-    for name, size in sizes.items():
-        for start in range(0, size, _BLOCK_BYTES):
-            yield name, start, min(start + _BLOCK_BYTES, size)
-
-
-REMOTE_KEY = "checkpoint.remote"
-_ATTEMPTS = 3  # to upload a file, if it differs when it is read back
+def _byte_ranges(size: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _BLOCK_BYTES, size)) for start in range(0, size, _BLOCK_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
     """A complete checkpoint in a store, of which only the manifest was read."""
 
-    location: StoredFile
+    remote: StoredFile
     step: int
     manifest: Manifest
 
     @property
     def url(self) -> str:
-        return self.location.url
+        return self.remote.url
 
     def open(self) -> RemoteReader:
-        return RemoteReader(self.location)
+        return RemoteReader(self.remote)
 
 
 class RemoteCheckpoints:
@@ -200,7 +200,7 @@ class RemoteCheckpoints:
             self._root.store.auto_mkdir = True
 
     def _find(self) -> dict[Path, bool]:
-        """Return the names of the checkpoints, oldest first, and whether each is complete."""
+        """Return the relative paths of checkpoints, oldest first, and whether each is complete."""
         store, root = self._root.store, self._root.path
         store.invalidate_cache()
         try:
@@ -213,33 +213,31 @@ class RemoteCheckpoints:
         names = {each.rstrip("/").rpartition("/")[2] for each in paths}
         steps = sorted((Path(each) for each in names if STEP.fullmatch(each)), key=step_of)
         manifests = (self._root.child(each.name).child(MANIFEST) for each in steps)
-        return dict(zip(steps, TRANSFERS.map(StoredFile.exists, manifests), strict=True))
+        return dict(zip(steps, _TRANSFERS.map(StoredFile.exists, manifests), strict=True))
 
     def complete(self) -> list[Path]:
         return [name for name, is_complete in self._find().items() if is_complete]
 
     def newest(self) -> "RemoteCheckpoint | None":
-        """Return the newest complete checkpoint, or None; errors suggest an older checkpoint."""
+        """Return the newest complete checkpoint; a CheckpointError suggests an older one."""
         names = self.complete()
         if not names:
             return None
-        location = self._root.child(names[-1].name)
+        remote = self._root.child(names[-1].name)
         try:
             with TemporaryDirectory() as folder:
-                manifest = fetch_manifest(location, Path(folder))
+                manifest = fetch_manifest(remote, Path(folder))
         except CheckpointError as error:
-            older = f"{self.url}/{names[-2].name}" if names[1:] else ""
-            hint = (
-                f"; --resume {older} starts a new run from the previous checkpoint" if older else ""
-            )
+            hint = OLDER_HINT.format(f"{self.url}/{names[-2].name}") if names[1:] else ""
             raise CheckpointError(f"{error}{hint}") from None
-        return RemoteCheckpoint(location, step_of(names[-1]), manifest)
+        return RemoteCheckpoint(remote, step_of(names[-1]), manifest)
 
     def open(self, name: str) -> RemoteReader:
         """Open a checkpoint of the run; CheckpointError if it is incomplete or corrupted."""
         return RemoteReader(self._root.child(name))
 
     def of_run(self, run: str) -> "RemoteCheckpoints":
+        """Return the checkpoints of another run in the same store."""
         return RemoteCheckpoints(f"{self.url.rpartition('/')[0]}/{run}")
 
     def check_writable(self) -> None:
@@ -250,15 +248,15 @@ class RemoteCheckpoints:
 
     def upload(self, folder: Path) -> None:
         """Upload a complete checkpoint, unless the store has it."""
-        location = self._root.child(folder.name)
-        local_manifest, manifest = folder / MANIFEST, location.child(MANIFEST)
+        remote = self._root.child(folder.name)
+        local_manifest, manifest = folder / MANIFEST, remote.child(MANIFEST)
         if manifest.exists():
             if not _difference(local_manifest, manifest):
                 return
             manifest.remove()  # a mix of two checkpoints must never have a manifest
         uploaded = read_manifest(folder)
         for name in (*uploaded.files, *uploaded.attachments):
-            _upload_file(folder / name, location.child(name))
+            _upload_file(folder / name, remote.child(name))
         try:
             _upload_file(local_manifest, manifest)
         except FsdpctlError:
@@ -270,13 +268,12 @@ class RemoteCheckpoints:
         kept_names = {newest.name, best_checkpoint_name(newest) if keep.keep_best else ""}
         checkpoints = self._find()
         complete = [each for each, is_complete in checkpoints.items() if is_complete]
-        incomplete = [
-            each for each in checkpoints if each not in complete and step_of(each) < step_of(newest)
-        ]
+        older = [each for each in checkpoints if step_of(each) < step_of(newest)]
+        incomplete = [each for each in older if each not in complete]
         for each in (*expired(complete, keep, kept_names), *incomplete):
-            location = self._root.child(each.name)
-            location.child(MANIFEST).remove()
-            location.remove(recursive=True)
+            remote = self._root.child(each.name)
+            remote.child(MANIFEST).remove()  # first: an interrupted removal leaves no manifest
+            remote.remove(recursive=True)
 
 
 def remote_checkpoints_of(config: Config) -> RemoteCheckpoints | None:
@@ -305,28 +302,26 @@ def _upload_file(path: Path, file: StoredFile) -> None:
     """Upload a file, unless the store has it, and repeat until it reads back equal."""
     if file.exists() and not _difference(path, file):
         return
-    for _ in range(_ATTEMPTS):
+    for _ in range(_UPLOADS):
         with_retries(file.url, partial(file.store.put_file, str(path), file.path))
         difference = _difference(path, file)
         if not difference:
             return
-    raise FsdpctlError(f"{difference} (uploaded and read back {_ATTEMPTS} times)")
+    raise FsdpctlError(f"{difference} (uploaded and read back {_UPLOADS} times)")
 
 
 def _difference(path: Path, file: StoredFile) -> str:
-    """Return how a file in the store differs from a local file, or "".
-
-    CheckpointError if the store does not respond.
-    """
+    """Return how a file in the store differs from a local file, or ""; CheckpointError: unknown."""
     size = path.stat().st_size
 
-    def compare(part: tuple[str, int, int]) -> bool:
-        _, start, stop = part
+    def compare(byte_range: tuple[int, int]) -> bool:
+        start, stop = byte_range
         with path.open("rb", buffering=0) as local_file:
             return os.pread(local_file.fileno(), stop - start, start) == file.read(start, stop)
 
     try:
-        is_same = file.size() == size and all(list(TRANSFERS.map(compare, byte_ranges({"": size}))))
+        # A list, so that an error of any range is raised.
+        is_same = file.size() == size and all(list(_TRANSFERS.map(compare, _byte_ranges(size))))
     except CheckpointError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Weights of a model whose embeddings have new rows, or are untied, compared with its files."""
+"""Weights with more embedding rows than their files, or with an output head that the files tie."""
 
 import json
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from fsdpctl.models.module_spec import vocabulary_shapes
 from fsdpctl.plan.layout import Span
 
 TIE_KEY = "tie_word_embeddings"
-_ROWS = 1 << 10
+_ROWS_AT_ONCE = 1 << 10
 
 
-def resizes_embeddings(model: ModelConfig) -> bool:
+def changes_embeddings(model: ModelConfig) -> bool:
     return model.first_new_token is not None or TIE_KEY in json.loads(model.overrides or "{}")
 
 
 def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
     """Return the configuration with the vocabulary size and tying of the directory or file."""
-    if not resizes_embeddings(model):
+    if not changes_embeddings(model):
         return model
     settings, content = model_settings(str(folder)), config_dict(model)
     content.pop(TIE_KEY, None)
@@ -38,7 +38,7 @@ def stored_config(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def with_resized_embeddings(weights: TensorSource, model: ModelConfig) -> TensorSource:
-    return ResizedEmbeddings(weights, model) if resizes_embeddings(model) else weights
+    return ResizedEmbeddings(weights, model) if changes_embeddings(model) else weights
 
 
 class ResizedEmbeddings:
@@ -54,7 +54,7 @@ class ResizedEmbeddings:
         missing = {x for x in self._shapes if x.endswith(".weight")} - {*source.names(PARAMETER)}
         self._untied = {} if embedding in missing else dict.fromkeys(missing, embedding)
         self._first_new_token = model.first_new_token
-        self._rows: dict[str, bytearray] = {}
+        self._mean_rows: dict[str, bytearray] = {}
 
     def __str__(self) -> str:
         return str(self._source)
@@ -67,7 +67,7 @@ class ResizedEmbeddings:
         info = self._source.info(self._stored_key(key))
         shape = self._shapes.get(parameter_name(key))
         if self._first_new_token is None or shape is None or shape[1:] != tuple(info.shape[1:]):
-            return info  # loading compares it with the model's
+            return info  # loading checks the shape
         return TensorInfo([max(shape[0], info.shape[0]), *shape[1:]], info.dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
@@ -77,12 +77,13 @@ class ResizedEmbeddings:
             yield from self._source.read(stored, span)
             return
         width = prod(info.shape[1:])
-        stored_numel = min(self._first_new_token, self._source.info(stored).shape[0]) * width
-        if span.start < stored_numel:
-            yield from self._source.read(stored, Span(span.start, min(span.stop, stored_numel)))
-        if (start := max(span.start, stored_numel)) < span.stop:
+        # Stored rows from the first new token on are unused.
+        old_numel = min(self._first_new_token, self._source.info(stored).shape[0]) * width
+        if span.start < old_numel:
+            yield from self._source.read(stored, Span(span.start, min(span.stop, old_numel)))
+        if (start := max(span.start, old_numel)) < span.stop:
             first, size = start // width, info.nbytes // info.numel
-            rows = self._mean_row(stored, stored_numel, width) * (-(-span.stop // width) - first)
+            rows = self._mean_row(stored, old_numel, width) * (-(-span.stop // width) - first)
             part = Span(start, span.stop).shift(-first * width)
             yield Span(start, span.stop), memoryview(rows)[part.start * size : part.stop * size]
 
@@ -92,12 +93,12 @@ class ResizedEmbeddings:
 
     def _mean_row(self, key: str, numel: int, width: int) -> bytearray:
         """Return a row that is the mean of the first rows, computed in float64 and rounded."""
-        if key not in self._rows:
+        if key not in self._mean_rows:
             dtype, total = self._source.info(key).dtype, np.zeros(width)
             # A fixed block size, so that the sum does not depend on the chunks of files.
-            for rows in Span(0, numel).split(_ROWS * width):
-                values = read_floats(self._source, key, rows).reshape(-1, width)
+            for row_span in Span(0, numel).split(_ROWS_AT_ONCE * width):
+                values = read_floats(self._source, key, row_span).reshape(-1, width)
                 total += values.sum(axis=0, dtype=np.float64)
             mean = (total / (numel // width)).astype(np.float32)
-            self._rows[key] = bytearray(cast(mean.view(np.uint8).data, "F32", dtype, key))
-        return self._rows[key]
+            self._mean_rows[key] = bytearray(cast(mean.view(np.uint8).data, "F32", dtype, key))
+        return self._mean_rows[key]

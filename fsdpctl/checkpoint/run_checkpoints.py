@@ -21,6 +21,7 @@ from fsdpctl.io.files import nearest_run_hint, newest_runs_hint, read_regular
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # pathlib reduces :// to :/
 _MAX_LISTED = 3  # incomplete checkpoints that are listed, each in a line
+OLDER_HINT = "; --resume {} starts a new run from that checkpoint"
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -58,18 +59,16 @@ def best_checkpoint_name(folder: Path) -> str:
     return "" if best is None else step_folder(folder, best.step).name
 
 
-def incomplete_checkpoints(checkpoints: Path) -> list[str]:
+def describe_incomplete(checkpoints: Path) -> list[str]:
     """Describe incomplete checkpoints that are newer than the newest complete one."""
-    newest = newest_checkpoint(checkpoints)
-    fallback = (
-        f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
-    )
-    newest_step = step_of(newest) if newest else -1
+    newest, newest_step, fallback = newest_checkpoint(checkpoints), -1, "no other is complete"
+    if newest is not None:
+        newest_step, fallback = step_of(newest), f"the newest complete checkpoint is {newest.name}"
     newer = [each for each in _steps_in(checkpoints) if step_of(each) > newest_step]
     lines = [
         f"{folder}: incomplete: {run_files.MANIFEST} not found; {fallback}"
         for folder in newer[:_MAX_LISTED]
-        if not _is_complete(folder)
+        if not _is_complete(folder)  # a save may have just ended
     ]
     if more := len(newer[_MAX_LISTED:]):
         lines.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
@@ -83,7 +82,7 @@ def resume_hint(damaged: Path) -> str:
     """Return the end of a message that suggests to resume an older checkpoint, or ""."""
     step = step_of(damaged)
     older = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < step]
-    return f"; --resume {older[-1]} starts a new run from the previous one" if older else ""
+    return OLDER_HINT.format(older[-1]) if older else ""
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -105,8 +104,8 @@ def find_checkpoint(source: Path) -> Path:
     newest = newest_checkpoint(_checkpoints_in(source))
     if newest is not None:
         return newest
-    for line in incomplete_checkpoints(_checkpoints_in(source)):
-        raise CheckpointError(line)
+    if lines := describe_incomplete(_checkpoints_in(source)):
+        raise CheckpointError(lines[0])
     hint = ""
     if is_foreign_model(source):
         hint = (
@@ -115,17 +114,17 @@ def find_checkpoint(source: Path) -> Path:
         )
     elif (source / ADAPTER_CONFIG).is_file():
         hint = (
-            ". It has only PEFT adapters, without the model: pass their run, or an export of it "
-            "without --format peft"
+            ". It has only PEFT adapters, without the model: pass the run that trained them, or a "
+            "full export of that run"
         )
     raise UsageError(f"{source}: no complete checkpoint found{hint}")
 
 
-def incomplete_checkpoints_in(source: Path) -> list[str]:
+def describe_incomplete_in(source: Path) -> list[str]:
     """Describe the incomplete checkpoints that `find_checkpoint(source)` skips."""
-    return (
-        [] if find_checkpoint(source) == source else incomplete_checkpoints(_checkpoints_in(source))
-    )
+    if find_checkpoint(source) == source:
+        return []
+    return describe_incomplete(_checkpoints_in(source))
 
 
 def _checkpoints_in(source: Path) -> Path:
@@ -136,8 +135,7 @@ def _checkpoints_in(source: Path) -> Path:
 def replace_link(link: Path, target: Path) -> str:
     """Make `link` a symbolic link to `target` in the same directory, atomically.
 
-    Return why the link cannot be made, or "". A save does not fail for it: only people use the
-    link, and some file systems do not support links.
+    Return the problem, or "". Saves ignore it: links are for people; some file systems have none.
     """
     scratch, problem = link.with_name(f"{link.name}.tmp-{os.getpid()}"), ""
     with suppress(OSError):
@@ -146,7 +144,7 @@ def replace_link(link: Path, target: Path) -> str:
         scratch.symlink_to(os.path.relpath(target, link.parent))
         scratch.replace(link)
     except OSError as error:
-        problem = f"{link}: no link to {target.name} made: {error.strerror}"
+        problem = f"{link}: cannot link to {target.name}: {error.strerror}"
         for each in (scratch, link):  # a link to an older checkpoint would mislead
             with suppress(OSError):
                 each.unlink()
@@ -171,13 +169,13 @@ def _is_copy(link: Path, folder: Path) -> bool:
         return False
     names = [{each.relative_to(top) for each in top.rglob("*")} for top in (link, folder)]
     manifest, original = (read_regular(each / run_files.MANIFEST) for each in (link, folder))
-    is_equal = manifest == original  # manifests contain the checksums of all files
-    return is_equal and names[0] <= names[1]
+    # Manifests contain the checksums of all files.
+    return manifest == original and names[0] <= names[1]
 
 
 @contextmanager
 def renamed_in_errors(folder: Path, source: str) -> Iterator[None]:
-    """Replace `folder` by `source` in errors inside the block: users do not know the copy."""
+    """Replace `folder` by `source` in errors inside the block: users know only `source`."""
     try:
         yield
     except CheckpointError as error:
@@ -197,7 +195,7 @@ def copy_checkpoint(source: CheckpointReader, folder: Path) -> None:
 def remove_interrupted_saves(checkpoints: Path) -> None:
     """Delete the remains of interrupted saves. Call it only if no save is running."""
     for folder in checkpoints.glob("step-*.tmp-*"):
-        with suppress(RecursionError):  # directories of others may be nested too deeply
+        with suppress(RecursionError):  # other programs' directories may be nested too deeply
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -206,9 +204,8 @@ def expired(
 ) -> list[Path]:
     """Return the checkpoints to delete, oldest first: `keep` and `protected` keep the others."""
     old = complete[: -keep.keep_last] if keep.keep_last else ()
-    every = keep.keep_every
-    candidates = [each for each in old if each.name not in protected]
-    return [each for each in candidates if not (every and step_of(each) % every == 0)]
+    old, every = [each for each in old if each.name not in protected], keep.keep_every
+    return [each for each in old if not (every and step_of(each) % every == 0)]
 
 
 def remove_expired(
@@ -219,7 +216,7 @@ def remove_expired(
 
 
 def _delete(folder: Path, checkpoint: Path) -> None:
-    """Delete a directory; if that is interrupted, `remove_unfinished` deletes the rest."""
+    """Delete a directory, renamed first so that `remove_interrupted_saves` finds the rest of it."""
     removed = checkpoint.with_name(f"{checkpoint.name}.tmp-removed")
     folder.rename(removed)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdpctl.checkpoint.initial_weights import ObjectCollectives, OnBytes
+from fsdpctl.checkpoint.initial_weights import HasAllGather, OnBytes
 from fsdpctl.checkpoint.load import (
     ShardedOptimizer,
     TensorPiece,
@@ -26,8 +26,8 @@ from fsdpctl.checkpoint.manifest import (
 )
 from fsdpctl.checkpoint.publish import (
     CheckpointMetadata,
-    missing_space,
     publish_directory,
+    space_problem,
     write_manifest,
 )
 from fsdpctl.checkpoint.staging import DTYPE_NAMES, StagingMemory, tensor_bytes
@@ -55,7 +55,7 @@ class Snapshot:
 class _RankResult:
     """The result of writing a rank's file, or the error."""
 
-    file: str
+    location: str  # the name of the file, or a directory without space
     info: FileInfo | None = None
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
@@ -76,15 +76,17 @@ def take_snapshot(
     """
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=metadata.base is not None))
     values = [each.values.detach() for each in pieces]
-    copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
-    pieces = [TensorPiece(x.key, x.piece, copy) for x, copy in zip(pieces, copies, strict=True)]
+    copies = [each.cpu() for each in values] if staging is None else staging.copy(values)
+    pieces = [
+        TensorPiece(x.key, x.param_slice, copy) for x, copy in zip(pieces, copies, strict=True)
+    ]
     return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, metadata)
 
 
 def write_checkpoint(
     folder: Path,
     snapshot: Snapshot,
-    ranks: ObjectCollectives,
+    collectives: HasAllGather,
     on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
@@ -92,22 +94,21 @@ def write_checkpoint(
     All ranks share its file system. `on_bytes` is called with the number of bytes that this rank
     has written since the last call. FsdpctlError on all ranks if a rank cannot write.
     """
-    parts = ranks.all_gather_values((uuid.uuid4().hex[:8], snapshot.num_bytes))
-    scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
-    problem = missing_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
-    if problem:
+    values = collectives.all_gather_values((uuid.uuid4().hex[:8], snapshot.num_bytes))
+    suffixes, sizes = zip(*values, strict=True)
+    scratch = folder.with_name(f"{folder.name}.tmp-{suffixes[0]}")  # rank 0's
+    if problem := space_problem(folder.parent, sum(sizes)):
         local_result = _RankResult(str(folder.parent), error=problem)
     else:
-        local_result = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    results = ranks.all_gather_values(local_result)
+        local_result = _write_rank(scratch, snapshot, collectives.rank, on_bytes)
+    results = collectives.all_gather_values(local_result)
     failure = next((each for each in results if each.error), None)
-    error = f"{failure.file}: {failure.error}" if failure else ""
-    if ranks.rank == 0:
+    error = f"{failure.location}: {failure.error}" if failure else ""
+    if collectives.rank == 0:
         error = error or _publish(scratch, folder, results, snapshot.metadata)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
-    error = ranks.all_gather_values(error)[0]
-    if error:
+    if error := collectives.all_gather_values(error)[0]:  # rank 0's
         raise FsdpctlError(f"checkpoint {folder.name}: could not be written: {error}")
 
 
@@ -115,7 +116,7 @@ def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes)
     name = rank_file(rank)
     try:  # return every error: the other ranks wait for the result in a collective
         tensors = {
-            each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
+            each.key: TensorInfo(list(each.param_slice.param.shape), DTYPE_NAMES[each.values.dtype])
             for each in snapshot.pieces
         }
         scratch.mkdir(parents=True, exist_ok=True)
@@ -137,18 +138,16 @@ def rank_pieces(
     *,
     trained_only: bool,
 ) -> Iterator[TensorPiece]:
-    """Yield the pieces that `rank` writes; their values share the model's memory."""
+    """Yield this rank's pieces in the model's memory; rank 0 adds buffers and empty parameters."""
     yield from model_pieces(model, trained_only=trained_only)
-    if rank == 0:
-        yield from _empty_pieces(model, trained_only=trained_only)
     if optimizer is not None:
         yield from optimizer_pieces(optimizer)
     if rank == 0:
+        yield from _empty_pieces(model, trained_only=trained_only)
         for name, buffer in model.persistent_buffers().items():
-            spec = ParamSpec(name, tuple(buffer.shape))
             full = Span(0, buffer.numel())
-            piece = ParamSlice(spec, full, full)
-            yield TensorPiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
+            buffer_slice = ParamSlice(ParamSpec(name, tuple(buffer.shape)), full, full)
+            yield TensorPiece(tensor_key(BUFFER, name), buffer_slice, buffer.detach().reshape(-1))
 
 
 def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterator[TensorPiece]:
@@ -158,13 +157,14 @@ def _empty_pieces(model: ShardedModelProtocol, *, trained_only: bool) -> Iterato
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
+                # In float32: masters of fewer bits would require a remainder.
                 yield TensorPiece(key, ParamSlice(param, empty, empty), shard.weights()[:0])
 
 
 def _write_pieces(path: Path, pieces: list[TensorPiece], on_bytes: OnBytes) -> FileInfo:
     stored = {}
     for each in pieces:
-        span = StoredSpan(each.piece.in_param, chunk_digests([tensor_bytes(each.values)]))
+        span = StoredSpan(each.param_slice.in_param, chunk_digests([tensor_bytes(each.values)]))
         stored[each.key] = DTYPE_NAMES[each.values.dtype], span
     return write_span_file(path, stored, _chunks(pieces, on_bytes))
 
@@ -182,16 +182,13 @@ def _publish(
     scratch: Path, folder: Path, results: list[_RankResult], metadata: CheckpointMetadata
 ) -> str:
     """Write the manifest and rename the directory; return the error, or ""."""
-    steps: dict[str, int] = {}
-    tensors: dict[str, TensorInfo] = {}
-    for each in results:
-        steps.update(each.steps)
-        tensors.update(each.tensors)
+    steps = {name: step for each in results for name, step in each.steps.items()}
+    tensors = {key: info for each in results for key, info in each.tensors.items()}
     common_step = max(steps.values(), default=0)
     other_steps = {name: step for name, step in steps.items() if step != common_step}
     progress = replace(metadata.progress, optimizer_step=common_step, optimizer_steps=other_steps)
-    metadata = CheckpointMetadata(progress, metadata.config, metadata.attachments, metadata.base)
-    files = {each.file: each.info for each in results if each.info is not None}
+    metadata = replace(metadata, progress=progress)
+    files = {each.location: each.info for each in results if each.info is not None}
     try:
         if folder.is_dir() and not (folder / MANIFEST).exists():  # from an interrupted copy
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))

@@ -8,18 +8,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fsdpctl.checkpoint.tensor_file import DTYPE_SIZES
+from fsdpctl.checkpoint.tensor_file import TENSOR_DTYPES
 from fsdpctl.plan.layout import round_up
 
-_ALIGNMENT, _CHUNK_BYTES = 64, 1 << 30
+_ALIGNMENT, _ALLOCATION_BYTES = 64, 1 << 30
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, word) for name, (word, _) in DTYPE_SIZES.items()
+    x: getattr(torch, name) for x, (name, _) in TENSOR_DTYPES.items()
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_bytes(values: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying."""
+    """Return the bytes of a CPU tensor, without copying if it is contiguous."""
     flat = values.detach().contiguous().view(-1)
     array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data if flat.numel() else memoryview(b"")
@@ -42,10 +42,7 @@ class StagingMemory:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Pin memory for copies of `tensors` in a thread, if they are on a GPU.
-
-        Pinning takes about a second per few gigabytes, for which the first save would wait.
-        """
+        """Pin memory for copies of tensors on a GPU, in a thread: a second per few gigabytes."""
         device = next((values.device for values in tensors if values.is_cuda), None)
         if device is None:
             return
@@ -58,35 +55,37 @@ class StagingMemory:
         self._preparing = threading.Thread(target=pin, name="pin memory", daemon=True)
         self._preparing.start()
 
-    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy `tensors` to the CPU; the next call overwrites the copies."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
         on_cuda = any(values.is_cuda for values in tensors)
-        copied = []
-        buffers = self._allocate(_sizes(tensors), pinned=on_cuda)
+        buffers, copies = self._allocate(_sizes(tensors), pinned=on_cuda), []
         for values, memory in zip(tensors, buffers, strict=True):
-            copy = memory[: values.nbytes].view(values.dtype).view(values.shape)
-            copied.append(copy.copy_(values.detach(), non_blocking=True))
+            target = memory[: values.nbytes].view(values.dtype).view(values.shape)
+            # On the current stream, after the optimizer's kernels, which wrote `values`.
+            copies.append(target.copy_(values.detach(), non_blocking=True))
         if on_cuda:
-            torch.cuda.synchronize()
-        return copied
+            torch.cuda.synchronize()  # the host must not read pinned memory before
+        return copies
 
     def _allocate(self, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        chunk_bytes = min(sum(sizes), _CHUNK_BYTES)
-        filled: list[int] = []  # bytes of each chunk
+        chunk_bytes = min(sum(sizes), _ALLOCATION_BYTES)
+        chunk_sizes: list[int] = []
         starts: list[tuple[int, int]] = []  # index of the chunk, offset in it
-        room = -1
+        room = -1  # the first size opens a chunk
         for size in sizes:
             if size > room:
                 room = max(size, chunk_bytes)
-                filled.append(room)
-            starts.append((len(filled) - 1, filled[-1] - room))
+                chunk_sizes.append(room)
+            starts.append((len(chunk_sizes) - 1, chunk_sizes[-1] - room))
             room -= size
-        if [each.numel() for each in self._chunks] != filled:
-            self._chunks = []  # frees the old chunks before new ones are allocated
-            self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
+        if [each.numel() for each in self._chunks] != chunk_sizes:
+            self._chunks = []  # so that torch reuses the old chunks for the new ones
+            self._chunks = [
+                torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in chunk_sizes
+            ]
         slices = zip(starts, sizes, strict=True)
         return [self._chunks[chunk][start : start + size] for (chunk, start), size in slices]
 

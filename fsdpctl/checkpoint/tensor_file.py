@@ -2,8 +2,7 @@
 
 The format: eight bytes with the header's length, a JSON header, the concatenated bytes of tensors.
 
-Note: why this file does not import torch. The import takes seconds, and more memory than a
-consolidation.
+Note: why this file does not import torch. The import takes seconds and more memory than an export.
 """
 
 import json
@@ -26,18 +25,18 @@ from fsdpctl.io.files import open_regular, os_errors_as
 from fsdpctl.io.untrusted import parse_json
 
 # torch's names of dtypes and the bytes of an element, by safetensors' names of dtypes.
-DTYPE_SIZES = {
+TENSOR_DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
     "U8": ("uint8", 1), "BOOL": ("bool", 1), "C64": ("complex64", 8),
 }  # fmt: skip
-ITEMSIZES = {name: size for name, (_, size) in DTYPE_SIZES.items()}
+ITEMSIZES = {name: size for name, (_, size) in TENSOR_DTYPES.items()}
 FLOATS = ("F64", "F32", "BF16", "F16")
-EXPORT_DTYPES = {DTYPE_SIZES[each][0]: each for each in ("F32", "BF16", "F16")}
-HEADER_PREFIX = 8  # bytes that contain the length of the rest of the header
+EXPORT_DTYPES = {TENSOR_DTYPES[each][0]: each for each in ("F32", "BF16", "F16")}
+PREFIX_BYTES = 8  # the length of the rest of the header
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _WRITEBACK_BYTES = 32 << 20
-# Larger writes fill larger pages, which a virtual machine may have to request from its host.
+# Larger writes are slower on virtual machines: they fill larger pages, which the host must supply.
 _WRITE_BYTES = 256 << 10
 
 
@@ -72,8 +71,7 @@ def write_new(path: Path, chunks: Iterable[memoryview]) -> int:
     """Write a new file and flush it to the disk; return its size. FileExistsError if it exists.
 
     Note: why posix_fadvise is called. It makes the kernel start to write earlier chunks to the disk
-    while later chunks are computed. So the final fsync is short, which halves the time of a write
-    of gigabytes.
+    while later chunks are computed. The shorter final fsync halves the time of a write of GBs.
     """
     size = flushed = 0  # bytes written, and bytes whose write to the disk has begun
     with path.open("xb", buffering=0) as file:
@@ -135,7 +133,7 @@ class TensorFile:
         return str(self.path)
 
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield bytes `[start, stop)` of a tensor; a chunk reuses the previous chunk's memory."""
+        """Yield bytes `[start, stop)` of a tensor; the next chunk reuses the memory of a chunk."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         descriptor = open_regular(self.path, CheckpointError)
         with os_errors_as(self.path, CheckpointError), open(descriptor, "rb") as file:
@@ -150,8 +148,8 @@ class TensorFile:
 
 def header_size(prefix: bytes) -> int:
     """Return the size of a header that begins with `prefix`; huge if `prefix` is truncated."""
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == HEADER_PREFIX else 1 << 62
-    return HEADER_PREFIX + int(length)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == PREFIX_BYTES else 1 << 62
+    return PREFIX_BYTES + int(length)
 
 
 def open_tensor_file(path: Path) -> TensorFile:
@@ -159,10 +157,10 @@ def open_tensor_file(path: Path) -> TensorFile:
     descriptor = open_regular(path, CheckpointError)
     with os_errors_as(path, CheckpointError), open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(HEADER_PREFIX)
-        length = header_size(prefix) - HEADER_PREFIX
+        prefix = file.read(PREFIX_BYTES)
+        length = header_size(prefix) - PREFIX_BYTES
         text = file.read(length) if length <= size else b""
-    if len(prefix) < HEADER_PREFIX or len(text) != length:
+    if len(prefix) < PREFIX_BYTES or len(text) != length:
         raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
     check_with_safetensors(path)
     header = parse_json(text, dict[str, dict[str, Any]], f"{path}: corrupted", CheckpointError)
@@ -174,28 +172,25 @@ def open_tensor_file(path: Path) -> TensorFile:
         properties = each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
         entries[name] = TensorEntry(name, *properties)
     checksum = xxhash.xxh3_128_hexdigest(prefix + text)
-    return TensorFile(path, entries, metadata, checksum, HEADER_PREFIX + length, size)
+    return TensorFile(path, entries, metadata, checksum, PREFIX_BYTES + length, size)
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast `data` from one dtype of safetensors to another.
-
-    UsageError if a finite value is out of the range of float16.
-    """
+    """Cast `data` between dtypes; UsageError if a finite value is out of the range of float16."""
     if source == target:
         return data
-    values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else DTYPE_SIZES[source][0])
+    values: Any = np.frombuffer(data, np.uint16 if source == "BF16" else TENSOR_DTYPES[source][0])
     if source == "BF16":  # the upper half of float32
         values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        narrowed = values.astype(np.float32)  # torch also rounds float64 twice
+        result = values.astype(np.float32)  # as torch, which rounds float64 to float32 first
         if target == "BF16":
-            return _to_bfloat16(narrowed).view(np.uint8).data
-        narrowed = narrowed.astype(DTYPE_SIZES[target][0])
-    if target == "F16" and bool(np.any(np.isinf(narrowed) & np.isfinite(values))):
+            return _to_bfloat16(result).view(np.uint8).data
+        result = result.astype(TENSOR_DTYPES[target][0])
+    if target == "F16" and bool(np.any(np.isinf(result) & np.isfinite(values))):
         raise UsageError(f"--dtype float16: {name} has values out of range; use bfloat16")
-    narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
-    return narrow_bytes.data
+    content: NDArray[np.uint8] = result.view(np.uint8)
+    return content.data
 
 
 def join_remainder(upper: memoryview, lower: memoryview) -> memoryview:
@@ -208,6 +203,7 @@ def join_remainder(upper: memoryview, lower: memoryview) -> memoryview:
 def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     upper = bits >> np.uint32(16)
+    # Round to nearest, ties to even.
     rounded = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)
     result: NDArray[np.uint16] = rounded.astype(np.uint16)
     is_nan = np.isnan(values)

@@ -23,7 +23,7 @@ class TensorSource(Protocol):
         """Return the shape and dtype of a full tensor."""
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Yield the elements `span`, or all, in chunks; the next chunk may overwrite a chunk."""
+        """Yield the elements `span`, or all, in chunks; the next chunk may reuse the memory."""
 
     def __str__(self) -> str:
         """Return the path or URL, which begins messages."""
@@ -93,7 +93,7 @@ def read_bytes(source: TensorSource, key: str, span: Span) -> bytearray:
     """Return the bytes of the elements `span` of a tensor."""
     content = bytearray()
     for _, data in source.read(key, span):
-        content += data  # copied at once: the next chunk reuses the memory
+        content += data  # a copy
     return content
 
 
@@ -102,6 +102,18 @@ def read_floats(source: TensorSource, key: str, span: Span | None = None) -> NDA
     dtype = source.info(key).dtype
     parts = (cast(data, dtype, "F32", key) for _, data in source.read(key, span))
     return np.concatenate([np.frombuffer(data, np.float32).copy() for data in parts])
+
+
+def expert_factors(
+    source: TensorSource, lora_a: str, lora_b: str, num_experts: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return A as (experts, rank, in) and B as (experts, out, rank)."""
+    keys = [tensor_key(PARAMETER, name) for name in (lora_a, lora_b)]
+    a, b = (read_floats(source, key).reshape(source.info(key).shape) for key in keys)
+    # PEFT stores A's rows expert by expert, but B's columns rank by rank.
+    return a.reshape(num_experts, -1, a.shape[1]), b.reshape(len(b), -1, num_experts).transpose(
+        2, 0, 1
+    )
 
 
 def weight_bytes(source: TensorSource) -> int:

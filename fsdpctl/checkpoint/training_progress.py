@@ -27,10 +27,7 @@ class BestValidation:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run.
-
-    The fields are keys of the manifest's JSON.
-    """
+    """The progress of a run; its fields are keys of the manifest's JSON."""
 
     step: Count = 0  # completed optimizer steps
     samples: Count = 0  # consumed samples, which are the position in the data

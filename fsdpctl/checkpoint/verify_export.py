@@ -8,8 +8,13 @@ from fsdpctl.checkpoint.adapter_findings import check_adapters
 from fsdpctl.checkpoint.asset_findings import ModelAssets, check_vocabulary, compare_assets
 from fsdpctl.checkpoint.findings import Finding, compare_names, compare_values
 from fsdpctl.checkpoint.manifest import PARAMETER
-from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_model_assets, weight_files
-from fsdpctl.checkpoint.tensor_source import FileTensors, TensorSource, tensor_keys
+from fsdpctl.checkpoint.pretrained import (
+    file_tensors,
+    open_weights,
+    read_assets,
+    read_model_assets,
+)
+from fsdpctl.checkpoint.tensor_source import TensorSource, tensor_keys
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import is_foreign_model
@@ -20,17 +25,18 @@ from fsdpctl.io.run_files import CONFIG_JSON
 
 
 def verify_export(
-    export: Path, base: Path | None, *, has_weights: bool = True, is_trained: bool = True
+    export: Path, base: Path | None, *, base_has_weights: bool = True, is_trained: bool = True
 ) -> list[Finding]:
     """Return the findings on a model, adapters or both in a directory, compared with their base.
 
     The base is a model directory, GGUF file, run or checkpoint. For adapters, only its config.json
-    is required; `has_weights` tells whether its weights are available. CheckpointError if a file of
-    the export cannot be read; UsageError if a file of the base cannot be read.
+    is required (not `base_has_weights`). If `is_trained`, report a lack of changes. CheckpointError
+    if a file of the export cannot be read; UsageError if a file of the base cannot be read.
     """
     findings, assets = list[Finding](), ModelAssets(read_assets(export), export)
     if is_foreign_model(export):
-        weights, base_weights, findings = _open_both(export, base, assets)
+        weights, base_weights, opened = _open_both(export, base, assets)
+        findings += opened
         findings += () if base_weights is None else compare_names(weights, base_weights)
         findings += compare_values(weights, base_weights, is_trained=is_trained)
         findings += check_vocabulary(weights, assets)
@@ -39,7 +45,7 @@ def verify_export(
     if has_adapters(export) and base is not None:
         with _errors_of_base(base):
             model = _model_in(base)
-        findings += check_adapters(export, model, has_weights=has_weights)
+        findings += check_adapters(export, model, base_has_weights=base_has_weights)
     return findings
 
 
@@ -58,7 +64,7 @@ def _model_in(path: Path) -> ModelConfig:
 def _open_both(
     export: Path, base: Path | None, assets: ModelAssets
 ) -> tuple[TensorSource, TensorSource | None, list[Finding]]:
-    """Open export and base under the names in their files if equal, or under the model's names."""
+    """Open both under the names in their files if these are the same, else under the model's."""
     weights = _open_in_model(export) if is_gguf(export) else _open_stored(export)
     names = weights.names(PARAMETER)
     if base is None:
@@ -66,6 +72,7 @@ def _open_both(
     uses_model_names = is_gguf(base) or not is_foreign_model(base)  # a file, run or checkpoint
     with _errors_of_base(base):
         base_weights = None if uses_model_names else _open_stored(base)
+    # The file may have a head that loading would ignore.
     ties = assets.json(CONFIG_JSON).get("tie_word_embeddings") and "lm_head.weight" in names
     if base_weights is not None and names == base_weights.names(PARAMETER) and not ties:
         return weights, base_weights, []
@@ -84,12 +91,8 @@ def _open_both(
     return in_model, base_in_model, [Finding("weights", text)] if others else []
 
 
-def _open_stored(folder: Path) -> FileTensors:
-    try:
-        files = weight_files(folder)
-    except UsageError as error:  # the rest of the message is about training
-        raise CheckpointError(str(error).removeprefix("model.path=").split(". Set")[0]) from None
-    return FileTensors(folder, {name: (file, file.entries[name]) for name, file in files.items()})
+def _open_stored(folder: Path) -> TensorSource:
+    return file_tensors(folder, str(folder), error_type=CheckpointError)
 
 
 def _open_in_model(path: Path) -> TensorSource:

@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.pretrained import open_base, open_weights, read_model_as
 from fsdpctl.checkpoint.publish import CheckpointMetadata
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_checkpoints import open_checkpoint
-from fsdpctl.checkpoint.run_checkpoints import find_checkpoint, incomplete_checkpoints_in
+from fsdpctl.checkpoint.run_checkpoints import describe_incomplete_in, find_checkpoint
 from fsdpctl.commands.printing import AsJson, note, say, show_json, show_table
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.hub import model_directory
@@ -41,7 +41,7 @@ SourceArg = Annotated[
 def resolve_checkpoint(source: Path) -> Path:
     """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
     checkpoint = find_checkpoint(source)
-    note(*incomplete_checkpoints_in(source))
+    note(*describe_incomplete_in(source))
     return checkpoint
 
 
@@ -111,8 +111,8 @@ def _to_json(reader: CheckpointReader) -> dict[str, Any]:
     for key, about in content["tensors"].items():
         about["bytes"] = reader.manifest.tensors[key].nbytes
         about["spans"] = [
-            {"file": part.file.path.name, "start": part.span.span.start,
-             "stop": part.span.span.stop}
+            {"file": part.file.path.name, "start": part.stored.span.start,
+             "stop": part.stored.span.stop}
             for part in reader.parts(key)
         ]  # fmt: skip
     return {"path": str(reader), "bytes": reader.num_bytes, **content}

@@ -190,7 +190,7 @@ def _verify_export(folder: Path, base: str | None) -> tuple[dict[str, int], list
         path = model_directory(Path(base), "config" if adapters else "weights")
         if not path.exists():
             raise UsageError(f"--base {base}: not found{nearest_path_hint(base)}")
-        findings += verify_export(folder, path, has_weights=has_weights(path))
+        findings += verify_export(folder, path, base_has_weights=has_weights(path))
     return counts, findings
 
 

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from fsdpctl.chats.values import Message
-from fsdpctl.checkpoint.initial_weights import open_checked
+from fsdpctl.checkpoint.initial_weights import open_with_base
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights, read_assets, read_attachments
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -195,4 +195,4 @@ def _open_model(source: Path) -> tuple[Config, TensorSource, dict[str, bytes]]:
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config, open_checked(reader, Collectives())[0], read_attachments(reader)
+    return config, open_with_base(reader, Collectives())[0], read_attachments(reader)

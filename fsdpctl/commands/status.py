@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from fsdpctl.checkpoint.manifest import read_manifest
-from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, incomplete_checkpoints, step_of
+from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, describe_incomplete, step_of
 from fsdpctl.checkpoint.training_progress import Progress
 from fsdpctl.commands.printing import AsJson, show_json, show_table
 from fsdpctl.config.schema import KEYS
@@ -160,7 +160,7 @@ def read_status(run_dir: Path) -> Status:
         tokens_per_second=_median([x.tokens_per_second for x in recent]),
         samples_per_second=_median([x.samples_per_second for x in recent]),
         checkpoint=newest,
-        warnings=[*warnings, *incomplete_checkpoints(run_dir / CHECKPOINTS)],
+        warnings=[*warnings, *describe_incomplete(run_dir / CHECKPOINTS)],
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.initial_weights import open_checked
+from fsdpctl.checkpoint.initial_weights import open_with_base
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.remote_checkpoints import remote_checkpoints_of
 from fsdpctl.checkpoint.run_checkpoints import complete_checkpoints, newest_checkpoint
@@ -122,7 +122,7 @@ def check_dry_run(opened: Prepared, state: RunDirState) -> str:
     if reader is not None:
         with doing(f"verifying {reader}"):
             deque(reader.verify(), 0)
-            open_checked(reader, Collectives())
+            open_with_base(reader, Collectives())
     return ""
 
 

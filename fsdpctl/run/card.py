@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from fsdpctl.checkpoint.publish import sealed_card
+from fsdpctl.checkpoint.publish import card_with_checksum
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS
@@ -63,7 +63,7 @@ def model_card(reader: CheckpointReader, *, is_peft: bool = False) -> bytes:
     for title, lines in (("Command", _command(reader)), ("Settings", changed)):
         if lines:
             text += f"\n## {title}\n\n" + "".join(f"    {one_line(x)}\n" for x in lines)
-    return sealed_card(text)
+    return card_with_checksum(text)
 
 
 def _progress(reader: CheckpointReader) -> Iterator[tuple[str, str]]:

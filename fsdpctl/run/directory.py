@@ -20,8 +20,8 @@ from fsdpctl.checkpoint.remote_checkpoints import (
 from fsdpctl.checkpoint.run_checkpoints import (
     complete_checkpoints,
     copy_checkpoint,
+    describe_incomplete,
     find_checkpoint,
-    incomplete_checkpoints,
     newest_checkpoint,
     remove_interrupted_saves,
     replace_link,
@@ -201,7 +201,7 @@ def _inspect_for_resume(config: Filled, remote: RemoteCheckpoints | None) -> Run
         _check_same_run(uploaded.url, uploaded.url, uploaded.manifest.config, current)
     local_step = -1 if newest is None else step_of(newest)
     source = uploaded.open() if uploaded is not None and uploaded.step > local_step else None
-    incomplete = incomplete_checkpoints(run_dir / CHECKPOINTS)
+    incomplete = describe_incomplete(run_dir / CHECKPOINTS)
     if newest is None and incomplete and source is None:
         raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
     progress = source.manifest.progress if source is not None else _progress_at(newest)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.initial_weights import (
     BaseWeights,
     initial_weights,
-    open_checked,
     open_pretrained,
+    open_with_base,
 )
 from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.pretrained import weights_folder
@@ -292,7 +292,9 @@ def _load_state(
     (path, *_) = model.collectives.all_gather_values(str(weights_folder(config.model)))
     folder = Path(path)
     weights, base = open_pretrained(config.model, folder, model.collectives)
-    bases = [BaseWeights(base.info, base.weights, base.named_by, is_named=False)] if base else []
+    bases = (
+        [BaseWeights(base.record, base.weights, base.checkpoint, is_recorded=False)] if base else []
+    )
     if not all(shard.trainable for shard in model.flat_shards()):
         bases.append(BaseWeights.new(folder, weights, model.collectives))
     load_weights(initial_weights(config.model, model.module, config.train.seed, weights), model)
@@ -306,7 +308,7 @@ def _resume(
         reader = CheckpointReader(newest)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{resume_hint(newest)}") from None
-    weights, base = open_checked(reader, model.collectives)
+    weights, base = open_with_base(reader, model.collectives)
     try:
         return load_into(reader, model, optimizer, weights), [base] if base is not None else []
     except CheckpointError as error:

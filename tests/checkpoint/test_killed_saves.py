@@ -16,7 +16,7 @@ from fsdpctl.checkpoint.initial_weights import BaseWeights
 from fsdpctl.checkpoint.load import load_into
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.run_checkpoints import (
-    incomplete_checkpoints,
+    describe_incomplete,
     newest_checkpoint,
     remove_interrupted_saves,
 )
@@ -109,7 +109,7 @@ def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mo
         checkpoints = tmp_path / "run" / CHECKPOINTS
         newest = newest_checkpoint(checkpoints)
         assert newest is not None, point
-        assert incomplete_checkpoints(checkpoints) == [], point
+        assert describe_incomplete(checkpoints) == [], point
         read_everything(newest)
         found[newest.name] = found.get(newest.name, 0) + 1
         if newest.name == "step-00000002":

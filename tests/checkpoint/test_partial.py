@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.consolidate import consolidate
-from fsdpctl.checkpoint.initial_weights import BaseWeights, open_checked, open_pretrained
+from fsdpctl.checkpoint.initial_weights import BaseWeights, open_pretrained, open_with_base
 from fsdpctl.checkpoint.load import load_into, load_weights
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, BaseInfo
 from fsdpctl.checkpoint.pretrained import open_weights
@@ -97,7 +97,7 @@ def test_a_partial_run_resumes_evaluates_and_exports_its_biases(tmp_path: Path) 
     about = CheckpointMetadata(Progress(1), to_settings(config), base=base.verify(ranks))
     reader = save(tmp_path / "step-00000001", model, about)
     resumed, evaluated = load(config), load(config)
-    load_into(reader, resumed, None, open_checked(reader, ranks)[0])
+    load_into(reader, resumed, None, open_with_base(reader, ranks)[0])
     weights, _ = open_pretrained(config.model, reader.folder, ranks)
     load_weights(weights, evaluated)
     for other in (resumed, evaluated):

@@ -15,13 +15,13 @@ import torch
 
 from fsdpctl.checkpoint import manifest
 from fsdpctl.checkpoint.manifest import BaseInfo
-from fsdpctl.checkpoint.publish import missing_space
+from fsdpctl.checkpoint.publish import space_problem
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.run_checkpoints import (
     complete_checkpoints,
+    describe_incomplete,
+    describe_incomplete_in,
     find_checkpoint,
-    incomplete_checkpoints,
-    incomplete_checkpoints_in,
     newest_checkpoint,
     remove_expired,
     step_folder,
@@ -94,9 +94,9 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
-    assert missing_space(tmp_path / "not" / "there", 1 << 20) == ""
+    assert space_problem(tmp_path / "not" / "there", 1 << 20) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 5 << 20))
-    assert missing_space(tmp_path, 3 << 20) == ""
+    assert space_problem(tmp_path, 3 << 20) == ""
     model, optimizer = trained("full_shard")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
@@ -134,16 +134,16 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
     folder = tmp_path / CHECKPOINTS
     one, two, three = fake_checkpoints(folder, 100, 200, 100_000_000)
     (folder / LATEST).symlink_to(three.name)
-    assert incomplete_checkpoints(folder) == []
+    assert describe_incomplete(folder) == []
     (three / MANIFEST).unlink()
-    (line,) = incomplete_checkpoints_in(tmp_path)
+    (line,) = describe_incomplete_in(tmp_path)
     assert f"{three}: incomplete" in line
     assert line.endswith("the newest complete checkpoint is step-00000200")
     assert find_checkpoint(tmp_path) == newest_checkpoint(folder) == two
     shutil.rmtree(three)
-    (line,) = incomplete_checkpoints_in(tmp_path)
+    (line,) = describe_incomplete_in(tmp_path)
     assert "latest: does not point to a checkpoint" in line
-    assert (find_checkpoint(folder), incomplete_checkpoints_in(one)) == (two, [])
+    assert (find_checkpoint(folder), describe_incomplete_in(one)) == (two, [])
     for each in (one, two):
         (each / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="step-00000100: incomplete"):
@@ -177,7 +177,7 @@ def test_a_save_waits_for_the_checksum_of_its_base_and_says_so(tmp_path, monkeyp
         return BaseInfo("base", "1", "0")
 
     monkeypatch.setattr(checkpoints, "_SILENT_WAIT_SECONDS", 0.1)
-    base = Mock(info=BaseInfo("base", "", "0"), is_named=True, verify=verified)
+    base = Mock(record=BaseInfo("base", "", "0"), is_recorded=True, verify=verified)
     model, optimizer = trained("full_shard", steps=1)
     saver = make_saver(tmp_path, "async", bases=[base])
     journal: Any = saver._journal

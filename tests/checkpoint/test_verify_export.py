@@ -130,7 +130,7 @@ ROWS: dict[str, Callable[[Tensors], Tensors]] = {
         lambda x: {n: y.T if "0.self_attn.k_proj" in n else y for n, y in x.items()},
     "vocabulary: lost: lm_head.weight has 64 rows":
         lambda x: {n: y[:64] if n == "lm_head.weight" else y for n, y in x.items()},
-    "weights: lost: all equal the base's": lambda x: scaled(x, "experts", 1 / 1.01),
+    "weights: lost: equal to the base's": lambda x: scaled(x, "experts", 1 / 1.01),
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ ROWS: dict[str, Callable[[Tensors], Tensors]] = {
 def test_what_weights_lost_is_a_line(made, tmp_path, line):
     export = copied(made, "model", tmp_path)
     base = made / "base"
-    if "all equal" in line:
+    if "equal to the base" in line:
         shutil.copy(base / MODEL, export / MODEL)
     else:
         change(export / MODEL, ROWS[line])
@@ -277,7 +277,7 @@ OF_ADAPTERS: dict[str, Callable[[Tensors], Tensors]] = {
         lambda x: scaled(x, f"{LAYER}.lora_A", float("inf")),
     f"attention: lost: {LAYER}: lora_A and lora_B: expected in 32, out 32, got in 16, out 32, rank":
         lambda x: {n: y[:, :16] if f"{LAYER}.lora_A" in n else y for n, y in x.items()},
-    "adapter_config.json: lost: r=8, not 4": lambda x: {
+    "adapter_config.json: lost: r=8: expected 4": lambda x: {
         n: (y[:4] if "lora_A" in n else y[:, :4]) if LAYER in n else y for n, y in x.items()},
     "experts: lost: model.layers.0.mlp.experts, model.layers.1.mlp.experts: in and out are swapped":
         swapped,
@@ -319,7 +319,7 @@ def test_published_adapters_name_no_directory_of_the_machine(made, tmp_path):
 def test_adapters_are_compared_with_a_base_whose_weights_are_not_here(made, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(made / "base" / name, tmp_path)
-    found = verify_export(made / "adapters", tmp_path, has_weights=False)
+    found = verify_export(made / "adapters", tmp_path, base_has_weights=False)
     assert lost(found) == []
     assert "attention: 8 of 8 tensors changed" in map(str, found)
 

@@ -139,7 +139,7 @@ def to_device(batch: Tensor, device: torch.device) -> Tensor:
 def saved(model: ShardedModel, optimizer: ShardedAdamW) -> list[Tensor]:
     """Return sums of copied masters, which were written to after the copy."""
     masters = [shard.master for shard in model.flat_shards()]
-    copies = StagingMemory().copies(masters)
+    copies = StagingMemory().copy(masters)
     for master in masters:
         master.mul_(2.0)
     optimizer.zero_grad()

@@ -277,10 +277,10 @@ def pinned_memory_is_written_while_it_is_sent() -> None:
 
 @fault(SAVES)
 def a_saver_reads_before_its_copies_are_done() -> None:
-    _within(StagingMemory, "copies", torch.cuda, "synchronize", _nothing)
+    _within(StagingMemory, "copy", torch.cuda, "synchronize", _nothing)
 
 
-@instead(StagingMemory, "copies", SAVES)
+@instead(StagingMemory, "copy", SAVES)
 def a_saver_copies_while_the_optimizer_writes(right, self, tensors):
     if not tensors[0].is_cuda:
         return right(self, tensors)

@@ -119,7 +119,7 @@ def test_memory_for_the_first_save_is_pinned_beforehand(rank: int, world_size: i
     assert staging._preparing is not None
     staging._preparing.join()
     pinned = [each.data_ptr() for each in staging._chunks]
-    copies = staging.copies(tensors)
+    copies = staging.copy(tensors)
     assert copies[0].is_pinned()
     assert copies[0].data_ptr() == pinned[0]
     assert [each.data_ptr() for each in staging._chunks] == pinned

@@ -184,7 +184,7 @@ def test_weights_are_read_from_where_transformers_reads_them(tmp_path):
 def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(tmp_path):
     save_model("llama", tmp_path / "in")
     edited(tmp_path / "in", tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match="but config.json ties both"):
+    with pytest.raises(CheckpointError, match="but config.json ties them"):
         load(tmp_path / "in")
 
 

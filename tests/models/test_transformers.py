@@ -63,7 +63,9 @@ def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
 
 def test_large_models_are_split_and_cast(tmp_path):
     _, reader = make_checkpoint(tmp_path)
-    assert consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000).files > 2
+    assert (
+        consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000).num_files > 2
+    )
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     for file in (tmp_path / "hf").glob("*.safetensors"):
         assert {values.dtype for values in load_file(file).values()} == {torch.bfloat16}

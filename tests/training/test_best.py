@@ -112,7 +112,7 @@ def test_a_copy_that_follows_links_goes_on_as_the_run(
     for source in (copy, copy / CHECKPOINTS, best):
         assert open_best(str(source)).folder == best
     warnings = [each for record in read_start_events(copy) for each in record.warnings]
-    said = f"{copy / CHECKPOINTS / BEST}: no link to step-00000004 made: Operation not permitted"
+    said = f"{copy / CHECKPOINTS / BEST}: cannot link to step-00000004: Operation not permitted"
     assert [each.partition(": ")[2] for each in warnings] == ([] if has_links else [said])
     assert everything_in(run) == before
 

@@ -191,7 +191,7 @@ class Checkpoints(Callback):
         self._every, self._last = settings.every, config.train.steps
         self._keeps_best = settings.keep_best
         self._ranks, self._journal, self._bases = ranks, journal, bases
-        self._base = next((each.info for each in bases if each.is_named), None)
+        self._base = next((each.record for each in bases if each.is_recorded), None)
         self._reading: Save | None = None  # progress of reading the bases
         self._folder = run_dir / CHECKPOINTS
         self._settings = to_settings(config)
@@ -277,7 +277,7 @@ class Checkpoints(Callback):
     def _verify(self, reading: Save) -> None:
         for each in self._bases:
             info = each.verify(self._ranks, reading.advance)
-            self._base = info if each.is_named else self._base
+            self._base = info if each.is_recorded else self._base
 
     def _write(self, snapshot: Snapshot, save: Save) -> None:
         if self._reading is not None:
@@ -313,7 +313,7 @@ class Checkpoints(Callback):
     def _wait(self, save: Save) -> None:
         reading = self._reading
         if reading is not None and wait([reading.done], _SILENT_WAIT_SECONDS).not_done:
-            base = self._bases[-1].info.path
+            base = self._bases[-1].record.path
             remark = f"step {save.step}: waiting for the checksum of base model {base}"
             self._journal.remark(remark)
         since, shown, moved = time.perf_counter(), 0.0, self._bytes_moved
