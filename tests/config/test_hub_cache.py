@@ -33,8 +33,7 @@ def fill(cache: Path, *names: str, ref: str = "main") -> Path:
         content = {}
         if name == "config.json":
             content = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64}
-            content |= {"num_hidden_layers": 2, "num_attention_heads": 4}
-            content |= {"intermediate_size": 64}
+            content |= {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
         elif name.endswith("index.json"):
             content = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
         (folder / "blobs" / name).write_text(json.dumps(content))

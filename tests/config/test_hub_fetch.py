@@ -33,15 +33,13 @@ WANTED = {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinj
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with serving(Hub({"org/tiny": SHARDED}), tmp_path, monkeypatch) as found:
-        yield found
+    with serving(Hub({"org/tiny": SHARDED}), tmp_path, monkeypatch) as server:
+        yield server
 
 
-def test_weights_configuration_and_tokenizer_are_fetched_once_and_nothing_else(
-    hub, monkeypatch, capfd
-):
-    told = list[str]()
-    monkeypatch.setattr(activity.DISPLAY, "print_line", told.append)
+def test_weights_config_and_tokenizer_are_fetched_once_and_nothing_else(hub, monkeypatch, capfd):
+    printed = list[str]()
+    monkeypatch.setattr(activity.DISPLAY, "print_line", printed.append)
     hub.cuts = 3
     snapshot = Path(local_model("org/tiny"))
     assert snapshot.name == SHA
@@ -51,7 +49,7 @@ def test_weights_configuration_and_tokenizer_are_fetched_once_and_nothing_else(
     # A file that was cut continues where it ended, and the cache has nothing that is half-written.
     assert {int(each.split()[2]) for each in hub.requests if each.startswith("BODY m-")} > {0}
     assert not [*snapshot.parent.parent.rglob("*.incomplete")]
-    assert re.fullmatch(r"fetching org/tiny: 2 files, 0\.3 MiB, .* free in .*hub", told[-1])
+    assert re.fullmatch(r"fetching org/tiny: 2 files, 0\.3 MiB, .* free in .*hub", printed[-1])
     count = len(hub.requests)
     assert local_model("org/tiny") == local_model(str(snapshot)) == str(snapshot)
     assert (len(hub.requests), capfd.readouterr()) == (count, ("", ""))
@@ -93,9 +91,8 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(hub, refused, name, messa
 
 def test_nothing_is_asked_for_a_path_or_offline_or_without_space(hub, monkeypatch):
     Path("org").mkdir()
-    with pytest.raises(
-        UsageError, match="no such directory; org is a directory, so the Hub is not searched"
-    ):
+    problem = "no such directory; org is a directory, so the Hub is not searched"
+    with pytest.raises(UsageError, match=problem):
         local_model("org/tiny")
     Path("org").rmdir()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -23,8 +23,8 @@ def accepts(public: int | str, count: int) -> bool:
         return count == public
     digits, unit = public.rstrip("BM"), 1e9 if public.endswith("B") else 1e6
     last = 10.0 ** -len(digits.partition(".")[2]) * unit
-    given = float(digits) * unit
-    return abs(count - given) <= max(0.01 * given, last / 2)
+    published = float(digits) * unit
+    return abs(count - published) <= max(0.01 * published, last / 2)
 
 
 @pytest.mark.slow
@@ -47,9 +47,9 @@ def test_the_table_has_models_by_every_name():
 
 def test_training_needs_the_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    words = ["model=hf", "model.path=Qwen/Qwen3-0.6B", "launch.device=cpu"]
+    settings = ["model=hf", "model.path=Qwen/Qwen3-0.6B", "launch.device=cpu"]
     with pytest.raises(UsageError, match="run `hf download Qwen/Qwen3-0.6B`"):
-        prepare(compose_config(words))
+        prepare(compose_config(settings))
 
 
 @pytest.mark.slow

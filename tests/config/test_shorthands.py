@@ -6,26 +6,26 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import UsageError
 
 
-@pytest.mark.parametrize(("words", "expected"), [
+@pytest.mark.parametrize(("settings", "expected"), [
     (["cluster=4xa100_80"], ("a100_80", 4, 1)), (["cluster=16xh100"], ("h100", 8, 2)),
     (["cluster=1×T4"], ("t4", 1, 1)), (["cluster=8xH100"], ("h100", 8, 1)),
     (["cluster=A100_80"], ("a100_80", None, 1)), (["cluster=h100"], ("h100", None, 1)),
 ])  # fmt: skip
-def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(words, expected):
-    config = compose_config(words).config
+def test_a_number_of_gpus_of_a_cluster_sets_the_ranks(settings, expected):
+    config = compose_config(settings).config
     launch = config.launch
     assert (config.cluster.name, launch.nproc_per_node, launch.nnodes) == expected
 
 
-@pytest.mark.parametrize(("recipe", "words", "expected"), [
+@pytest.mark.parametrize(("recipe", "settings", "expected"), [
     ("llama3_405b_16384xh100", ["cluster=8xh100"], (8, 1)),
     ("llama3_70b_64xh100", ["cluster=4xh100"], (4, 1)),
     ("llama3_405b_16384xh100", ["cluster=32xh200"], (8, 4)),
     ("llama3_405b_16384xh100", ["cluster=h200"], (None, 2048)),
     ("llama3_405b_16384xh100", ["cluster=h200", "launch.nnodes=3"], (None, 3)),
 ])  # fmt: skip
-def test_a_number_of_gpus_replaces_the_nodes_of_a_recipe(recipe, words, expected):
-    launch = compose_config(words, recipe).config.launch
+def test_a_number_of_gpus_replaces_the_nodes_of_a_recipe(recipe, settings, expected):
+    launch = compose_config(settings, recipe).config.launch
     assert (launch.nproc_per_node, launch.nnodes) == expected
 
 
@@ -36,7 +36,7 @@ def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_p
     assert (launch.nproc_per_node, launch.nnodes) == (8, 4)
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("settings", "message"), [
     (["cluster=12xh100"], "a multiple of it: a node of h100 has 8 GPUs"),
     (["cluster=4xh100", "launch.nproc_per_node=2"], "conflicts with launch.nproc_per_node"),
     (["cluster=2x24"], "are a10, l4, rtx3090, rtx4090; set one, such as cluster=2xa10"),
@@ -48,15 +48,15 @@ def test_nodes_on_the_command_line_override_the_number_of_gpus_of_a_recipe(tmp_p
     (["Qwen/Qwen3-8C"], "unknown model; did you mean .*set model=Qwen/Qwen3-8C$"),
     (["train", "data/words.txt"], "train: expected KEY=VALUE"),
 ])  # fmt: skip
-def test_mistakes_in_short_forms_are_named(words, message):
+def test_mistakes_in_short_forms_are_named(settings, message):
     with pytest.raises(UsageError, match=message):
-        compose_config(words)
+        compose_config(settings)
 
 
-@pytest.mark.parametrize("words", [["Qwen/Qwen3-8B"], ["model=Qwen/Qwen3-8B"]])
-def test_a_name_on_the_hub_is_a_model(words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", [["Qwen/Qwen3-8B"], ["model=Qwen/Qwen3-8B"]])
+def test_a_name_on_the_hub_is_a_model(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    config = compose_config(words).config.model
+    config = compose_config(settings).config.model
     assert (config.name, config.path, config.num_layers) == ("hf", "Qwen/Qwen3-8B", 36)
 
 

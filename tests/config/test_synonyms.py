@@ -1,4 +1,4 @@
-"""Keys of other tools are answered with ours."""
+"""The error for a key of another tool names the key of fsdpctl."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_answers_name_keys_that_exist():
             assert not is_ours or key in KEYS, answer
 
 
-@pytest.mark.parametrize(("typed", "ours"), [
+@pytest.mark.parametrize(("typed", "answer"), [
     ("early_stopping_patience", "train.patience"), ("training.early_stopping", "train.patience"),
     ("metric_for_best_model", "checkpoint.keep_best=true, by the validation loss"),
     ("step_scheduler.local_batch_size", "train.micro_batch_size"), ("peft.dim", "model.lora.rank"),
@@ -42,15 +42,15 @@ def test_answers_name_keys_that_exist():
     ("lr_scheduler.min_lr_factor", "lr_scheduler.min_lr_ratio"), ("wandb.project", "log.project"),
     ("compile.components", "train.compile"), ("checkpoint.load_step", "--resume PATH"),
 ])  # fmt: skip
-def test_a_name_of_another_tool_is_answered_with_ours(typed, ours):
-    assert hint(typed, [*KEYS, *GROUPS]).startswith(f"; use {ours}")
+def test_a_name_of_another_tool_is_answered_with_ours(typed, answer):
+    assert hint(typed, [*KEYS, *GROUPS]).startswith(f"; use {answer}")
 
 
-@pytest.mark.parametrize(("typed", "why"), [
+@pytest.mark.parametrize(("typed", "reason"), [
     ("early_stopping_threshold", "does not support thresholds"), ("loss_type", "does not support"),
     ("checkpoint.save_consolidated", "not needed: `fsdpctl consolidate-checkpoint`"),
     ("swanlab.project", "does not support trackers other than"),
     ("parallelism.enable_loss_parallel", "does not support tensor parallelism"),
 ])  # fmt: skip
-def test_a_name_without_a_counterpart_is_told_why(typed, why):
-    assert why in hint(typed, [*KEYS, *GROUPS])
+def test_a_name_without_a_counterpart_is_told_why(typed, reason):
+    assert reason in hint(typed, [*KEYS, *GROUPS])

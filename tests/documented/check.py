@@ -22,8 +22,8 @@ from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import FsdpctlError
 from tests.documented.lines import ROOT, Line
 
-ADDRESS = "$FSDPCTL"  # of the package, in the shell of a reader
-# Where a command has read all options and settings, and would begin to work.
+ADDRESS = "$FSDPCTL"  # the address of the package, a variable in the shell of a reader
+# Functions that begin the work of a command, after it has read all options and settings.
 _WORK = (
     "fsdpctl.commands.train._train", "fsdpctl.commands.train._dry_run",
     "fsdpctl.commands.estimate_work.estimates_of",
@@ -37,17 +37,17 @@ _WORK = (
     "fsdpctl.commands.training_data.samples_of_step",
     "fsdpctl.commands.status.read_status", "fsdpctl.commands.compare_runs.compare_run_dirs",
 )  # fmt: skip
-# Modules that are first imported while these are replaced would keep the replacements.
+# Import all modules now: an import while functions are replaced would keep the replacements.
 for _each in COMMANDS.values():
     importlib.import_module(f"fsdpctl.commands.{_each.module}")
 
 
 class BegunError(Exception):
-    """The command line is right: the work has begun."""
+    """The command line is valid, and the work begins."""
 
 
 def read_options(lines: Sequence[Line]) -> None:
-    """Have the options of lines and recipes read together, which takes most of the time alone."""
+    """Read the options of lines and recipes together: reading each alone takes most of the time."""
     pairs = [word.partition("=")[::2] for line in lines for word in line.words]
     for name in recipe_names():
         pairs += read_recipe(find_recipe(name))
@@ -62,7 +62,7 @@ def read_options(lines: Sequence[Line]) -> None:
 
 
 def problem_of(line: Line) -> str | None:
-    """Return what is wrong with a line, in a directory with its inputs; None if nothing is."""
+    """Return the problem of a line, in a directory with its inputs; None if it is valid."""
     program, *words = line.words
     if program == "fsdpctl":
         return _of_fsdpctl(words)
@@ -79,7 +79,7 @@ def problem_of(line: Line) -> str | None:
 
 def _of_fsdpctl(words: Sequence[str]) -> str | None:
     if len(words) == 1 and words[0] in COMMANDS:
-        return None  # its name, in a sentence
+        return None  # the name of a command, in a sentence
     if words[0].startswith("-"):
         known = {opt for param in typer.main.get_command(app).params for opt in param.opts}
         return None if words[0] in {*known, "--help"} else f"{words[0]}: no such option"
@@ -88,7 +88,7 @@ def _of_fsdpctl(words: Sequence[str]) -> str | None:
             stack.enter_context(mock.patch(name, side_effect=BegunError))
         result = CliRunner().invoke(app, list(words))
     if "of the recipe ignored" in result.output:
-        return result.output  # the recipe isn't what the line says
+        return result.output  # the line and its recipe contradict
     if isinstance(result.exception, BegunError) or result.exit_code == 0:
         return None
     if isinstance(result.exception, FsdpctlError | SystemExit):
@@ -109,7 +109,7 @@ def _of_make(words: Sequence[str]) -> str | None:
 def _of_pip(words: Sequence[str]) -> str | None:
     """Check the packages that are installed; each option has a value."""
     if words == ["build"]:
-        return None  # of this directory
+        return None
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = about["optional-dependencies"]
     known = {re.split(r"[<>=]", each)[0] for of in extras.values() for each in of}
@@ -117,7 +117,7 @@ def _of_pip(words: Sequence[str]) -> str | None:
     for before, word in pairwise(words[words.index("install") :]):
         is_option = before.startswith("-") or word.startswith("-")
         if not is_option and word not in known:
-            return f"{word}: not installed so"
+            return f"{word}: no such package"
     return None
 
 
@@ -142,12 +142,12 @@ def _of_parser(module: str, words: Sequence[str]) -> str | None:
     """Check options and their values by the module's own parser."""
     parse = argparse.ArgumentParser.parse_args
 
-    def stop(parser: Any, *given: Any) -> Any:
-        parse(parser, *given)
+    def stop(parser: Any, *args: Any) -> Any:
+        parse(parser, *args)
         raise BegunError
 
     with (
-        warnings.catch_warnings(action="ignore"),  # of modules that torch imports
+        warnings.catch_warnings(action="ignore"),  # modules that torch imports warn
         mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
         mock.patch.object(sys, "argv", [module, *words]),
         suppress(BegunError),
@@ -160,7 +160,7 @@ def _of_parser(module: str, words: Sequence[str]) -> str | None:
 
 
 def _of_files(words: Sequence[str]) -> str | None:
-    """Check the program of a cluster by the file that it starts, and what that passes on."""
+    """Check the file that the program of a cluster starts, and the arguments of the file."""
     for at, word in enumerate(words):
         if "/" in word:
             if not (ROOT / word).is_file():

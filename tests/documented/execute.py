@@ -9,7 +9,7 @@ from tests.commands.run import environment
 from tests.documented.lines import ROOT, Line
 from tests.launch.test_nodes import free_endpoint
 
-# Lines that are only checked by their program's parser (`check.py`), by words of theirs, and why.
+# Words of lines that are only checked by their program's parser (`check.py`), and the reason.
 ONLY_CHECKED = {
     "make": "builds an environment, or runs everything",
     "pip": "installs from a network", "uv": "installs from a network",
@@ -81,7 +81,7 @@ def execute(line: Line, folder: Path) -> list["subprocess.CompletedProcess[str]"
 
 
 def shrinking(words: Sequence[str]) -> list[str]:
-    """Return what to add to a line, so that it takes seconds."""
+    """Return the arguments that make a line take seconds."""
     if "fsdpctl" not in words:
         return ["--steps", "4"] if "docs/examples/conv_net.py" in words else []
     command = words[words.index("fsdpctl") + 1]
@@ -97,8 +97,8 @@ def shrinking(words: Sequence[str]) -> list[str]:
 
 
 def _settings(words: Sequence[str], sizes: dict[str, str], without: str) -> list[str]:
-    given = {word.partition("=")[0] for word in words} | {without}
-    return [f"{name}={text}" for name, text in sizes.items() if name not in given]
+    set_names = {word.partition("=")[0] for word in words} | {without}
+    return [f"{name}={text}" for name, text in sizes.items() if name not in set_names]
 
 
 def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":

@@ -53,7 +53,7 @@ _LLAMA31 = {
 
 
 def make_inputs(folder: Path) -> Path:
-    """Write models, texts, chats, tokens, and configurations of ours and of other tools."""
+    """Write models, texts, chats, tokens, and configurations of fsdpctl and other tools."""
     for family, names in _FAMILIES.items():
         model = make_chat_model(folder / family, family)
         if family == "llama":  # scaled as Llama 3.1, whose factor the pages change
@@ -88,10 +88,7 @@ def make_inputs(folder: Path) -> Path:
 
 
 def make_unfinished_runs(folder: Path) -> Path:
-    """Write what is enough to check a command that reads runs: a checkpoint, and an export of it.
-
-    No run was started for it.
-    """
+    """Write a checkpoint and its export, enough to check commands that read runs."""
     for name in ("a", "b", "mine"):
         make_checkpoint(folder / "runs" / name / "checkpoints" / "step-00000001")
     (folder / "runs" / "latest").symlink_to("a")
@@ -104,7 +101,7 @@ def make_unfinished_runs(folder: Path) -> Path:
 
 @contextmanager
 def prepared(line: Line, folder: Path) -> Iterator[None]:
-    """Set aside what the line writes anew, and let runs/latest be a run that it applies to."""
+    """Set aside files that the line writes, and link runs/latest to a run that it applies to."""
     words = line.words
     latest = folder / "runs" / "latest"
     if (folder / "runs" / _ADAPTED).exists():

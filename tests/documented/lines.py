@@ -18,8 +18,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.
 HEADERS = tuple(
     sorted(str(p.relative_to(ROOT)) for at in ("recipes/*", "examples/*/*") for p in ROOT.glob(at))
 )
-HELP = "--help"  # of the commands, with their examples
-
+HELP = "--help"  # the help of commands has examples
 _ANY = "|".join(PROGRAMS)
 
 
@@ -35,24 +34,24 @@ class Line:
 
     @property
     def words(self) -> list[str]:
-        """What the shell passes on, the program first."""
+        """The arguments that the shell passes, the program first."""
         return shlex.split(self.text.partition(" > ")[0])
 
 
 def documented_lines() -> list[Line]:
     """Return the command lines of every source, in their order."""
-    found = []
+    lines = []
     for source in (*PAGES, *HEADERS):
         read = in_page if source in PAGES else in_comments
-        found += [Line(source, text) for text in dict.fromkeys(read((ROOT / source).read_text()))]
+        lines += [Line(source, text) for text in dict.fromkeys(read((ROOT / source).read_text()))]
     examples = [each for info in COMMANDS.values() for each in info.examples]
-    return found + [Line(HELP, f"fsdpctl {each}") for each in examples]
+    return lines + [Line(HELP, f"fsdpctl {each}") for each in examples]
 
 
 def in_page(text: str) -> Iterator[str]:
     """Yield the commands in the blocks and spans of a page of Markdown."""
     is_fenced = False
-    marked = []  # whether the line is of a block, and its text
+    marked = []  # whether the line belongs to a block, and its text
     for line in text.splitlines():
         if line.startswith("```"):
             is_fenced = not is_fenced

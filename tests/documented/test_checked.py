@@ -13,7 +13,7 @@ from tests.documented.inputs import make_inputs, make_unfinished_runs, prepared
 from tests.documented.lines import PAGES, ROOT, Line, documented_lines, in_comments, in_page
 
 LINES = documented_lines()
-# Words of other programs and of Python, and names that a reader replaces.
+# Names of other programs and of Python, and names that a reader replaces.
 _ELSEWHERE = {
     "CONTRIBUTING.md": {"prefetch.spare=N"},
     "docs/from-others.md": {
@@ -47,38 +47,36 @@ def test_every_command_line_is_accepted(source, inputs, monkeypatch):
 
 
 def wrong_settings(text: str) -> list[str]:
-    """Return the settings in spans of a page that aren't settings: other keys, other values."""
-    found = []
+    """Return the settings in spans of a page whose key or value doesn't exist."""
+    wrong = []
     for name, value in re.findall(r"`((?:\w+\.)*\w+)(?:=([^`\s]*))?`", text):
         is_key = name.partition(".")[0] in SECTIONS and name not in SECTIONS
         if is_key and any(key.startswith(f"{name}.") for key in KEYS):
-            continue  # a section in a section
+            continue  # a subsection
         try:
             if is_key:
                 KEYS[name].parse(value) if value and not value.isupper() else KEYS[name]
             elif name in GROUPS and value:
                 assert all(each in options_of(name) for each in re.split(r",|\\?\|", value))
         except (AssertionError, KeyError, UsageError):
-            found.append(f"{name}={value}" if value else name)
-    return found
+            wrong.append(f"{name}={value}" if value else name)
+    return wrong
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_in_sentences_exist(page: str) -> None:
-    found = wrong_settings((ROOT / page).read_text())
-    assert [each for each in found if each not in _ELSEWHERE.get(page, ())] == []
+    wrong = wrong_settings((ROOT / page).read_text())
+    assert [each for each in wrong if each not in _ELSEWHERE.get(page, ())] == []
 
 
 def test_a_wrong_setting_in_a_sentence_is_found() -> None:
-    right = (
-        "`train.steps=2`, `train.steps`, `train.steps=N`, `model.lora`, `strategy=auto`, `a.b=2`"
-    )
-    assert wrong_settings(right) == []
+    text = "`train.steps=2`, `train.steps`, `train.steps=N`, `model.lora`, `strategy=auto`, `a.b=2`"
+    assert wrong_settings(text) == []
     wrong = ["train.steps=x", "train.stepz", "train.stepz=2", "strategy=fsdp3", "engine=a,fsdp2"]
     assert wrong_settings("".join(f"`{each}`, " for each in wrong)) == wrong
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "part"), [
     ("`fsdpctl train train.stepz=2`", "train.steps"),
     ("`fsdpctl train model=llama3_1c --dry-run`", "llama3_1b"),
     ("    fsdpctl train --dry-runs", "--dry-runs"), ("    fsdpctl train --recipe quik", "quik"),
@@ -104,12 +102,12 @@ def test_a_wrong_setting_in_a_sentence_is_found() -> None:
     ("    sbatch examples/slurm/train.sbatch --recipes x", "--recipes"),
     ("    kubectl apply -f examples/kubernetes/jobs.yaml", "not found"),
 ])  # fmt: skip
-def test_a_wrong_command_line_is_found(text, said, inputs, monkeypatch):
+def test_a_wrong_command_line_is_found(text, part, inputs, monkeypatch):
     monkeypatch.chdir(inputs)
     (command,) = in_page(f"Some text:\n\n{text}\n\nMore of it.\n")
     problem = problem_of(Line("a page", command))
     assert problem is not None, command
-    assert said in problem
+    assert part in problem
 
 
 def test_commands_are_found_wherever_they_are() -> None:

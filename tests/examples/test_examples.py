@@ -15,12 +15,11 @@ from fsdpctl.errors import DoesNotFitError, NonFiniteError, SelfCheckError, Stop
 from fsdpctl.resolve.launchers import role_of
 from tests.commands.run import invoke
 
-_FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # repeating is of no use
+_FINAL = (UsageError, DoesNotFitError, NonFiniteError, SelfCheckError)  # a restart would fail too
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
 OTHERS = Path(__file__).parent.parent / "importers" / "files"
 
-# What a cluster sets on the second of two nodes.
+# Variables that a cluster sets on the second of two nodes.
 _VARIABLES = {
     "skypilot/train.yaml": {
         "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "sky-1_my-run",
@@ -31,7 +30,7 @@ _VARIABLES = {
 
 
 def documents(example: str) -> list[Any]:
-    """The YAML documents of an example."""
+    """Return the YAML documents of an example."""
     return list(yaml.safe_load_all((EXAMPLES / example).read_text()))
 
 
@@ -62,43 +61,40 @@ def test_the_check_of_a_repository_fails_as_its_command_does(code: int, tmp_path
     shutil.copytree(OTHERS, tmp_path / "recipes")
     words[words.index("recipes")] = str(tmp_path / "recipes")
     words[words.index("cluster=8xh100")] = "cluster=rtx4090"
-    found, said = invoke(*words)
-    assert (found, "axolotl-full.yaml" in said) == (3, True)
+    exit_code, output = invoke(*words)
+    assert (exit_code, "axolotl-full.yaml" in output) == (3, True)
 
 
 def _policies(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, list):
-        return [found for each in value for found in _policies(each)]
+        return [policy for each in value for policy in _policies(each)]
     if not isinstance(value, dict):
         return []
-    own = [value["podFailurePolicy"]] if "podFailurePolicy" in value else []
-    return own + [found for each in value.values() for found in _policies(each)]
+    policies = [value["podFailurePolicy"]] if "podFailurePolicy" in value else []
+    return policies + [policy for each in value.values() for policy in _policies(each)]
 
 
 def test_the_exit_codes_in_the_examples_are_those_of_the_errors() -> None:
     again = [StoppedError.exit_code]
     never = sorted(each.exit_code for each in _FINAL)
-    (policy,) = [found for each in documents("kubernetes/job.yaml") for found in _policies(each)]
-    codes = {
-        each["action"]: each["onExitCodes"]["values"]
-        for each in policy["rules"]
-        if "onExitCodes" in each
-    }
+    (policy,) = _policies(documents("kubernetes/job.yaml"))
+    rules = [rule for rule in policy["rules"] if "onExitCodes" in rule]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules}
     assert codes == {"Ignore": again, "FailJob": never}
     (task,) = documents("skypilot/train.yaml")
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == again
 
 
 def _scripts(value: Any) -> list[str]:
-    """The texts with a command, wherever they are."""
+    """Return the texts with a command, at any depth."""
     if isinstance(value, str):
         return [value] if "fsdpctl train" in value else []
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [found for each in inner for found in _scripts(each)]
+    return [script for each in inner for script in _scripts(each)]
 
 
 def _arguments(example: str, folder: Path) -> list[str]:
-    """What fsdpctl gets, by running the example's script with a program of that name."""
+    """Return fsdpctl's arguments: run the example's script with a program of that name."""
     for name, script in {"fsdpctl": 'printf "%s\\n" "$@" > arguments', "getent": "true"}.items():
         program = folder / name
         program.write_text(f"#!/bin/sh\n{script}\n")
@@ -129,9 +125,9 @@ def test_the_commands_pass_a_dry_run(example, tmp_path, monkeypatch):
     words = _arguments(example, tmp_path)
     for name, value in _VARIABLES[example].items():
         monkeypatch.setenv(name, value)
-    # The recipe's model on devices that are not here, and a directory that can be written.
+    # The recipe's model needs devices that are not here. The directory must be writable.
     run_dir = f"train.run_dir={tmp_path / 'run'}"
     changed = [run_dir if each.startswith("train.run_dir=") else each for each in words]
     here = ("launch.nproc_per_node=8", "launch.device=cpu", "train.require_fit=false")
-    code, said = invoke(*changed, "--dry-run", *here)
-    assert (code, "16 ranks" in said) == (0, True), shlex.join(changed) + said
+    code, output = invoke(*changed, "--dry-run", *here)
+    assert (code, "16 ranks" in output) == (0, True), shlex.join(changed) + output

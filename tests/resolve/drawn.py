@@ -1,7 +1,7 @@
 """Configurations of every family of settings, drawn, and the files that they name.
 
-Note: `train` looks for files before anything else, and an estimate reads no data that nothing
-follows from. Which of several mistakes is reported may differ by this, so files exist and fit.
+Note: `train` checks files first, and an estimate reads data only if a value depends on it. The
+commands may report different mistakes of several, so all files exist and are valid.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.training.chats import make_chat_model, make_chats
 
 SIZES, TEXT, CHATS = TINY[:5], "data.path=words.txt", "data.path=chats.jsonl"
 CHAT = ["model=DIR", "data=chat", CHATS]
-# What is trained on what. Words that begin with -- are options of the commands.
+# Models and data. Texts that begin with -- are options of the commands.
 WORLDS: dict[str, list[str]] = {
     "text": [*SIZES, TEXT, "train.seq_len=16", "train.global_batch_size=8"],
     "chats": CHAT,
@@ -95,7 +95,7 @@ OTHERS: dict[str, tuple[object, ...]] = {
     "launch.nproc_per_node": (1, 2, 3, 4, "auto"),
     "launch.share_memory": ("false", "true", "auto"),
     "launch.device": ("cpu", "auto"),
-    "cluster.memory": (  # of which a process on the CPU takes up to 0.5
+    "cluster.memory": (  # a process on the CPU takes up to 0.5
         0.51, 4, *(f"{each} launch.device=cpu" for each in (0.5015, 0.504, 0.51)),
     ),
     "cluster.host_memory": (1, 64),
@@ -132,7 +132,7 @@ OTHERS: dict[str, tuple[object, ...]] = {
 
 
 class Drawn(NamedTuple):
-    """A world with other settings, of which the last of each key counts."""
+    """A world with other settings; the last setting of each key counts."""
 
     options: tuple[str, ...]
     settings: tuple[str, ...]
@@ -147,7 +147,7 @@ def combined(world: str, *more: str) -> Drawn:
 def drawn(seed: int, *, few: bool = False) -> Iterator[Drawn]:
     """Yield configurations without end: each world in turn, with up to five other settings.
 
-    A few are of the first six worlds, with at most two: these take a fifth of the time.
+    `few`: only the first six worlds, with at most two settings, take a fifth of the time.
     """
     draw = random.Random(seed)
     while True:
@@ -193,14 +193,14 @@ _SIZED_BY: dict[str, tuple[object, ...]] = {
     "launch.share_memory": ("auto", "false"),
     "model.lora.rank": (None, None, 2),
     "optimizer": ("adamw", "adamw", "muon"),
-    "cluster.memory": (0.5005, 0.501, 0.502, 0.504, 0.51),  # of which the process takes 0.5
+    "cluster.memory": (0.5005, 0.501, 0.502, 0.504, 0.51),  # the process takes 0.5
 }
 
 
 def sized(seed: int) -> Iterator[Drawn]:
-    """Yield configurations for memory that is small, without end."""
+    """Yield configurations for small memory, without end."""
     draw = random.Random(seed)
     while True:
         values = {key: draw.choice(values) for key, values in _SIZED_BY.items()}
-        words = [f"{key}={value}" for key, value in values.items() if value is not None]
-        yield combined("text", "launch.device=cpu", *words)
+        settings = [f"{key}={value}" for key, value in values.items() if value is not None]
+        yield combined("text", "launch.device=cpu", *settings)

@@ -19,16 +19,16 @@ from fsdpctl.resolve.prepare import _stored_values, prepare
 KERNEL = "model.attention"
 
 
-def placed(*words: str) -> Filled:
-    return prepare(compose_config(["model.vocab_size=64", *words]), ESTIMATE_ROLE).config
+def placed(*settings: str) -> Filled:
+    return prepare(compose_config(["model.vocab_size=64", *settings]), ESTIMATE_ROLE).config
 
 
 def test_the_kernel_does_not_change_the_name_of_a_run():
-    usual, other = placed(), placed("launch.device=cpu", "model.attention=math")
-    assert to_settings(usual)["model.attention"] == "auto"
+    default, other = placed(), placed("launch.device=cpu", "model.attention=math")
+    assert to_settings(default)["model.attention"] == "auto"
     assert not decides_losses("model.attention")
-    same = replace(usual, model=replace(usual.model, attention="math"))
-    assert run_identity(same) == run_identity(usual)
+    same = replace(default, model=replace(default.model, attention="math"))
+    assert run_identity(same) == run_identity(default)
     assert config_from_settings(to_settings(other)).model.attention == "math"
 
 
@@ -39,7 +39,7 @@ def test_the_kernel_is_not_part_of_a_model(tmp_path):
     assert "model.attention" not in model_settings(str(tmp_path))
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("settings", "part"), [
     (["launch.device=cpu", "model.attention=cudnn"], "device=cpu; expected auto, flash, math"),
     (["cluster=a100_80", "model.attention=flash3"], "Ampere GPUs; expected auto, flash, cudnn"),
     (["cluster=h100", "precision=fp32", "model.attention=flash"],
@@ -47,10 +47,10 @@ def test_the_kernel_is_not_part_of_a_model(tmp_path):
     (["cluster=h100", "train.deterministic=true", "model.attention=cudnn"],
      "train.deterministic=true; expected auto, flash, flash3"),
 ])  # fmt: skip
-def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
+def test_a_kernel_that_cannot_run_is_rejected_in_one_line(settings, part):
     with pytest.raises(UsageError, match=r"model\.attention=\w+: not supported") as caught:
-        placed(*words)
-    assert said in str(caught.value)
+        placed(*settings)
+    assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -83,8 +83,8 @@ def hopper(monkeypatch):
 
 def test_a_run_keeps_its_kernel_while_it_can_run(hopper):
     config = placed("cluster=a100_80").changed({KERNEL: None})
-    found = fill_auto(config, Stage.DECODER, AutoInputs(is_here=True))
-    assert found.model.attention == "cudnn"  # by the GPU here
+    filled = fill_auto(config, Stage.DECODER, AutoInputs(is_here=True))
+    assert filled.model.attention == "cudnn"  # by the GPU here
     assert can_run(config, "flash")
     assert not can_run(config, "flash3")  # no longer installed
     assert not can_run(placed("launch.device=cpu"), "cudnn")
@@ -100,7 +100,7 @@ def test_a_start_has_the_kernel_that_its_estimate_has(hopper, tmp_path):
     (run / OVERRIDES_FILE).write_text("")
     assert _stored_values(config)[KERNEL] == "flash"
     (run / OVERRIDES_FILE).write_text("model.attention=flash\n")
-    assert _stored_values(config) == {}  # which the run was asked for
+    assert _stored_values(config) == {}  # the first start had it on the command line
 
 
 def test_a_note_names_an_installed_kernel_that_auto_leaves_out(hopper, monkeypatch):

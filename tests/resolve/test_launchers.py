@@ -1,4 +1,4 @@
-"""What the variables of other launchers are taken for, and what is refused."""
+"""The roles that follow from variables of other launchers, and the refused variables."""
 
 from dataclasses import replace
 
@@ -63,15 +63,14 @@ def test_torchruns_variables_determine_the_rank():
 
 
 def test_env_needs_all_variables_that_a_rank_has():
-    # As of an operator that sets RANK to the number of a node.
-    assert "LOCAL_RANK, LOCAL_WORLD_SIZE not set" in refused(
-        ENV, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    )
+    # Some operators set RANK to the number of a node.
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert "LOCAL_RANK, LOCAL_WORLD_SIZE not set" in refused(ENV, environ)
 
 
 @pytest.mark.parametrize("wrong", [
-    {"WORLD_SIZE": "6"},  # of nodes with four each
-    {"LOCAL_RANK": "2"},  # ranks of a node that are no neighbours
+    {"WORLD_SIZE": "6"},  # not a multiple of the four ranks of a node
+    {"LOCAL_RANK": "2"},  # ranks of a node are not consecutive
     {"RANK": "8"},
     {"LOCAL_WORLD_SIZE": "16"},
 ])  # fmt: skip
@@ -80,21 +79,17 @@ def test_inconsistent_variables_are_rejected(wrong):
 
 
 def test_a_variable_that_is_not_a_number_is_named():
-    assert refused(ENV, of_torchrun(0, 2, 2) | {"WORLD_SIZE": "two"}) == (
-        "WORLD_SIZE=two: expected a number"
-    )
+    environ = of_torchrun(0, 2, 2) | {"WORLD_SIZE": "two"}
+    assert refused(ENV, environ) == "WORLD_SIZE=two: expected a number"
 
 
 def test_a_wrong_number_of_nodes_or_ranks_is_rejected():
-    two = LaunchConfig("env", nnodes=2)
-    said = refused(two, of_torchrun(0, 2, 2))
-    assert "launch.nnodes=2: the launcher has started ranks on 1" in said
-    assert "nnodes=3: Slurm has started the step on 2" in refused(
-        LaunchConfig("slurm", nnodes=3), of_slurm(0, 2, 2)
-    )
-    assert "nproc_per_node=8: the launcher has started 4" in refused(
-        LaunchConfig("env", nproc_per_node=8), of_torchrun(0, 4, 4)
-    )
+    message = refused(LaunchConfig("env", nnodes=2), of_torchrun(0, 2, 2))
+    assert "launch.nnodes=2: the launcher has started ranks on 1" in message
+    message = refused(LaunchConfig("slurm", nnodes=3), of_slurm(0, 2, 2))
+    assert "nnodes=3: Slurm has started the step on 2" in message
+    message = refused(LaunchConfig("env", nproc_per_node=8), of_torchrun(0, 4, 4))
+    assert "nproc_per_node=8: the launcher has started 4" in message
 
 
 def test_one_task_per_node_is_a_launcher():
@@ -102,8 +97,8 @@ def test_one_task_per_node_is_a_launcher():
     launch, rank = node_of(role), role.rank
     assert (rank, (launch.nnodes, launch.node_rank)) == (None, (2, 1))
     assert launch.rdzv_endpoint == f"gpu-a003:{20000 + 7 * 1234}"
-    given = LaunchConfig("slurm", rdzv_endpoint="10.0.0.9:29500")
-    assert node_of(role_of(given, of_slurm(1, 2, 2))).rdzv_endpoint == "10.0.0.9:29500"
+    launch = LaunchConfig("slurm", rdzv_endpoint="10.0.0.9:29500")
+    assert node_of(role_of(launch, of_slurm(1, 2, 2))).rdzv_endpoint == "10.0.0.9:29500"
 
 
 def test_one_task_per_rank_is_a_rank():
@@ -161,6 +156,6 @@ def test_a_rank_of_any_launcher_gets_its_allocator_and_its_cores(monkeypatch, al
         return replace(launch, device=device).rank_environment(2)
 
     assert (of("cuda"), of("cpu")) == (on_cuda, on_cpu)
-    assert of(None) == on_cpu | on_cuda  # another launcher's, which looks for its device later
+    assert of(None) == on_cpu | on_cuda  # a rank of another launcher selects its device later
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert of("cuda") == threads

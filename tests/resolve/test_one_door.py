@@ -1,4 +1,4 @@
-"""Every command plans the same run, and refuses others in the same words."""
+"""Every command plans the same run, and refuses others with the same message."""
 
 import os
 import tempfile
@@ -31,8 +31,8 @@ from tests.resolve.drawn import Drawn, combined, drawn, sized, write_files
 
 Figures = dict[str, Any]
 LENGTHS = ("train.steps", "train.epochs", "train.tokens")
-# Not compared: an estimate has no module, by which a rate follows, and shows the length and the
-# paths as they are set; a comparison has a length of its own.
+# Not compared: an estimate has no module, which determines the learning rate, and shows the length
+# and the paths as they are set; `compare` sets the length.
 _OF_RUNS = {
     "train.run_dir", "optimizer.lr", *LENGTHS[1:], "train.global_batch_tokens", "data.path",
 }  # fmt: skip
@@ -74,7 +74,7 @@ NAMED = [
 
 
 class Reported(BaseException):
-    """A command has decided, and begins to report the estimate of its plan."""
+    """A command begins to report the estimate of its plan."""
 
     def __init__(self, estimate: RunEstimate) -> None:
         self.estimate = estimate
@@ -86,7 +86,7 @@ def _report(estimate: RunEstimate) -> NoReturn:
 
 @contextmanager
 def machine(device: str) -> Iterator[None]:
-    """Be on a machine with eight GPUs, as far as a run that is not started can tell."""
+    """Imitate a machine with eight GPUs, for runs that are not started."""
     with ExitStack() as stack:
         for name, value in _GPUS.items() if device == "cuda" else ():
             returns = mock.Mock(return_value=value)
@@ -95,24 +95,24 @@ def machine(device: str) -> Iterator[None]:
 
 
 def planned(*command: str) -> Figures | str:
-    """Return the figures of the plan that a command decides on, or the words of its refusal."""
+    """Return the figures of a command's plan, or the message of its refusal."""
     with (
         mock.patch.object(RunEstimate, "to_dict", _report),
         mock.patch.object(RunEstimate, "shortages", property(_report)),
     ):
         try:
-            code, said = invoke(*command)
+            code, output = invoke(*command)
         except Reported as reported:
             return figures(reported.estimate)
-    assert code in {2, 4}, (command, code, said)
-    return said
+    assert code in {2, 4}, (command, code, output)
+    return output
 
 
 def figures(estimate: RunEstimate) -> Figures:
-    """Return what is known of a run: its settings, without those of its cluster, and its sizes."""
-    words = to_settings(estimate.config).items()
+    """Return the settings of a run, without those of its cluster, and its sizes."""
+    settings = to_settings(estimate.config).items()
     return {
-        **{x: text for x, text in words if x not in _OF_RUNS and not x.startswith("cluster")},
+        **{x: text for x, text in settings if x not in _OF_RUNS and not x.startswith("cluster")},
         "batches": estimate.batches,
         "tokens": estimate.tokens_per_step,
         "memory": estimate.peak_reserved,
@@ -120,33 +120,33 @@ def figures(estimate: RunEstimate) -> Figures:
     }
 
 
-def of_all_commands(given: Drawn, folder: Path) -> list[Figures | str]:
-    """Return what `train`, an estimate and, for its own length, `compare` plan or refuse."""
-    places = {name: str(folder / name) for name in ("DIR", "adapters")}
-    pairs = [each.partition("=") for each in given.settings]
-    words = [f"{name}={places.get(text, text)}" for name, _, text in pairs]
-    found = [
-        planned("train", "--dry-run", *given.options, *words),
-        planned("estimate-memory", "--json", *given.options, "cluster=local", *words),
+def of_all_commands(case: Drawn, folder: Path) -> list[Figures | str]:
+    """Return what `train`, an estimate and `compare`, if it can set the length, plan or refuse."""
+    paths = {name: str(folder / name) for name in ("DIR", "adapters")}
+    pairs = [each.partition("=") for each in case.settings]
+    settings = [f"{name}={paths.get(text, text)}" for name, _, text in pairs]
+    results = [
+        planned("train", "--dry-run", *case.options, *settings),
+        planned("estimate-memory", "--json", *case.options, "cluster=local", *settings),
     ]
-    lengths = [each for each in words if each.startswith(LENGTHS)]
-    if len(lengths) < 2 and "train.epochs" not in str(lengths):  # by which chats are sized
-        words = [each for each in words if each not in lengths]
-        # Without alternatives, it would compare strategies.
-        found.append(planned("compare", *given.options, "train.log_every=9,9", *words))
-    return found
+    lengths = [each for each in settings if each.startswith(LENGTHS)]
+    if len(lengths) < 2 and "train.epochs" not in str(lengths):  # epochs determine sizes of chats
+        settings = [each for each in settings if each not in lengths]
+        # Without alternatives, `compare` would compare strategies.
+        results.append(planned("compare", *case.options, "train.log_every=9,9", *settings))
+    return results
 
 
-def differences(given: Drawn, folder: Path) -> list[tuple[object, ...]]:
-    """Return the figures that the commands do not agree on."""
-    found = of_all_commands(given, folder)
-    if any(isinstance(each, str) for each in found):
-        words = [each if isinstance(each, str) else "accepted" for each in found]
-        return [("words", *words)] if len({*words}) > 1 else []
-    values = [each for each in found if isinstance(each, dict)]
-    names = {name for each in values for name in each}
-    seen = ((x, *(each.get(x) for each in values[: 2 if x in _OF_LENGTH else 3])) for x in names)
-    return [each for each in seen if len({*each[1:]}) > 1]
+def differences(case: Drawn, folder: Path) -> list[tuple[object, ...]]:
+    """Return the figures that differ between the commands."""
+    results = of_all_commands(case, folder)
+    if any(isinstance(each, str) for each in results):
+        messages = [each if isinstance(each, str) else "accepted" for each in results]
+        return [("messages", *messages)] if len({*messages}) > 1 else []
+    plans = [each for each in results if isinstance(each, dict)]
+    names = {name for plan in plans for name in plan}
+    rows = ((x, *(plan.get(x) for plan in plans[: 2 if x in _OF_LENGTH else 3])) for x in names)
+    return [row for row in rows if len({*row[1:]}) > 1]
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +165,9 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quarter", range(4))
 def test_what_one_command_refuses_every_command_refuses_in_the_same_words(quarter, files):
     for each in NAMED[quarter::4]:
-        said = of_all_commands(each, files)
-        assert isinstance(said[0], str)
-        assert (each, said[1:]) == (each, said[:1] * (len(said) - 1))
+        first, *others = of_all_commands(each, files)
+        assert isinstance(first, str)
+        assert (each, others) == (each, [first] * len(others))
 
 
 @pytest.mark.parametrize(("device", "few", "start", "stop"), [
@@ -185,20 +185,20 @@ def test_all_commands_plan_the_run_that_starts(device, few, start, stop, files):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_selected_for_a_small_memory_is_what_starts(seed, files):
-    """Exit codes tell as much, and what is typed stays."""
+    """Exit codes agree with the verdict, and typed values stay."""
     kinds = set()
     for each in islice(sized(seed), 15):
         assert (each, differences(each, files)) == (each, [])
-        found = planned("train", "--dry-run", *each.settings)
-        if isinstance(found, str):
+        plan = planned("train", "--dry-run", *each.settings)
+        if isinstance(plan, str):
             continue
-        given = dict(word.split("=") for word in each.settings)
+        typed = dict(setting.split("=") for setting in each.settings)
         for name in ("strategy", "activation_checkpointing", "prefetch"):
-            assert given.get(name, "auto") in ("auto", found[name])
-        code = 0 if found["verdict"] == "fits" else 3
+            assert typed.get(name, "auto") in ("auto", plan[name])
+        code = 0 if plan["verdict"] == "fits" else 3
         assert invoke("train", "--dry-run", *each.settings)[0] == code
         assert invoke("estimate-memory", "--require-fit", *each.settings)[0] == code
-        kinds.add((code, "auto" in given.values()))
+        kinds.add((code, "auto" in typed.values()))
     assert len(kinds) > 2
 
 
@@ -206,10 +206,9 @@ def test_what_is_selected_for_a_small_memory_is_what_starts(seed, files):
 
 
 def partly_frozen() -> Model:
-    made = Model(16, 4)
-    for param in made.blocks[:2].parameters():
-        param.requires_grad_(False)
-    return made
+    model = Model(16, 4)
+    model.blocks[:2].requires_grad_(False)
+    return model
 
 
 WIDE = fsdpctl.Precision("float32", "float32", "float32")
@@ -237,12 +236,13 @@ SCRIPTS: list[tuple[Callable[[], Model], int, list[str], dict[str, Any], dict[st
 
 
 def started(module: Model, ranks: int, settings: list[str]) -> Resolved:
-    """Return the configuration that rank 0 of a script has begun with."""
-    rank = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    environment = {name: str(value) for name, value in {**rank, **address}.items()}
-    folder = tempfile.mkdtemp(dir=".")
-    given = [*_OF_SCRIPT, f"train.run_dir={folder}/run", *settings]
+    """Return the configuration that rank 0 of a script starts with."""
+    folder, size = tempfile.mkdtemp(dir="."), str(ranks)
+    environment = {
+        "RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    settings = [*_OF_SCRIPT, f"train.run_dir={folder}/run", *settings]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(mock.patch("fsdpctl.launch.run._trained_tasks", []))
@@ -252,7 +252,7 @@ def started(module: Model, ranks: int, settings: list[str]) -> Resolved:
             stack.enter_context(mock.patch(f"fsdpctl.launch.{each}"))
         stack.enter_context(mock.patch("fsdpctl.training.worker.become_rank"))
         data = Measurements(64, seed=1)
-        fsdpctl.train(module=module, loss=squared_error, data=data, settings=given)
+        fsdpctl.train(module=module, loss=squared_error, data=data, settings=settings)
     return cast("Resolved", read_config(Path(folder, "run")))
 
 
@@ -264,7 +264,7 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
     assert passes is not None
     assert samples is not None
     with mock.patch.object(user_module, "engine_steps", wraps=engine_steps) as steps:
-        found = fsdpctl.estimate_memory(
+        estimate = fsdpctl.estimate_memory(
             make,
             lambda: (torch.empty(samples, 2), torch.empty(samples, 1)),
             world_size=ranks,
@@ -276,7 +276,7 @@ def test_the_estimate_of_a_module_replays_what_its_script_begins(case):
     assert units == module_units(make(), None)
     assert replayed == fullest_rank(config.engine.name, plan_training(config, units, passes))
     on_host = "offload" in sharding
-    states = found.host_states if on_host else found.breakdown["optimizer_states"]
+    states = estimate.host_states if on_host else estimate.breakdown["optimizer_states"]
     assert states >= replayed.states_bytes > 0
 
 
@@ -309,12 +309,12 @@ FROM: list[tuple[str, list[str]]] = [
 ])  # fmt: skip
 def test_the_estimate_of_a_file_is_that_of_its_recipe(cases, tmp_path):
     file, recipe = tmp_path / "file.yaml", tmp_path / "recipe.yaml"
-    for text, words in cases:
+    estimate, program = ("estimate-memory", "--json"), "engine.program=fsdpctl"
+    for text, settings in cases:
         file.write_text(f"{text}\n")
         recipe.unlink(missing_ok=True)
-        typed = [*words, "cluster=h100"]
-        asked, ours = ("estimate-memory", "--json"), "engine.program=fsdpctl"
-        alone = planned(*asked, "--from", str(file), ours, *typed)
-        assert isinstance(alone, dict), text
+        typed = [*settings, "cluster=h100"]
+        plan = planned(*estimate, "--from", str(file), program, *typed)
+        assert isinstance(plan, dict), text
         assert invoke("convert", str(file), *typed, "--out", str(recipe))[0] == 0
-        assert (text, planned(*asked, "--recipe", str(recipe), ours)) == (text, alone)
+        assert (text, planned(*estimate, "--recipe", str(recipe), program)) == (text, plan)
